@@ -381,11 +381,11 @@ def verify(
         VerificationError: one device alone cannot train the model, or not in fp64.
     """
     from autopar.verification.against_one_device import verify as compare
-    from autopar.verification.compared_models import made, own_model
+    from autopar.verification.compared_models import build_module, user_model
 
     plan = _loaded(plan)
-    module = made(model)
-    subject = own_model(model, module, plan, example_inputs)
+    module = build_module(model)
+    subject = user_model(model, module, plan, example_inputs)
     graph = _graph_of(plan, module, example_inputs, loss_fn)
     return compare(
         subject, plan, graph, steps=steps, run_timeout_s=run_timeout_s, precision=PRECISIONS[compare_in], loss_fn=loss_fn

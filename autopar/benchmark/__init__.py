@@ -1,4 +1,4 @@
-"""Plans of a space run on this machine's ranks, and the prediction of each held against what was measured.
+"""Benchmarks: plans of a space run on this machine's ranks, and their predictions are compared with the measurements.
 
-Here planning and running meet, as in ``autopar.api``: plans come from the search, ranks from the runtime.
+This package uses the planner and the runtime, as ``autopar.api`` does.
 """

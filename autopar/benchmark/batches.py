@@ -1,4 +1,4 @@
-"""Runs plans batch by batch, keeps what is measured in a file, scores the predictions of it, and prints that as a table."""
+"""Measurement of plans in batches, kept in a file; scores of their predictions; and the result as a table."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Advance = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One plan to run; ``key`` is equal for plans that run the same program, ``name`` is for people."""
+    """A plan to run. Plans that run the same program have equal keys; the name is for texts."""
 
     key: str
     name: str
@@ -37,13 +37,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Plans of a space.
+    """The plans of a space that are run.
 
     Attributes:
-        entries: to run, the picked one among them, in a shuffled order.
+        entries: the plans, the picked one among them, in a shuffled order.
         picked: key of the plan that the search picks.
-        num_candidates: in the space.
-        misfits: names of those sampled that do not fit or are too slow to run, and why.
+        num_candidates: candidates of the space.
+        misfits: names of sampled candidates that do not fit or are too slow to run, with the reasons.
     """
 
     entries: tuple[Entry, ...]
@@ -54,14 +54,17 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One plan, predicted and measured; seconds and bytes.
+    """One plan with its prediction and measurement, in seconds and bytes.
 
     Attributes:
-        measured_s: median over all timed steps of the slowest rank's time; None where it failed.
-        spread: half the distance between the quartiles, relative to the median: how far to trust it.
-        layers_s: of a pass of ``autopar.measure.timers.Layers`` between its steps: how fast the machine was; 0: not taken.
-        predicted_bytes, measured_bytes: peak of tensors on the fullest rank, reserves left out.
-        predicted_parts, measured_parts: by category (``autopar.plan.run_log.CATEGORIES``).
+        key, name: as in :class:`Entry`.
+        predicted_s, interval_s: the predicted step time and its interval.
+        measured_s: the median over timed steps of the slowest rank's time; None if the plan failed.
+        spread: half the distance of the quartiles over the median.
+        layers_s: seconds of a pass of ``autopar.measure.timers.Layers`` between steps, which shows the speed of the machine; 0 if not
+            measured.
+        predicted_bytes, measured_bytes: peak of tensors on the rank with the most, without reserves.
+        predicted_parts, measured_parts: seconds by category (``autopar.plan.run_log.CATEGORIES``).
         failure: why there is no measurement.
     """
 
@@ -84,14 +87,14 @@ class Score:
     """Figures of one benchmark.
 
     Attributes:
-        plans, failures: how many were measured, and how many could not be.
-        rho: Spearman's rank correlation of predicted and measured step time; None for fewer than three plans.
-        regret: measured time of the picked plan over the best measured one; None where the picked one failed.
+        plans, failures: plans that were measured, and plans that failed.
+        rho: Spearman's rank correlation of predicted and measured step times; None for fewer than three plans.
+        regret: measured time of the picked plan over the least measured time; None if the picked plan failed.
         best, picked: keys.
-        mape, bias: of the step time, relative to the measured one.
-        coverage: share of measured times inside of the predicted interval.
-        memory_mape: of the peak.
-        spread: median of the rows' spreads.
+        mape, bias: mean absolute and mean signed error of the step time, relative to the measured one.
+        coverage: share of measured times inside the predicted interval.
+        memory_mape: mean absolute relative error of the peak.
+        spread: median of the spreads of rows.
     """
 
     plans: int
@@ -108,7 +111,7 @@ class Score:
 
 
 def measured(ranks: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Step time and spread of one plan from the times of each rank, step by step.
+    """Return the step time and spread of one plan, given the times of its steps on each rank.
 
     >>> measured([[1.0, 2.0, 3.0, 9.0, 2.0], [2.0, 1.0, 1.0, 1.0, 2.0]])[0]
     2.0
@@ -122,24 +125,24 @@ def measured(ranks: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 
 def score(rows: Sequence[Row], picked: str) -> Score:
-    """The figures of some rows, of which the search picked one."""
-    known = [(row, row.measured_s) for row in rows if row.measured_s is not None]
-    ratios = [row.predicted_s / time_s - 1 for row, time_s in known]
-    chosen = next((time_s for row, time_s in known if row.key == picked), None)
-    best = min(known, key=lambda pair: pair[1]) if known else None
-    sizes = [(row.predicted_bytes, row.measured_bytes) for row, _ in known if row.measured_bytes]
+    """Return the figures of some rows, of which the search picked one."""
+    timed = [(row, row.measured_s) for row in rows if row.measured_s is not None]
+    ratios = [row.predicted_s / time_s - 1 for row, time_s in timed]
+    chosen = next((time_s for row, time_s in timed if row.key == picked), None)
+    best = min(timed, key=lambda pair: pair[1]) if timed else None
+    sizes = [(row.predicted_bytes, row.measured_bytes) for row, _ in timed if row.measured_bytes]
     return Score(
-        plans=len(known),
+        plans=len(timed),
         failures=sum(bool(row.failure) for row in rows),
-        rho=rank_correlation([row.predicted_s for row, _ in known], [time_s for _, time_s in known]),
+        rho=rank_correlation([row.predicted_s for row, _ in timed], [time_s for _, time_s in timed]),
         regret=chosen / best[1] if chosen is not None and best is not None else None,
         best=best[0].key if best is not None else "",
         picked=picked,
         mape=_mean([abs(ratio) for ratio in ratios]),
         bias=_mean(ratios),
-        coverage=_mean([float(row.interval_s[0] <= t <= row.interval_s[1]) for row, t in known]),
+        coverage=_mean([float(row.interval_s[0] <= t <= row.interval_s[1]) for row, t in timed]),
         memory_mape=_mean([abs(a / b - 1) for a, b in sizes if b]),
-        spread=median([row.spread for row, _ in known]) if known else 0.0,
+        spread=median([row.spread for row, _ in timed]) if timed else 0.0,
     )
 
 
@@ -149,17 +152,22 @@ def _mean(values: Sequence[float]) -> float | None:
 
 PRELOAD = ("torch", "transformers", "autopar.benchmark.rank_runs")
 BATCH = 8
-"""Plans whose steps take turns: what else the machine does then meets all of them."""
+"""Plans whose steps take turns, so that other load of the machine affects all of them."""
 
 Launch = Callable[[Job | LinkTask], Sequence[Mapping[str, Mapping[str, Any]]]]
-"""Runs a job on all its ranks; for each rank what :func:`autopar.benchmark.rank_runs.run` gives."""
+"""Runs a job on all its ranks, and returns what :func:`autopar.benchmark.rank_runs.run` returns on each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Rows in order of the measured time (failures last), and their score; ``title`` says what of.
+    """The result of a benchmark.
 
-    ``machine``: when the speed of the machine was measured that predictions are for.
+    Attributes:
+        title: the model and options of the benchmark.
+        rows: rows by measured time, failures last.
+        score: their score.
+        num_candidates, misfits: as in :class:`Choice`.
+        machine: says when the speed of the machine was measured that predictions assume.
     """
 
     title: str
@@ -170,7 +178,7 @@ class Outcome:
     machine: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return JSON values."""
         return {
             "title": self.title,
             "machine": self.machine,
@@ -183,10 +191,10 @@ class Outcome:
 
 @contextmanager
 def local_ranks(num_ranks: int, *, run_timeout_s: float) -> Iterator[Launch]:
-    """Worker processes on this machine, new ones for each job; one that takes longer than ``run_timeout_s`` is killed.
+    """Give worker processes on this machine, new ones for each job; a job that exceeds ``run_timeout_s`` is killed.
 
-    Torch's caches hold on to groups of earlier jobs, whose threads wake up a hundred times a second each: in its third
-    job of nine plans a rank was seen to spend 8 % of a core while it slept.
+    Torch's caches keep groups of earlier jobs, each of whose threads polls a hundred times a second. In its third job of nine plans, a rank
+    was seen to spend 8 % of a core while it slept.
     """
     with WorkerPool(num_ranks, preload=PRELOAD) as pool:
 
@@ -209,27 +217,30 @@ def benchmark(
     batch: int = BATCH,
     advance: Advance | None = None,
 ) -> Outcome:
-    """Measures the plans of ``choice`` that ``results`` has not yet, and scores all.
+    """Measure the plans of ``choice`` that ``results`` does not have, and score all.
 
     Args:
-        job: with everything but the plans.
-        results: a file that is read first and written after every batch, so that a run that was stopped goes on;
-            measurements stay when predictions change. None: nothing is kept.
-        launch: what fails for several plans is tried once more for each alone.
+        job: a job without plans.
+        choice: the plans.
+        launch: runs a job. If a batch fails, each of its plans is tried once more alone.
+        title: the title in the file.
+        results: a file that is read first and written after every batch, so that an interrupted run continues. Measurements stay valid when
+            predictions change. None keeps nothing.
         batch: plans that are launched together.
+        advance: called with the progress.
 
     Raises:
         UsageError: the file is of another benchmark.
     """
-    known = _read(results, title) if results is not None else {}
-    left = [entry for entry in choice.entries if entry.key not in known]
-    for done in range(0, len(left), batch):
+    records = _read(results, title) if results is not None else {}
+    missing = [entry for entry in choice.entries if entry.key not in records]
+    for done in range(0, len(missing), batch):
         if advance is not None:
-            advance("running plans", done, len(left))
-        known |= _measure(job, left[done : done + batch], launch)
+            advance("running plans", done, len(missing))
+        records |= _measure(job, missing[done : done + batch], launch)
         if results is not None:
-            write_text(results, json.dumps({"title": title, "measured": known}, indent=1), make_folder=True)
-    rows = [_row(entry, known[entry.key], job.as_rank) for entry in choice.entries]
+            write_text(results, json.dumps({"title": title, "measured": records}, indent=1), make_folder=True)
+    rows = [_row(entry, records[entry.key], job.as_rank) for entry in choice.entries]
     rows.sort(key=lambda row: (row.measured_s is None, row.measured_s or row.predicted_s))
     return Outcome(
         title=title,
@@ -241,38 +252,40 @@ def benchmark(
 
 
 def _measure(job: Job, entries: Sequence[Entry], launch: Launch) -> dict[str, dict[str, Any]]:
-    """Of each plan the median step, its spread, memory and categories, or why there is none."""
+    """Return the median step, its spread, memory and categories of each plan, or why there is none."""
     try:
-        found = launch(replace(job, plans={entry.key: entry.plan for entry in entries}))
+        by_rank = launch(replace(job, plans={entry.key: entry.plan for entry in entries}))
     except AutoparError as error:
         if len(entries) == 1:
             return {entries[0].key: {"failure": str(error)[-2000:]}}
         return {key: value for entry in entries for key, value in _measure(job, [entry], launch).items()}
-    return {entry.key: _joined([rank[entry.key] for rank in found]) for entry in entries}
+    return {entry.key: _joined([rank[entry.key] for rank in by_rank]) for entry in entries}
 
 
-def _joined(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    failure = next((rank["failure"] for rank in found if "failure" in rank), None)
+def _joined(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the measurement of a plan from those of its ranks."""
+    failure = next((rank["failure"] for rank in by_rank if "failure" in rank), None)
     if failure is not None:
         return {"failure": failure}
-    time_s, spread = measured([rank["seconds"] for rank in found])
+    time_s, spread = measured([rank["seconds"] for rank in by_rank])
     return {
         "measured_s": time_s,
         "spread": spread,
-        "layers_s": fmean(rank["layers_s"] for rank in found),
-        "measured_bytes": max(rank["memory_bytes"] for rank in found),
-        "measured_parts": dict(found[0]["parts"]),
+        "layers_s": fmean(rank["layers_s"] for rank in by_rank),
+        "measured_bytes": max(rank["memory_bytes"] for rank in by_rank),
+        "measured_parts": dict(by_rank[0]["parts"]),
     }
 
 
-def _row(entry: Entry, found: Mapping[str, Any], as_rank: int | None) -> Row:
+def _row(entry: Entry, measurement: Mapping[str, Any], as_rank: int | None) -> Row:
+    """Return the row of a plan with its measurement."""
     predicted = entry.plan.predicted
-    whole, parts = predicted.step_time_s, predicted_parts(predicted.breakdown)
+    step_time_s, parts = predicted.step_time_s, predicted_parts(predicted.breakdown)
     num_bytes = max(m.total - m.reserved for m in predicted.memory)
-    if as_rank is not None:  # collectives of fakes take no time, and nobody waits
+    if as_rank is not None:  # in a fake group collectives take no time, and nothing waits
         parts = {name: parts[name] for name in (COMPUTE, OPTIMIZER)}
-    time_s = whole if as_rank is None else sum(parts.values())
-    low, high = (time_s * edge / whole for edge in predicted.step_time_interval_s)
+    time_s = step_time_s if as_rank is None else sum(parts.values())
+    low, high = (time_s * edge / step_time_s for edge in predicted.step_time_interval_s)
     return Row(
         key=entry.key,
         name=entry.name,
@@ -280,11 +293,12 @@ def _row(entry: Entry, found: Mapping[str, Any], as_rank: int | None) -> Row:
         interval_s=(low, high),
         predicted_bytes=num_bytes,
         predicted_parts=parts,
-        **found,
+        **measurement,
     )
 
 
 def _read(path: Path, title: str) -> dict[str, dict[str, Any]]:
+    """Return the measurements in a file; none if it does not exist."""
     if not path.is_file():
         return {}
     data = load_json(path)
@@ -293,14 +307,14 @@ def _read(path: Path, title: str) -> dict[str, dict[str, Any]]:
     return dict(data["measured"])
 
 
-# --- Tables of a benchmark.
+# --- the result as a table
 
 MOST_SHOWN = 40
 _percent = partial(percent, digits=0)
 
 
 def render(outcome: Outcome) -> str:
-    """The score, then plans by measured time."""
+    """Return the score, then plans by measured time."""
     rows = [_cells(row, outcome.score.picked) for row in outcome.rows[:MOST_SHOWN]]
     head = ("plan", "predicted", "measured", "off", "spread", "memory", "measured", "off")
     lines = [outcome.title, *filter(None, [outcome.machine]), score_line(outcome), ""]
@@ -314,18 +328,19 @@ def render(outcome: Outcome) -> str:
 
 
 def score_line(outcome: Outcome) -> str:
-    """Rank correlation, regret and errors in one line."""
-    found = outcome.score
+    """Return rank correlation, regret and errors in one line."""
+    score = outcome.score
     return (
-        f"{found.plans} plans of {outcome.num_candidates} candidates, {found.failures} failed: "
-        f"rank correlation {_number(found.rho)}, regret {_number(found.regret)}, "
-        f"step time off by {_percent(found.mape)} (bias {_percent(found.bias, sign=True)}), "
-        f"{_percent(found.coverage)} inside the interval, memory off by {_percent(found.memory_mape)}, "
-        f"spread {_percent(found.spread)}"
+        f"{score.plans} plans of {outcome.num_candidates} candidates, {score.failures} failed: "
+        f"rank correlation {_number(score.rho)}, regret {_number(score.regret)}, "
+        f"step time off by {_percent(score.mape)} (bias {_percent(score.bias, sign=True)}), "
+        f"{_percent(score.coverage)} inside the interval, memory off by {_percent(score.memory_mape)}, "
+        f"spread {_percent(score.spread)}"
     )
 
 
 def _cells(row: Row, picked: str) -> tuple[str, ...]:
+    """Return a row of the table; the picked plan has a star."""
     name = ("* " if row.key == picked else "  ") + row.name
     predicted = seconds(row.predicted_s), num_bytes(row.predicted_bytes)
     if row.measured_s is None:

@@ -1,4 +1,4 @@
-"""``autopar benchmark local`` apart from its options: which plans are run, all of a space or a sample of them, and how."""
+"""``autopar benchmark local`` without its options: the choice of plans, all of a space or a sample, and their run on this machine."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ from autopar.util.files import default_cache_dir
 from autopar.verification.reference import trained_alone
 
 GPU_PRECISIONS = ("fp32", "bf16")
+"""Precisions whose plans are run on one GPU."""
 MAX_AGE_S = 6 * 3600.0
-"""How long a measured speed of this machine is believed: a shared one is a third faster at one time than at another."""
+"""Age in seconds up to which a measured speed of this machine is used: a shared machine may be a third faster at another time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkRequest(Request):
-    """What is asked for; the options of the command."""
+    """The request: the options of the command."""
 
     model: str
     num_ranks: int = 4
@@ -52,15 +53,15 @@ class BenchmarkRequest(Request):
     warm_up: int = 2
     run_timeout_s: float = 300.0
     slowest: float | None = None
-    """Plans that are predicted to take more than so many times the picked one's step are not run."""
+    """Plans with a predicted step longer than this multiple of the picked plan's are not run."""
     fresh: bool = False
-    """The machine's speed is measured although it was a short time ago."""
+    """Whether the speed of the machine is measured even if a recent measurement exists."""
     as_rank: int | None = None
-    """Plans for ``num_ranks`` ranks are run as this one of them, alone: see ``autopar.benchmark.rank_runs.Job``."""
+    """The rank as which plans for ``num_ranks`` ranks are run, alone: see ``autopar.benchmark.rank_runs.Job``."""
 
     @property
     def title(self) -> str:
-        """What measurements belong to."""
+        """The title under which measurements are kept."""
         parts = [self.model, f"batch {self.global_batch_size}", self.precision, self.optimizer]
         if self.sequence is not None:
             parts.append(f"sequence {self.sequence}")
@@ -76,18 +77,24 @@ def run_local(
     cache_dir: Path | None = None,
     advance: Advance | None = None,
 ) -> Outcome:
-    """On this machine: ranks on its CPU, or every variant on its one GPU; or one rank of plans for more.
+    """Run plans on this machine: on ranks of its CPU, every variant on its one GPU, or one rank of plans for more.
+
+    Args:
+        request: the request.
+        results: a file that keeps measurements.
+        cache_dir: the folder with measurements of this machine.
+        advance: called with the progress.
 
     Raises:
         AutoparError: the model cannot make a step on one device.
         InfeasibleError: no plan fits.
-        UsageError: there is no such rank.
+        UsageError: the plans do not have the rank of ``as_rank``.
     """
     _check_rank(request)
-    source = resolve_model(request.model, sequence_length=request.sequence)  # before minutes of measuring
+    source = resolve_model(request.model, sequence_length=request.sequence)  # before long measurements
     is_gpu = torch.cuda.is_available()
-    if request.as_rank is None and not is_gpu:  # one rank may have a part of what fits nowhere whole
-        trained_alone(source.build(), [source.make_batch(source.batch_size)])  # what cannot, no plan can either
+    if request.as_rank is None and not is_gpu:  # as one rank, the model may be too large for a device
+        trained_alone(source.build(), [source.make_batch(source.batch_size)])  # if it fails, every plan fails
     again, note = whether_again(profile_path(cache_dir), fresh=request.fresh)
     if again and advance is not None:
         advance(note, 0, 1)
@@ -95,7 +102,7 @@ def run_local(
     is_alone = request.as_rank is not None or is_gpu
     with local_ranks(1 if is_alone else request.num_ranks, run_timeout_s=request.run_timeout_s) as launch:
         if request.as_rank is not None:
-            # on a CPU it has a core of its own, as none of the others runs; neighbours that are not there send no shapes
+            # no other rank runs: on a CPU it has a core to itself; without other stages nothing sends it shapes, hence pp=1
             cores = "" if is_gpu else f"&cores={request.num_ranks}"
             cluster = Cluster.parse(f"local?ranks={request.num_ranks}{cores}", cache_dir=cache_dir)
             request = replace(request, pins=(*request.pins, "pp=1"))
@@ -112,6 +119,7 @@ def run_local(
 
 
 def _check_rank(request: BenchmarkRequest) -> None:
+    """Raise an error if the plans do not have the rank of ``as_rank``."""
     if not 0 <= (request.as_rank or 0) < request.num_ranks:
         raise UsageError(
             f"The plans have no rank {request.as_rank or 0}: they are for {request.num_ranks} ranks",
@@ -121,10 +129,11 @@ def _check_rank(request: BenchmarkRequest) -> None:
 
 
 def whether_again(kept: Path | None, *, fresh: bool) -> tuple[bool, str]:
-    """Whether this machine is measured now, and a line that says so, or how old the measurement is that is kept.
+    """Return whether this machine is measured now, and a line that says so or gives the age of the measurement.
 
     Args:
-        kept: file of an earlier measurement; None: a shipped profile, never measured.
+        kept: the file of an earlier measurement; None for a shipped profile, which is never measured.
+        fresh: whether it is measured in any case.
     """
     if kept is None:
         return False, "speed of this machine: a shipped profile, not measured here"
@@ -146,10 +155,15 @@ def on_cluster(
     results: Path | None = None,
     advance: Advance | None = None,
 ) -> Outcome:
-    """On any ranks that ``launch`` reaches and ``cluster`` describes; of one GPU every variant of a plan for it.
+    """Run plans on the ranks that ``launch`` reaches and ``cluster`` describes; on one GPU every variant of a plan.
 
     Args:
+        request: the request.
         source: the model of the request.
+        cluster: describes the ranks.
+        launch: runs a job on them.
+        results: a file that keeps measurements.
+        advance: called with the progress.
     """
     device_type = cluster.devices[0].kind
     if device_type == "cuda" and request.as_rank is None:
@@ -167,14 +181,14 @@ def on_cluster(
         steps=request.steps,
         warm_up=request.warm_up,
         collective_timeout_s=request.run_timeout_s,
-        alone=device_type == "cuda",  # models of a GPU: many do not fit beside each other
+        alone=device_type == "cuda",  # several models may not fit in a GPU's memory
         as_rank=request.as_rank,
     )
     return benchmark(job, choice, launch, title=f"{request.title}, {cluster.name}", results=results, advance=advance)
 
 
 def one_device_pins(space: Space, request: BenchmarkRequest) -> list[tuple[str, ...]]:
-    """Every micro-batch and recompute of a space, as pins beside those of the request."""
+    """Return pins for every micro-batch and recompute of a space, with those of the request."""
     sizes = [size for size in space.micro_batches if request.global_batch_size % size == 0]
     return [
         (*request.pins, f"micro_batch={size}", f"recompute={mode}") for size, mode in product(sizes, space.recompute)
@@ -182,17 +196,17 @@ def one_device_pins(space: Space, request: BenchmarkRequest) -> list[tuple[str, 
 
 
 def task_of(request: BenchmarkRequest, source: ModelSource, cluster: Cluster, precision: str) -> Task:
-    """What the planner is asked."""
+    """Return the planner's task."""
     inputs = source.example_inputs
-    asked = replace(request, cluster=cluster, example_inputs=inputs, precision=precision, name=source.name)
-    return planned(source.model, asked)
+    full_request = replace(request, cluster=cluster, example_inputs=inputs, precision=precision, name=source.name)
+    return planned(source.model, full_request)
 
 
-# --- which plans are run
+# --- the choice of plans
 
 
 def choose(task: Task, request: BenchmarkRequest, advance: Advance | None = None) -> Choice:
-    """The best plan of each candidate of the task's space, or of a sample of candidates.
+    """Return the best plan of each candidate of the space, or of a sample of candidates, with that of the search.
 
     Raises:
         InfeasibleError: no plan fits.
@@ -201,58 +215,58 @@ def choose(task: Task, request: BenchmarkRequest, advance: Advance | None = None
     pool = list(planner.pool)
     picked = entry_of(planner.search(limits=Limits()))
     drawn = pool if sample is None or sample >= len(pool) else random.Random(seed).sample(pool, sample)
-    found, misfits = {picked.key: picked}, []
+    by_key, misfits = {picked.key: picked}, []
     for i, candidate in enumerate(drawn):
         if advance is not None:
             advance("planning", i, len(drawn))
-        planner.pool = [candidate]  # a search among one is the best plan of this candidate
+        planner.pool = [candidate]  # a search with one candidate returns its best plan
         try:
-            made = entry_of(planner.search(limits=Limits()))
+            entry = entry_of(planner.search(limits=Limits()))
         except InfeasibleError as error:
             misfits.append((str(candidate), str(error)))
             continue
-        ratio = made.plan.predicted.step_time_s / picked.plan.predicted.step_time_s
+        ratio = entry.plan.predicted.step_time_s / picked.plan.predicted.step_time_s
         if request.slowest is not None and ratio > request.slowest:
-            misfits.append((made.name, f"predicted {ratio:.3g} times as slow as the picked one: not run"))
+            misfits.append((entry.name, f"predicted {ratio:.3g} times as slow as the picked one: not run"))
             continue
-        found.setdefault(made.key, made)
-    entries = list(found.values())
+        by_key.setdefault(entry.key, entry)
+    entries = list(by_key.values())
     random.Random(seed).shuffle(entries)
     return Choice(entries=tuple(entries), picked=picked.key, num_candidates=len(pool), misfits=tuple(misfits))
 
 
 def variants(tasks: Sequence[Task], pin_sets: Sequence[Sequence[str]]) -> Choice:
-    """On one device: a plan for each task (a precision each) and set of pins (micro-batch, recompute).
+    """Return a plan on one device for each task (one for each precision) and set of pins (micro-batch, recompute).
 
-    The picked one is the fastest by prediction: precisions are not one search.
+    The picked plan is the one that is predicted fastest, since one search has one precision.
 
     Raises:
         InfeasibleError: no plan fits.
     """
-    found: dict[str, Entry] = {}
+    plans: dict[str, Entry] = {}
     misfits = []
     for task in tasks:
         for pins in pin_sets:
             try:
-                made = entry_of(Planner(replace(task, pins=Pins.parse(pins))).estimate())
+                entry = entry_of(Planner(replace(task, pins=Pins.parse(pins))).estimate())
             except InfeasibleError as error:
                 misfits.append((f"{task.precision.name} {' '.join(pins)}", str(error)))
                 continue
-            found.setdefault(made.key, made)
-    if not found:
+            plans.setdefault(entry.key, entry)
+    if not plans:
         raise InfeasibleError(
             "No plan fits this device",
             got="; ".join(reason for _, reason in misfits[:2]) or None,
             fix="Take a smaller model or batch, or other pins",
         )
-    best = min(found.values(), key=lambda entry: entry.plan.predicted.step_time_s)
+    best = min(plans.values(), key=lambda entry: entry.plan.predicted.step_time_s)
     return Choice(
-        entries=tuple(found.values()), picked=best.key, num_candidates=len(found) + len(misfits), misfits=tuple(misfits)
+        entries=tuple(plans.values()), picked=best.key, num_candidates=len(plans) + len(misfits), misfits=tuple(misfits)
     )
 
 
 def entry_of(plan: Plan) -> Entry:
-    """Names a plan by what it does; what was predicted, searched and noted does not count."""
+    """Return a plan with a name and a key, which do not depend on predictions, the search and notes."""
     data = plan_to_dict(plan)
     for key in ("predicted", "search", "notes", "pins", "cluster"):
         data.pop(key, None)

@@ -1,6 +1,6 @@
-"""The ranks that plans run on, measured together before: what a core gives when all compute, and collectives.
+"""Measurements on the ranks that will run plans: how much computation slows down while all ranks compute, and times of collectives.
 
-Of collectives a few sizes of each kind, on all shapes of groups.
+A few sizes of each kind of collective are measured on all shapes of groups.
 """
 
 from __future__ import annotations
@@ -27,19 +27,23 @@ from autopar.measure.timers import Layers
 from autopar.util.files import write_json
 
 CROWD_REPEATS, CROWD_S = 15, 0.06
+"""Repetitions of :func:`crowding`, and seconds of computation in each."""
 WORK_S, BATCH_S = 1e-3, 10e-3
+"""Seconds of computation before each collective, and of one sample."""
 KINDS = tuple(kind for kind in COLLECTIVES if kind != "broadcast")
-"""What plans use."""
+"""The collectives that plans use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkTask:
-    """What every rank of a job measures together; picklable.
+    """A measurement that every rank of a job takes part in; picklable.
 
     Attributes:
         nodes: the node of each rank.
-        budget_s: of all measurements; sizes that would take longer are left out.
-        max_bytes: of the largest collective.
+        budget_s: seconds of all measurements; sizes that would take longer are left out.
+        max_bytes: size of the largest collective.
+        collective_timeout_s: time limit of one collective.
+        device_type: ``cpu``.
     """
 
     nodes: tuple[int, ...]
@@ -49,8 +53,8 @@ class LinkTask:
     device_type: str = "cpu"
 
     def run(self) -> dict[str, dict[str, Any]]:
-        """On this rank, whose process group is there; rank 0 gives ``links``: cores, sets of groups and points."""
-        crowd = crowding()
+        """Measure on this rank of the process group; rank 0 returns ``links``: crowding, sets of groups and points."""
+        factor = crowding()
         job = _BetweenWork(
             dist.distributed_c10d._get_default_store(),
             node=self.nodes[dist.get_rank()],
@@ -64,43 +68,43 @@ class LinkTask:
             ),
             collectives={kind: COLLECTIVES[kind] for kind in KINDS},
         )
-        job.crowding = crowd
-        found = measure_links(job)
-        if found is None:
+        job.crowding = factor
+        points = measure_links(job)
+        if points is None:
             return {}
-        sets = [group_set.to_dict() for group_set in found.sets]
+        sets = [group_set.to_dict() for group_set in points.sets]
         return {
             "links": {
-                "crowding": crowd,
+                "crowding": factor,
                 "layers_s": job.spent_s / max(job.passes, 1),
                 "sets": sets,
-                "points": found.points,
-                "failed": found.failed,
+                "points": points.points,
+                "failed": points.failed,
             }
         }
 
 
 class _BetweenWork(LinkJob):
-    """Times collectives as a step has them: each after some computation of every rank, whose own time does not count.
+    """Times collectives as they occur in a step: each after some computation of every rank, whose time is subtracted.
 
-    One after the other, nothing between, they find all ranks awake and their buffers warm, and cores that nothing but the
-    collective wants. The computation between is slower than in a loop of its own, a third on some virtual machines: cores
-    went to sleep and other work came by.
+    In a loop of collectives alone, all ranks are awake, their buffers are in caches, and cores have nothing else to do. Computation between
+    collectives is slower than in a loop of its own, by a third on some virtual machines, since cores fall asleep and other processes get to
+    run.
 
     Attributes:
         crowding: see :func:`crowding`.
         active: ranks of the groups that are measured.
-        passes, spent_s: of the computation.
+        passes, spent_s: passes and seconds of the computation.
     """
 
     crowding = 1.0
     active, passes, spent_s = 0, 0, 0.0
 
     def _greeting(self, path: Path | None) -> LinkPoints:
-        """Of ranks on one machine it does not matter which ones of a node meet, and in a step all groups do at once."""
-        found = super()._greeting(path)
-        found.sets = [s for s in found.sets if not s.alone and (s.tier != "node" or s.pattern == "contiguous")]
-        return found
+        """Keep the sets of groups that differ on one machine: contiguous ranks of a node, and all groups at once, as in a step."""
+        links = super()._greeting(path)
+        links.sets = [s for s in links.sets if not s.alone and (s.tier != "node" or s.pattern == "contiguous")]
+        return links
 
     def _open(self, number: int, groups: list[list[int]]) -> None:
         self.active = sum(map(len, groups))
@@ -111,15 +115,16 @@ class _BetweenWork(LinkJob):
         return Layers()
 
     def _spent_s(self, run: Callable[[], object], calls: int) -> float:
+        """Return the wall time of ``calls`` collectives with computation before each, less the time of the computation."""
         share = max(self.crowding * self.active / self.world, 1.0)
-        own_s, start = 0.0, time.perf_counter()
+        work_s, start = 0.0, time.perf_counter()
         for _ in range(calls):
             spent_s, passes = self._work.run(WORK_S)
-            own_s, self.passes = own_s + spent_s, self.passes + passes
+            work_s, self.passes = work_s + spent_s, self.passes + passes
             run()
-        rest_s = time.perf_counter() - start - share * own_s
-        self.spent_s += own_s
-        return max(rest_s, 1e-6)
+        collectives_s = time.perf_counter() - start - share * work_s
+        self.spent_s += work_s
+        return max(collectives_s, 1e-6)
 
     def _summary(self, samples: list[float]) -> tuple[float, float]:
         mean = statistics.mean(samples)
@@ -127,22 +132,22 @@ class _BetweenWork(LinkJob):
 
 
 def crowding() -> float:
-    """Wall time of computation while all ranks compute, over the time of the calling thread: 1 on a core of one's own.
+    """Return the wall time of computation while all ranks compute, over the CPU time of the thread: 1 if each rank has a core.
 
-    Of the slowest rank, as a step ends with it. Two ranks on a core take a little more than twice as long: the scheduler
-    moves them late, and what one leaves in the caches the other one evicts. The lower quartile of several moments: work of
-    others that comes by only makes it longer.
+    It is that of the slowest rank, with which a step ends. Two ranks on a core take a little more than twice as long, since the scheduler
+    moves them late and they evict each other's caches. The lower quartile of several repetitions is taken, as other processes only make it
+    longer.
     """
-    work, found = Layers(), list[float]()
+    work, ratios = Layers(), list[float]()
     for _ in range(CROWD_REPEATS):
         dist.barrier()
         start = time.perf_counter()
-        own_s, _ = work.run(CROWD_S)
-        times = torch.tensor([time.perf_counter() - start, own_s])
-        everyone = [torch.empty_like(times) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, times)
-        found.append(max(float(wall / own) for wall, own in everyone))
-    return max(statistics.quantiles(found, n=4)[0], 1.0)
+        thread_s, _ = work.run(CROWD_S)
+        times = torch.tensor([time.perf_counter() - start, thread_s])
+        by_rank = [torch.empty_like(times) for _ in range(dist.get_world_size())]
+        dist.all_gather(by_rank, times)
+        ratios.append(max(float(wall / thread) for wall, thread in by_rank))
+    return max(statistics.quantiles(ratios, n=4)[0], 1.0)
 
 
 def measured_cluster(
@@ -154,12 +159,15 @@ def measured_cluster(
     kept: Path | None = None,
     again: bool = False,
 ) -> Cluster:
-    """A cluster of nodes that all lie on this machine, as its ranks measure them, or measured before and kept in a file.
+    """Return a cluster of nodes that are all on this machine, as its ranks measure them, or as a file of an earlier measurement says.
 
     Args:
-        nodes: how many, and ranks on each.
+        name: the name of the cluster.
+        machine: the profile of this machine.
+        nodes: the number of nodes, and ranks on each.
         launch: runs a task on all these ranks.
-        again: measures although there is a kept file, and writes it anew.
+        kept: the file of measurements.
+        again: whether to measure in any case, and write the file anew.
 
     Raises:
         AutoparError: nothing could be measured.
@@ -167,19 +175,19 @@ def measured_cluster(
     num_nodes, per_node = nodes
     task = LinkTask(nodes=tuple(rank // per_node for rank in range(num_nodes * per_node)))
     if kept is not None and kept.is_file() and not again:
-        found = load_json(kept)
+        data = load_json(kept)
     else:
-        found = {"when": time.strftime("%Y-%m-%d"), **launch(task)[0]["links"]}
+        data = {"when": time.strftime("%Y-%m-%d"), **launch(task)[0]["links"]}
         if kept is not None:
-            write_json(kept, found)
-    where = f"measured {found['when']} on {len(task.nodes)} ranks of {device_name()}, "
+            write_json(kept, data)
+    where = f"measured {data['when']} on {len(task.nodes)} ranks of {device_name()}, "
     where += f"{machine.library}, torch {torch.__version__}"
     links = links_of(
-        [GroupSet.from_dict(item) for item in found["sets"]], found["points"], nodes=task.nodes, machine=machine,
+        [GroupSet.from_dict(item) for item in data["sets"]], data["points"], nodes=task.nodes, machine=machine,
         library=machine.library, where=where, points_name="-",
     )  # fmt: skip
     if machine.device.overheads.layers_s:
-        factor = found["layers_s"] / machine.device.overheads.layers_s
+        factor = data["layers_s"] / machine.device.overheads.layers_s
         machine = replace(machine, device=slowed(machine.device, 1.0 / factor, "its speed between collectives"))
-    group = machine.group(num_nodes, per_node, num_cores=per_node / found["crowding"])
+    group = machine.group(num_nodes, per_node, num_cores=per_node / data["crowding"])
     return links.on(Cluster(name=name, groups=(group,), library=load_library(machine.library)))

@@ -1,7 +1,7 @@
-"""What every rank does: builds several plans, runs their steps in turns, tells times, memory and categories.
+"""The program of each rank: it builds several plans, runs their steps in turns, and returns times, memory and categories.
 
-Under torchrun on other machines: ``torchrun ... autopar/benchmark/rank_runs.py JOB RESULT``, where JOB holds a pickled
-:class:`Job` and RESULT will hold a JSON list of what :func:`run` gave on each rank.
+Under torchrun on other machines: ``torchrun ... autopar/benchmark/rank_runs.py JOB RESULT``, where JOB is a pickled :class:`Job`, and
+RESULT will be a JSON list with the result of :func:`run` on each rank.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ from autopar.util.files import write_text
 LEARNING_RATE = 1e-4
 
 QUIET_PROFILER = {"KINETO_LOG_LEVEL": "9"}
-"""The environment in which the profiler of :func:`cpu_peak_bytes` says nothing on stderr: a level above all that it has
-(with 5 it talks in torch 2.13)."""
+"""Environment in which the profiler of :func:`cpu_peak_bytes` does not log: a level above all that exist (at 5 torch 2.13 still logs)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +47,16 @@ class Job:
     """Some plans of one model; picklable.
 
     Attributes:
-        plans: by key; ``graphs``: the traced model for each plan's precision, by its name.
+        source: the model.
+        graphs: the traced model by the name of a plan's precision.
+        plans: plans by key.
         device_type: ``cpu`` or ``cuda``.
-        rounds, steps: each round runs ``steps`` timed steps of each plan in turn, after one that is not timed.
+        rounds, steps: in each round every plan in turn runs ``steps`` timed steps, after one that is not timed.
         warm_up: steps of each plan before the first round.
-        alone: one plan is built, run and freed before the next one: where several do not fit beside each other.
-        as_rank: instead of a job of many ranks this one process is that rank of a group of fakes, whose
-            collectives move nothing: for compute and memory of a plan for more ranks.
+        alone: whether one plan is built, run and freed before the next one, since several do not fit in memory.
+        as_rank: this process alone runs as this rank of a fake process group, whose collectives move nothing, for the compute and memory of
+            plans with more ranks.
+        collective_timeout_s: time limit of a collective.
     """
 
     source: ModelSource
@@ -70,23 +72,23 @@ class Job:
 
 
 def run(job: Job | LinkTask) -> dict[str, dict[str, Any]]:
-    """The job on this rank, whose process group is there.
+    """Run the job on this rank of the process group.
 
     Returns:
-        For each plan ``seconds`` of its timed steps, ``layers_s`` of a pass of small layers (the speed of the
-        machine meanwhile), ``memory_bytes`` at the peak of tensors and ``parts`` by category,
-        or ``failure``; of collectives what :meth:`LinkTask.run` gives.
+        For each plan the ``seconds`` of its timed steps, ``layers_s`` of a pass of small layers (the speed of the machine at that time),
+        ``memory_bytes`` at the peak of tensors and ``parts`` by category, or ``failure``; for collectives the result of
+        :meth:`LinkTask.run`.
     """
     if isinstance(job, LinkTask):
         return job.run()
     if job.as_rank is not None:
         _fake_group(job)
-    elif job.device_type == "cuda" and dist.get_backend() != "nccl":  # one device, by a worker of a gloo world
+    elif job.device_type == "cuda" and dist.get_backend() != "nccl":  # one device, on a worker of a gloo group
         stop()
         start("cuda", collective_timeout_s=job.collective_timeout_s)
     logger = logging.getLogger("autopar")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # that predictions are off is the result, and no warning
+    logger.setLevel(logging.ERROR)  # errors of predictions are the result here
     try:
         return _run(job)
     finally:
@@ -94,7 +96,7 @@ def run(job: Job | LinkTask) -> dict[str, dict[str, Any]]:
 
 
 def _fake_group(job: Job) -> None:
-    """In place of the process group that is there; the caller ends this one."""
+    """Replace the process group by a fake one, which the caller ends."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     stop()
@@ -103,8 +105,9 @@ def _fake_group(job: Job) -> None:
 
 
 def _run(job: Job) -> dict[str, dict[str, Any]]:
+    """Run the plans of the job, all in turns or one after the other."""
     model = job.source.build()
-    worlds: dict[Mesh, World] = {}  # plans of a mesh share its groups: the threads of each keep waking up
+    worlds: dict[Mesh, World] = {}  # plans of a mesh share its groups, as the threads of each group keep polling
     results: dict[str, dict[str, Any]] = {}
     for keys in [[key] for key in job.plans] if job.alone else [list(job.plans)]:
         results |= _in_turns(job, {key: job.plans[key] for key in keys}, model, worlds)
@@ -117,7 +120,7 @@ def _run(job: Job) -> dict[str, dict[str, Any]]:
 def _in_turns(
     job: Job, plans: Mapping[str, Plan], model: torch.nn.Module, worlds: dict[Mesh, World]
 ) -> dict[str, dict[str, Any]]:
-    """Plans whose steps take turns, so that whatever else the machine does meets all of them."""
+    """Run plans whose steps take turns, so that other load of the machine affects all of them."""
     runners: dict[str, _Runner] = {}
     results: dict[str, dict[str, Any]] = {}
     for key, plan in plans.items():
@@ -130,13 +133,13 @@ def _in_turns(
             runners.pop(key, None)
             results[key] = {"failure": traceback.format_exc(limit=-3)}
     layers = Layers()
-    for turn in range(job.rounds):
+    for round_number in range(job.rounds):
         for runner in runners.values():
             runner.steps(1)
             dist.barrier()
             runner.layers_s.append(layers.pass_s())
             runner.timed(job.steps)
-            if turn == 0:
+            if round_number == 0:
                 runner.measure_memory()
     for key, runner in runners.items():
         record = runner.parallel.monitor.record
@@ -150,14 +153,14 @@ def _in_turns(
 
 
 class _Runner:
-    """One plan's model and optimizer on this rank."""
+    """The model and optimizer of one plan on this rank."""
 
     def __init__(self, job: Job, plan: Plan, model: torch.nn.Module, world: World) -> None:
         graph = job.graphs[plan.precision.name]
         program = lower(plan, graph, device=world.device, rank=world.rank)
         self.parallel = ParallelModel(program, world, ModelWeights(model, 0))
         if job.as_rank is not None:
-            self.parallel.monitor.close()  # the other ranks have nothing to tell
+            self.parallel.monitor.close()  # the other ranks do not exist
         self.optimizer = torch_optimizer(plan.optimizer, list(self.parallel.parameters()))
         self.scaler = self.parallel.grad_scaler()
         batch = job.source.make_batch(plan.global_batch_size)
@@ -168,6 +171,7 @@ class _Runner:
         self.memory_bytes = 0
 
     def steps(self, count: int) -> None:
+        """Run training steps."""
         for _ in range(count):
             self.parallel.train_step(self.batch)
             self.scaler.step(self.optimizer)
@@ -175,6 +179,7 @@ class _Runner:
             self.optimizer.zero_grad()
 
     def timed(self, count: int) -> None:
+        """Run training steps and keep the wall time of each."""
         for _ in range(count):
             dist.barrier()
             synchronize(self.device)
@@ -184,7 +189,7 @@ class _Runner:
             self.seconds.append(time.perf_counter() - start_s)
 
     def measure_memory(self) -> None:
-        """Of one step: on CUDA the allocator's peak, on a CPU by the profiler's account of every tensor."""
+        """Measure the peak of tensors in one step: of CUDA's allocator, or of the profiler's events on a CPU."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             others = torch.cuda.memory_allocated(self.device) - self._held_bytes()
@@ -195,7 +200,7 @@ class _Runner:
             self.memory_bytes = held + cpu_peak_bytes(lambda: self.steps(1))
 
     def _held_bytes(self) -> int:
-        """Parameters and states of the optimizer, between steps."""
+        """Return the bytes of parameters and optimizer states, which stay between steps."""
         tensors: list[torch.Tensor] = list(self.parallel.parameters())
         tensors += [v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
         local = (getattr(t, "_local_tensor", t) for t in tensors)
@@ -203,7 +208,7 @@ class _Runner:
 
 
 def torch_optimizer(name: str, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-    """The optimizer of a plan as torch makes it by default."""
+    """Return a plan's optimizer with torch's defaults."""
     sgd = torch.optim.SGD
     kinds: dict[str, Callable[..., torch.optim.Optimizer]]
     kinds = {"adam": torch.optim.Adam, "momentum": partial(sgd, momentum=0.9), "sgd": sgd}
@@ -211,7 +216,7 @@ def torch_optimizer(name: str, parameters: Sequence[torch.Tensor]) -> torch.opti
 
 
 def cpu_peak_bytes(function: Any) -> int:
-    """The most bytes of CPU tensors that are alive at once while ``function`` runs, over those at its beginning."""
+    """Return the peak of bytes of CPU tensors while ``function`` runs, over those at its start."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
@@ -233,15 +238,15 @@ def _as(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def main(job_file: Path, result_file: Path) -> None:
-    """One rank of a torchrun job; rank 0 writes what all found."""
+    """Run one rank of a torchrun job; rank 0 writes the results of all."""
     torch.set_num_threads(1)
     job: Job | LinkTask = pickle.loads(job_file.read_bytes())
     start(job.device_type, collective_timeout_s=job.collective_timeout_s)
-    mine = run(job)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    result = run(job)
+    results: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(results, result)
     if dist.get_rank() == 0:
-        write_text(result_file, json.dumps(everyone))
+        write_text(result_file, json.dumps(results))
     stop()
 
 

@@ -1,4 +1,4 @@
-"""The shell command ``autopar``. Results go to stdout, progress and errors to stderr; see ``docs`` for the contract."""
+"""The shell command ``autopar``. Results go to stdout, progress and errors to stderr; ``docs`` describes its contract."""
 
 from autopar.cli.app import main
 

@@ -1,4 +1,4 @@
-"""The command line: parsing, and what becomes of errors. The commands stand in the modules beside this one."""
+"""The table of commands, the parsing of the command line, and the exit code and message of each error."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from autopar.cli.options import json_alone
 from autopar.errors import AutoparError
 
 INTERRUPTED = 130
-"""The exit code of a command that Ctrl-C ended (128 and the number of the signal, as in every shell)."""
+"""The exit code of a command that Ctrl-C ended: 128 plus the number of the signal, as in shells."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a full disk or quota."""
 
 app = typer.Typer(
     name="autopar",
@@ -78,14 +79,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: always.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    end = given.index("run") if "run" in given else len(given)  # what follows may be of the script that is run
-    debug = "--debug" in given[:end]
-    given = [argument for argument in given[:end] if argument != "--debug"] + given[end:]
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    end = words.index("run") if "run" in words else len(words)  # the rest may belong to the script that is run
+    debug = "--debug" in words[:end]
+    words = [argument for argument in words[:end] if argument != "--debug"] + words[end:]
     if "" not in sys.path and os.getcwd() not in sys.path:  # noqa: PTH109  sys.path holds strings
-        sys.path.insert(0, os.getcwd())  # noqa: PTH109  'package.module:factory' is looked up where the user stands
+        sys.path.insert(0, os.getcwd())  # noqa: PTH109  'package.module:factory' is imported from here
     if not debug:
-        warnings.simplefilter("ignore")  # of torch and transformers, about themselves
+        warnings.simplefilter("ignore")  # torch and transformers warn about themselves
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         is_json = "--json" in given[:end] and not {"--help", "-h"} & set(given)
@@ -95,20 +96,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if stop.code == INTERRUPTED:
             sys.stderr.write("interrupted before there was a result\n")
         raise
-    except Exception as error:  # noqa: BLE001  the last resort: what is no error of ours is a defect, and said as such
+    except Exception as error:  # noqa: BLE001  all other errors are reported as defects
         if debug:
             traceback.print_exc()
-        sys.stderr.write(f"error: {_said(error)}\n")
+        sys.stderr.write(f"error: {_message(error)}\n")
         sys.exit(error.exit_code if isinstance(error, AutoparError) else 1)
     sys.exit(0)
 
 
-def _said(error: Exception) -> str:
-    """What ended a command, in sentences."""
+def _message(error: Exception) -> str:
+    """Return the error as sentences."""
     if isinstance(error, AutoparError):
         return str(error)
     if isinstance(error, OSError) and error.errno in _FULL:
         where = "" if error.filename is None else f" at {error.filename}"
         return f"{error.strerror}{where}. Free some space, or choose another path."
-    said = f"A defect of autopar: {type(error).__name__}: {' '.join(str(error).split())[:300]}."
-    return f"{said} Please report it with what 'autopar --debug ...' and 'autopar doctor' print."
+    defect = f"A defect of autopar: {type(error).__name__}: {' '.join(str(error).split())[:300]}."
+    return f"{defect} Please report it with what 'autopar --debug ...' and 'autopar doctor' print."

@@ -1,4 +1,4 @@
-"""``autopar devices``, ``pins``, ``profile`` and ``doctor``: what clusters and pins are made of, profiles measured, this machine examined."""
+"""Commands on machines: ``autopar devices``, ``pins``, ``profile`` (measures a cluster) and ``doctor`` (checks this machine)."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def devices(as_json: Json = False) -> None:
     """List the devices that --cluster knows: memory, and the peak of products in each precision."""
     from autopar.hardware.describe import devices_summary, render_devices, shipped_devices
 
-    found = shipped_devices()
-    print_result(as_json, lambda: devices_summary(found), lambda: render_devices(found))
+    profiles = shipped_devices()
+    print_result(as_json, lambda: devices_summary(profiles), lambda: render_devices(profiles))
 
 
 def pins(as_json: Json = False) -> None:
@@ -97,12 +97,12 @@ def ops(
     from autopar.measure.profiles import calls_of, device_of
 
     machine = machine_of(cluster, cache_dir=cache_dir())
-    device_of(machine)  # before the model is traced
-    asked = _asked(space, global_batch, precision, pin, opaque)
+    device_of(machine)  # raises before the model is traced
+    request = _request(space, global_batch, precision, pin, opaque)
     with progress("timing operators") as advance:
-        calls = calls_of(model, asked, parse_cluster(cluster), sequence=seq, advance=advance)
-        found = _profiling(output, advance).operators(calls, machine)
-    _give(found, as_json)
+        calls = calls_of(model, request, parse_cluster(cluster), sequence=seq, advance=advance)
+        summary = _profiling(output, advance).operators(calls, machine)
+    _print(summary, as_json)
 
 
 @app.command("links")
@@ -121,12 +121,12 @@ def links(
         profiling = _profiling(output, advance, nics)
         if not under_torchrun():
             start_ranks(output, ranks, max_bytes=max_bytes, budget=budget, timeout=collective_timeout, nics=nics)
-            found: dict[str, Any] | None = profiling.kept_links()
+            summary: dict[str, Any] | None = profiling.kept_links()
         else:
             with torchrun_job(max_bytes, budget, collective_timeout) as job:
-                found = profiling.links(job)
-    if found is not None:
-        _give(found, as_json)
+                summary = profiling.links(job)
+    if summary is not None:
+        _print(summary, as_json)
 
 
 @app.command("all")
@@ -150,29 +150,29 @@ def everything(
     check_output(output)
     from autopar.measure.profiles import calls_of
 
-    asked = _asked(space, global_batch, precision, pin, opaque)
+    request = _request(space, global_batch, precision, pin, opaque)
     with progress("timing collectives") as advance:
-        both = _profiling(output, advance, nics)
-        links, device = both.part("links"), both.part("device")
+        profiling = _profiling(output, advance, nics)
+        links, device = profiling.part("links"), profiling.part("device")
 
         def calls() -> list[str]:
-            return calls_of(model, asked, parse_cluster(str(output)), sequence=seq, advance=advance)
+            return calls_of(model, request, parse_cluster(str(output)), sequence=seq, advance=advance)
 
         if not under_torchrun():
             start_ranks(links.output, ranks, max_bytes=max_bytes, budget=budget, timeout=collective_timeout, nics=nics)
-            both.cluster()
-            found: dict[str, Any] | None = device.operators(calls(), device.machine())
+            profiling.cluster()
+            operators_found: dict[str, Any] | None = device.operators(calls(), device.machine())
         else:
             with torchrun_job(max_bytes, budget, collective_timeout) as job:
-                linked = links.links(job)
+                links_found = links.links(job)
                 store, rank, world = job.store, job.rank, job.world
-            if linked is not None:
-                both.cluster()
-            found = device.shared_operators(store, rank, world, calls)
-        if found is None:
+            if links_found is not None:
+                profiling.cluster()
+            operators_found = device.shared_operators(store, rank, world, calls)
+        if operators_found is None:
             return
-        summary = {**links.kept_links(), **found, "cluster": str(output)}
-    _give(summary, as_json)
+        summary = {**links.kept_links(), **operators_found, "cluster": str(output)}
+    _print(summary, as_json)
 
 
 def _profiling(output: Path, advance: Progress, nics: int | None = None) -> Profiling:
@@ -181,7 +181,7 @@ def _profiling(output: Path, advance: Progress, nics: int | None = None) -> Prof
     return Profiling(output=output, say=warn, advance=advance, cache_dir=cache_dir(), nics=nics)
 
 
-def _asked(
+def _request(
     space: str, global_batch: int | None, precision: str, pin: list[str] | None, opaque: list[str] | None
 ) -> Request:
     from autopar.request import Request
@@ -190,30 +190,38 @@ def _asked(
     return Request(global_batch_size=global_batch, pins=pins, precision=precision, space=space, opaque=opaque or ())
 
 
-def _give(found: dict[str, Any], as_json: bool) -> None:
+def _print(summary: dict[str, Any], as_json: bool) -> None:
     from autopar.measure.profiles import render
 
-    print_result(as_json, lambda: found, lambda: render(found))
+    print_result(as_json, lambda: summary, lambda: render(summary))
 
 
 _OLDEST_TORCH = (2, 11)
 _BROKEN = (ImportError, AttributeError, RuntimeError, OSError)
-"""What importing a half-installed or too old package raises."""
+"""Errors from the import of a half-installed or too old package."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One line: what was looked for, whether it is there, what was found, and the remedy where it is not."""
+    """One line of ``autopar doctor``.
+
+    Attributes:
+        name: what was looked for.
+        ok: whether it is there.
+        found: what was found.
+        remedy: what to do if it is missing.
+        needed: whether autopar cannot work without it.
+    """
 
     name: str
     ok: bool
     found: str
     remedy: str = ""
     needed: bool = True
-    """False: autopar works without it."""
 
 
 def _machine() -> Iterator[Check]:
+    """Check Python, cores and memory."""
     version = platform.python_version()
     yield Check(name="python", ok=sys.version_info >= (3, 11), found=version, remedy="install Python 3.11 or later")
     affinity = getattr(os, "sched_getaffinity", None)
@@ -225,6 +233,7 @@ def _machine() -> Iterator[Check]:
 
 
 def _memory_bytes() -> int:
+    """Return the memory of the machine in bytes; 0 if it is unknown."""
     names = getattr(os, "sysconf_names", {})
     if "SC_PAGE_SIZE" in names and "SC_PHYS_PAGES" in names:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -232,6 +241,7 @@ def _memory_bytes() -> int:
 
 
 def _packages() -> Iterator[Check]:
+    """Check the packages that autopar imports."""
     yield Check(name="autopar", ok=True, found=_version("autopar") or "used from a checkout")
     for name in ("spmd-types", "optuna", "networkx", "numpy", "scipy", "safetensors", "jsonschema"):
         version = _version(name)
@@ -242,6 +252,7 @@ def _packages() -> Iterator[Check]:
 
 
 def _torch() -> Iterator[Check]:
+    """Check the version of torch, its devices, and the features that autopar uses."""
     try:
         torch = importlib.import_module("torch")
     except _BROKEN as error:
@@ -280,10 +291,11 @@ _FEATURES = (
     ("fake process group (plan checks)", "torch.testing._internal.distributed.fake_pg", ("FakeStore",)),
     ("typed collectives", "spmd_types", ("all_reduce", "all_gather", "reduce_scatter")),
 )
-"""What is printed, the module, and what must be in it."""
+"""A name to print, a module, and attributes that it must have."""
 
 
 def _devices(torch: object) -> Iterator[Check]:
+    """Check for GPUs."""
     cuda = getattr(torch, "cuda")  # noqa: B009  torch is imported by name: it has no type here
     if not cuda.is_available():
         yield Check(name="gpu", ok=False, found="none", remedy="runs use the CPU; plans need no GPU", needed=False)
@@ -295,6 +307,7 @@ def _devices(torch: object) -> Iterator[Check]:
 
 
 def _data(kept: Path | None) -> Iterator[Check]:
+    """Check the files that autopar ships, and name the cache directory."""
     for name, what in (("profiles", "device profiles"), ("search", "search spaces")):
         try:
             found = ", ".join(data_files(name))
@@ -306,6 +319,7 @@ def _data(kept: Path | None) -> Iterator[Check]:
 
 
 def _feature(name: str, test: Callable[[], bool], remedy: str, *, needed: bool = True) -> Check:
+    """Return the check of one feature; ``test`` may raise an import error."""
     try:
         ok, found = test(), ""
     except _BROKEN as error:
@@ -314,8 +328,8 @@ def _feature(name: str, test: Callable[[], bool], remedy: str, *, needed: bool =
 
 
 def _has(module: str, attributes: tuple[str, ...]) -> bool:
-    found = importlib.import_module(module)
-    return all(hasattr(found, attribute) for attribute in attributes)
+    imported = importlib.import_module(module)
+    return all(hasattr(imported, attribute) for attribute in attributes)
 
 
 def _version(package: str) -> str:

@@ -1,4 +1,4 @@
-"""``autopar benchmark local`` and ``validate``: predictions held against what this machine, or runs in files, measured."""
+"""``autopar benchmark local`` and ``validate``: predictions compared with measurements of this machine, or with runs in files."""
 
 from __future__ import annotations
 
@@ -178,23 +178,23 @@ def validate(
     from autopar.validate.report import render_html, validated
 
     with progress("reading runs") as advance:
-        found = validated(files, sources=calibrate or (), leave_one_out=leave_one_out, progress=advance)
-    session, outcome = found.session, found.outcome
+        report = validated(files, sources=calibrate or (), leave_one_out=leave_one_out, progress=advance)
+    session, outcome = report.session, report.outcome
     if html is not None:
         write_report(html, render_html(outcome.scores, session.runs, outcome.predictions, outcome.failed))
     if markdown is not None:
-        write_report(markdown, f"{found.text(with_profiles=False)}\n")
-    for path in found.write_profiles(out) if out is not None else ():
+        write_report(markdown, f"{report.text(with_profiles=False)}\n")
+    for path in report.write_profiles(out) if out is not None else ():
         warn(f"wrote {path}")
     print_result(
-        as_json, lambda: found.to_dict(with_profiles=out is None), lambda: found.text(with_profiles=out is None)
+        as_json, lambda: report.to_dict(with_profiles=out is None), lambda: report.text(with_profiles=out is None)
     )
     if outcome.failed:
         raise typer.Exit(1)
 
 
 def _from_run(folder: Path, files: list[Path], as_json: bool) -> None:
-    """What the first steps of a run measured, against its plan's prediction."""
+    """Compare the measurements of a run's first steps with its plan's prediction."""
     from autopar.plan.run_log import read_log
     from autopar.report.summaries import render_run, run_summary
 

@@ -1,4 +1,4 @@
-"""What the commands share: options and what they are turned into, results, progress, and the environment, which is read here alone."""
+"""What commands share: options and their conversion, output of results, progress, and environment variables, which are read only here."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def json_alone() -> Iterator[None]:
 
 
 def print_text(text: str) -> None:
-    """A result for people, on stdout."""
+    """Print a text on stdout."""
     sys.stdout.write(text.rstrip("\n") + "\n")
 
 
 def print_result(as_json: bool, summary: Callable[[], object], text: Callable[[], str]) -> None:
-    """What a command found: its summary as JSON, or its text; only what is printed is made."""
+    """Print the result of a command, as JSON or as text; the other form is not computed."""
     if as_json:
         print_json(summary())
     else:
@@ -59,12 +59,12 @@ def print_result(as_json: bool, summary: Callable[[], object], text: Callable[[]
 
 
 def warn(text: str) -> None:
-    """A remark on stderr."""
+    """Print a remark on stderr."""
     sys.stderr.write(f"{text}\n")
 
 
 def write_report(path: Path, text: str) -> None:
-    """A result in a file, and a remark that it is there.
+    """Write a result to a file, and say so on stderr.
 
     Raises:
         UsageError: the file cannot be written.
@@ -74,22 +74,22 @@ def write_report(path: Path, text: str) -> None:
 
 
 def cache_dir() -> Path | None:
-    """``AUTOPAR_CACHE``: where measurements of this machine are kept; None for the user's cache directory."""
+    """Return the folder with measurements of this machine, from ``AUTOPAR_CACHE``; None for the user's cache directory."""
     value = os.environ.get("AUTOPAR_CACHE", "")
     return Path(value).expanduser() if value else None
 
 
 def kept_dir() -> Path:
-    """The folder that keeps measurements, rules and graphs."""
+    """Return the folder with measurements, rules and graphs."""
     return cache_dir() or default_cache_dir()
 
 
 @contextmanager
 def progress(text: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr while the body runs; nothing where stderr is no terminal.
+    """Show a progress bar on stderr while the body runs, if stderr is a terminal.
 
     Yields:
-        ``advance(what, done, total)``; ``total`` 0 while it is not known.
+        ``advance(what, done, total)``; ``total`` is 0 while it is unknown.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -168,8 +168,8 @@ Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", h
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What every command that makes plans is asked for: its fields are the options, as they stand in the shell."""
+class PlanOptions:
+    """The options of every command that makes plans; each field is an option with its default."""
 
     model: Model
     cluster: ClusterOption
@@ -186,7 +186,7 @@ class Asked:
 
     @property
     def request(self) -> dict[str, Any]:
-        """What is asked for of :class:`autopar.request.Request`, by its names; the model apart."""
+        """The fields of :class:`autopar.request.Request`, without the model."""
         return {
             "cluster": self.cluster,
             "global_batch_size": self.global_batch,
@@ -202,17 +202,19 @@ class Asked:
 Verb = Callable[..., None]
 
 
-def asks(*, without: Sequence[str] = (), **otherwise: Any) -> Callable[[Verb], Verb]:
-    """Gives a command the options of :class:`Asked`, which it gets as its first argument; its own follow in the help.
+def takes_plan_options(*, without: Sequence[str] = (), **otherwise: Any) -> Callable[[Verb], Verb]:
+    """Return a decorator that gives a command the options of :class:`PlanOptions`; its other options follow in the help.
+
+    The command gets a :class:`PlanOptions` as its first argument.
 
     Args:
         without: options that the command does not have.
-        otherwise: those that mean something else to it, by name.
+        otherwise: annotations of options with another meaning, by name.
     """
     keyword = inspect.Parameter.KEYWORD_ONLY
 
     def with_options(verb: Verb) -> Verb:
-        hints = get_type_hints(Asked, include_extras=True) | otherwise
+        hints = get_type_hints(PlanOptions, include_extras=True) | otherwise
         shared = {
             option.name: inspect.Parameter(
                 option.name,
@@ -220,33 +222,33 @@ def asks(*, without: Sequence[str] = (), **otherwise: Any) -> Callable[[Verb], V
                 annotation=hints[option.name],
                 default=inspect.Parameter.empty if option.default is MISSING else option.default,
             )
-            for option in fields(Asked)
+            for option in fields(PlanOptions)
             if option.name not in without
         }
-        _, *own = inspect.signature(verb, eval_str=True).parameters.values()
+        _, *others = inspect.signature(verb, eval_str=True).parameters.values()
 
         @wraps(verb)
-        def command(**given: Any) -> None:
-            asked = Asked(**{name: given.pop(name) for name in shared})
-            verb(asked, **given)
+        def command(**values: Any) -> None:
+            plan_options = PlanOptions(**{name: values.pop(name) for name in shared})
+            verb(plan_options, **values)
 
-        parameters = [*shared.values(), *(one.replace(kind=keyword) for one in own)]
+        parameters = [*shared.values(), *(parameter.replace(kind=keyword) for parameter in others)]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {one.name: one.annotation for one in parameters}
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return command
 
     return with_options
 
 
 def parse_cluster(text: str) -> Cluster:
-    """The cluster of ``--cluster``; ``AUTOPAR_CACHE`` says where measurements of this machine are kept."""
+    """Return the cluster of ``--cluster``; measurements of this machine are in :func:`cache_dir`."""
     from autopar.hardware.cluster import Cluster
 
     return Cluster.parse(text, cache_dir=cache_dir())
 
 
 def split_pins(texts: Sequence[str]) -> list[str]:
-    """Pins that were given one by one, with commas between them, or in a file (``@FILE``: lines of them, ``#`` remarks).
+    """Return pins from texts, each with one pin, several with commas between them, or ``@FILE`` (lines of pins, with ``#`` remarks).
 
     >>> split_pins(["tp=8,pp=2", "zero=1"])
     ['tp=8', 'pp=2', 'zero=1']
@@ -258,6 +260,7 @@ def split_pins(texts: Sequence[str]) -> list[str]:
 
 
 def _pins_in(text: str) -> list[str]:
+    """Return the pins of one text or file."""
     if not text.startswith("@"):
         return [text]
     from autopar.planner.space.pin_syntax import parse_pin

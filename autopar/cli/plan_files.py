@@ -1,4 +1,4 @@
-"""``autopar show``, ``compare``, ``run`` and ``verify``: what is done with a plan that is there; and ``trace``: a model as a graph."""
+"""Commands on a plan file (``autopar show``, ``compare``, ``run`` and ``verify``), and ``trace``, which shows a model as a graph."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def compare(
     from autopar.plan.plan import Plan
     from autopar.report.summaries import comparison, render_comparison
 
-    one, other = Plan.load(before), Plan.load(after)
+    old, new = Plan.load(before), Plan.load(after)
     print_result(
-        as_json, lambda: comparison(one, other), lambda: render_comparison(one, other, names=(str(before), str(after)))
+        as_json, lambda: comparison(old, new), lambda: render_comparison(old, new, names=(str(before), str(after)))
     )
 
 
 SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
-"""What stands after SCRIPT is the script's."""
+"""Words after SCRIPT are arguments of the script."""
 
 
 def run(

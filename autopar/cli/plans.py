@@ -1,4 +1,4 @@
-"""Commands that make plans: ``autopar search``, ``estimate``, ``explain``, a verb for each other question to the planner, ``published``."""
+"""Commands that make plans: ``autopar search``, ``estimate``, ``explain``, a command for each other question, and ``published``."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from autopar.cli.options import (
-    Asked,
     Json,
+    PlanOptions,
     Space,
-    asks,
     kept_dir,
     parse_cluster,
     print_result,
     progress,
     split_pins,
+    takes_plan_options,
     warn,
 )
 from autopar.errors import UsageError
@@ -27,16 +27,18 @@ if TYPE_CHECKING:
     from autopar.questions.sizing import Answer, Ask
 
 
-def make_plan(verb: Literal["search", "estimate"], asked: Asked, **options: Any) -> Plan:
-    """Resolve the model and the cluster, then call ``autopar.api``'s ``verb``.
+def make_plan(verb: Literal["search", "estimate"], plan_options: PlanOptions, **options: Any) -> Plan:
+    """Resolve the model and the cluster, and search or estimate a plan by ``autopar.api``.
 
     Args:
-        options: of this verb alone, as ``autopar.api`` names them.
+        verb: the function of ``autopar.api``.
+        plan_options: options of the command.
+        options: further arguments of that function.
 
     Raises:
-        AutoparError: of any of these parts.
+        AutoparError: any of these steps failed.
     """
-    request = asked.request | {"cluster": parse_cluster(asked.cluster)}
+    request = plan_options.request | {"cluster": parse_cluster(plan_options.cluster)}
     with progress("reading the model") as advance:
         from autopar import api
         from autopar.models.graph_for_plan import traced
@@ -44,11 +46,11 @@ def make_plan(verb: Literal["search", "estimate"], asked: Asked, **options: Any)
         from autopar.planner.space.pins import Pins
 
         graph = traced(
-            asked.model,
-            sequence=asked.seq,
-            precision=asked.precision,
+            plan_options.model,
+            sequence=plan_options.seq,
+            precision=plan_options.precision,
             opaque=tuple(dict.fromkeys((*request["opaque"], *Pins.parse(request["pins"]).opaque))),
-            global_batch_size=asked.global_batch,
+            global_batch_size=plan_options.global_batch,
             samples_apart=samples_apart,
             cache_dir=kept_dir(),
             advance=advance,
@@ -58,7 +60,7 @@ def make_plan(verb: Literal["search", "estimate"], asked: Asked, **options: Any)
 
 
 def check_output(output: Path | None) -> None:
-    """Before a search: its plan can be written.
+    """Check before a search that its plan can be written.
 
     Raises:
         UsageError: it cannot.
@@ -69,8 +71,8 @@ def check_output(output: Path | None) -> None:
         check_writable(output)
 
 
-def give(plan: Plan, output: Path | None, as_json: bool) -> None:
-    """Write the plan where it is asked for, and print it."""
+def save_and_print(plan: Plan, output: Path | None, as_json: bool) -> None:
+    """Write the plan if a file is given, and print it."""
     from autopar.plan.text import render_plan
     from autopar.report.summaries import plan_summary
 
@@ -79,7 +81,7 @@ def give(plan: Plan, output: Path | None, as_json: bool) -> None:
 
 
 def save(plan: Plan, output: Path | None) -> None:
-    """Write the plan where it is asked for, and say so."""
+    """Write the plan if a file is given, and say so on stderr."""
     if output is not None:
         plan.save(output)
         warn(f"wrote {output}")
@@ -117,9 +119,9 @@ Sampler = Annotated[
 SamplerSeed = Annotated[int, typer.Option("--sampler-seed", min=0, metavar="N", help="Of the sampler's numbers.")]
 
 
-@asks()
+@takes_plan_options()
 def search(
-    asked: Asked,
+    plan_options: PlanOptions,
     trials: Trials = None,
     timeout: Timeout = None,
     storage: Storage = None,
@@ -131,27 +133,27 @@ def search(
     """Find the fastest plan that fits; exits with 3 and names the conflict when there is none."""
     from autopar.planner.branch_and_bound.process_group import cores
 
-    check_output(asked.output)
+    check_output(plan_options.output)
     plan = make_plan(
         "search",
-        asked,
+        plan_options,
         trials=trials,
         search_timeout_s=timeout,
-        max_step_time_s=asked.max_step_time,
+        max_step_time_s=plan_options.max_step_time,
         storage=storage,
         study_name=study_name,
         workers=workers or (cores() if storage is None else 1),
         sampler=sampler,
         sampler_seed=sampler_seed,
     )
-    give(plan, asked.output, asked.as_json)
+    save_and_print(plan, plan_options.output, plan_options.as_json)
 
 
-@asks(without=("max_step_time",))
-def estimate(asked: Asked) -> None:
+@takes_plan_options(without=("max_step_time",))
+def estimate(plan_options: PlanOptions) -> None:
     """Predict the plan that the pins describe, without a search over what they leave open."""
-    check_output(asked.output)
-    give(make_plan("estimate", asked), asked.output, asked.as_json)
+    check_output(plan_options.output)
+    save_and_print(make_plan("estimate", plan_options), plan_options.output, plan_options.as_json)
 
 
 def explain(
@@ -184,7 +186,7 @@ def explain(
     name = model or model_of(plan, plan_file)
     other = make_plan(
         "search",
-        Asked(
+        PlanOptions(
             model=name,
             cluster=plan.cluster,
             global_batch=plan.global_batch_size,
@@ -229,48 +231,48 @@ Objectives = Annotated[
 Step = Annotated[int, typer.Option(min=1, metavar="N", help="Tokens by which sequences grow.")]
 
 
-@asks(cluster=LargestCluster)
-def smallest_cluster(asked: Asked) -> None:
+@takes_plan_options(cluster=LargestCluster)
+def smallest_cluster(plan_options: PlanOptions) -> None:
     """Find the fewest devices with a plan within --max-step-time."""
     from autopar.questions.sizing import smallest_cluster as answer
 
-    _answer(answer, asked)
+    _answer(answer, plan_options)
 
 
-@asks(cluster=LargestCluster)
-def cheapest_cluster(asked: Asked, price: Price = None, or_cluster: OrCluster = None) -> None:
+@takes_plan_options(cluster=LargestCluster)
+def cheapest_cluster(plan_options: PlanOptions, price: Price = None, or_cluster: OrCluster = None) -> None:
     """Find the cluster on which a step costs least within --max-step-time."""
     from autopar.questions.sizing import cheapest_cluster as cheapest
     from autopar.questions.sizing import parse_prices
 
     prices = parse_prices(price or ())
-    _answer(lambda ask: cheapest(ask, prices, or_cluster or ()), asked)
+    _answer(lambda ask: cheapest(ask, prices, or_cluster or ()), plan_options)
 
 
-@asks(without=("seq",))
-def longest_sequence(asked: Asked, step: Step = 1024) -> None:
+@takes_plan_options(without=("seq",))
+def longest_sequence(plan_options: PlanOptions, step: Step = 1024) -> None:
     """Find the longest sequence with a plan, in multiples of --step tokens."""
     from autopar.models.graph_for_plan import is_factory
     from autopar.questions.sizing import longest_sequence as longest
 
-    if is_factory(asked.model):
+    if is_factory(plan_options.model):
         raise UsageError(
             "The longest sequence cannot be searched for a factory, which decides the length",
             fix="Name a model as hf:TYPE or gpt:...",
         )
-    _answer(lambda ask: longest(ask, step=step), asked)
+    _answer(lambda ask: longest(ask, step=step), plan_options)
 
 
-@asks(global_batch=LargestBatch)
-def largest_batch(asked: Asked) -> None:
+@takes_plan_options(global_batch=LargestBatch)
+def largest_batch(plan_options: PlanOptions) -> None:
     """Find the largest batch that fits without gradient accumulation, of divisors and multiples of the number of devices."""
     from autopar.questions.sizing import largest_batch as answer
 
-    _answer(answer, asked)
+    _answer(answer, plan_options)
 
 
-@asks(without=("output",))
-def sweep(asked: Asked, scale: Scale) -> None:
+@takes_plan_options(without=("output",))
+def sweep(plan_options: PlanOptions, scale: Scale) -> None:
     """Find the fastest plan with a number of the cluster times each factor."""
     from autopar.questions.answers_as_text import render_sweep, sweep_summary
     from autopar.questions.comparisons import parse_sweep
@@ -278,20 +280,20 @@ def sweep(asked: Asked, scale: Scale) -> None:
 
     name, factors = parse_sweep(scale)
     with progress("reading the model") as advance:
-        swept = swept_over(_ask(advance, asked), name, factors)
-    print_result(asked.as_json, lambda: sweep_summary(name, swept), lambda: render_sweep(name, swept))
+        swept = swept_over(_ask(advance, plan_options), name, factors)
+    print_result(plan_options.as_json, lambda: sweep_summary(name, swept), lambda: render_sweep(name, swept))
 
 
-@asks()
+@takes_plan_options()
 def pareto(
-    asked: Asked, objectives: Objectives = "time,memory", price: Price = None, or_cluster: OrCluster = None
+    plan_options: PlanOptions, objectives: Objectives = "time,memory", price: Price = None, or_cluster: OrCluster = None
 ) -> None:
     """Find the plans that no other one beats in all objectives; -o writes the fastest of them."""
     from autopar.questions.answers_as_text import front_summary, render_front
     from autopar.questions.comparisons import front, parse_objectives
     from autopar.questions.sizing import parse_prices
 
-    check_output(asked.output)
+    check_output(plan_options.output)
     wanted, prices = parse_objectives(objectives), parse_prices(price or ())
     if prices and "price" not in wanted:
         raise UsageError(
@@ -299,32 +301,33 @@ def pareto(
             fix=f"Leave it out, or ask for --objectives {objectives},price",
         )
     with progress("reading the model") as advance:
-        points = front(_ask(advance, asked), wanted, prices, or_cluster or ())
-    print_result(asked.as_json, lambda: front_summary(points), lambda: render_front(points))
-    save(points[0].plan, asked.output)
+        points = front(_ask(advance, plan_options), wanted, prices, or_cluster or ())
+    print_result(plan_options.as_json, lambda: front_summary(points), lambda: render_front(points))
+    save(points[0].plan, plan_options.output)
 
 
-def _answer(answer: Callable[[Ask], Answer], asked: Asked) -> None:
-    """Ask, print the answer and write its plan."""
+def _answer(answer: Callable[[Ask], Answer], plan_options: PlanOptions) -> None:
+    """Answer a question, print the answer and write its plan."""
     from autopar.questions.answers_as_text import answer_summary, render_answer
 
-    check_output(asked.output)
+    check_output(plan_options.output)
     with progress("reading the model") as advance:
-        found = answer(_ask(advance, asked))
-    print_result(asked.as_json, lambda: answer_summary(found), lambda: render_answer(found))
-    save(found.plan, asked.output)
+        result = answer(_ask(advance, plan_options))
+    print_result(plan_options.as_json, lambda: answer_summary(result), lambda: render_answer(result))
+    save(result.plan, plan_options.output)
 
 
-def _ask(advance: Callable[[str, int, int], None], asked: Asked) -> Ask:
+def _ask(advance: Callable[[str, int, int], None], options: PlanOptions) -> Ask:
+    """Return the request that questions have in common."""
     from autopar.planner.branch_and_bound.process_group import cores
     from autopar.questions.sizing import Ask, tracer
 
-    request = asked.request
+    request = options.request
     return Ask(
         **request,
-        graph_at=tracer(asked.model, precision=asked.precision, opaque=request["opaque"], cache_dir=kept_dir()),
-        sequence=asked.seq,
-        max_step_time_s=asked.max_step_time,
+        graph_at=tracer(options.model, precision=options.precision, opaque=request["opaque"], cache_dir=kept_dir()),
+        sequence=options.seq,
+        max_step_time_s=options.max_step_time,
         progress=advance,
         processes=cores(),
     )
@@ -344,8 +347,8 @@ def published(name: Name = None, space: Space = "default", as_json: Json = False
         studies = [load_study(shipped) for shipped in study_files()]
         print_result(as_json, lambda: text.list_summary(studies), lambda: text.render_list(studies))
         return
-    found = load_study(name)
-    load_space(space)  # what is wrong with it is said before the model is traced
+    study = load_study(name)
+    load_space(space)  # raises before the model is traced
     with progress("reading the study") as advance:
-        result = run_study(found, space=space, progress=advance, workers=cores())
+        result = run_study(study, space=space, progress=advance, workers=cores())
     print_result(as_json, lambda: text.study_summary(result), lambda: text.render_result(result))

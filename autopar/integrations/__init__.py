@@ -1,4 +1,4 @@
 """Parallel models in the training loops of other libraries: accelerate, Hugging Face's Trainer, Lightning.
 
-To each of them the ranks of a parallel model are one device: all are given the same global batches, and all have the same loss.
+For each library all ranks of a parallel model are one device: every rank gets the same global batches and has the same loss.
 """

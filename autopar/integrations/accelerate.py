@@ -1,6 +1,6 @@
-"""``accelerate`` with a parallel model: to it, all ranks of the model are one device.
+"""``accelerate`` with a parallel model, all of whose ranks are one device for it.
 
-Every rank is given the same global batches, so that nothing is gathered, and data loaders are not divided among processes.
+Every rank gets the same global batches. Nothing is therefore gathered, and data loaders are not divided among processes.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ _OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGA
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """``accelerate.Accelerator`` for one parallel model, made by ``autopar.parallelize`` on every rank.
+    """``accelerate.Accelerator`` for one parallel model, which ``autopar.parallelize`` returned on every rank.
 
-    ``prepare``, ``backward``, ``accumulate``, ``clip_grad_norm_``, ``gather_for_metrics``, ``save_state`` and ``load_state`` are
-    used as ever. The batch size of a prepared loader is that of all ranks together: the plan's.
+    ``prepare``, ``backward``, ``accumulate``, ``clip_grad_norm_``, ``gather_for_metrics``, ``save_state`` and ``load_state`` are used as in
+    accelerate. The batch size of a prepared loader is that of all ranks together, as in the plan.
 
     Raises:
-        UsageError: DeepSpeed, FSDP or Megatron was asked for, or another precision than the plan has.
+        UsageError: DeepSpeed, FSDP or Megatron is configured, or another precision than the plan's.
     """
 
     flag_tensor: Any
     scaler: Any
     scaler_handler: Any
     split_batches = True
-    """By which accelerate steps schedulers once for each step of their optimizer; otherwise it would once for each process."""
+    """Makes accelerate step schedulers once for each step of their optimizer, not once for each process."""
 
     num_evaluated: int | None = None
-    """Samples of the batch that is evaluated, where the loop says so."""
+    """Samples of the batch that is evaluated, if the loop sets it."""
 
     def __init__(self, *args: Any, mixed_precision: str | None = None, **options: Any) -> None:
-        # `accelerate launch --mixed_precision` says it in the environment, which accelerate reads
+        # `accelerate launch --mixed_precision` sets an environment variable that accelerate reads
         self._asked_precision = str(mixed_precision or parse_choice_from_env("ACCELERATE_MIXED_PRECISION", "no"))
-        super().__init__(*args, mixed_precision="no", **options)  # casts and scales are the plan's
+        super().__init__(*args, mixed_precision="no", **options)  # the parallel model casts and scales
         if self.distributed_type in _OTHERS:
             raise UsageError(
                 f"Accelerate was started with {self.distributed_type.value}, but the plan has distributed the model",
@@ -64,19 +64,19 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def parallel_model(self) -> ParallelModel:
-        """The one that was prepared.
+        """The prepared parallel model.
 
         Raises:
-            UsageError: none was.
+            UsageError: none or several were prepared.
         """
-        found = [model for model in self._models if isinstance(model, ParallelModel)]
+        models = [model for model in self._models if isinstance(model, ParallelModel)]
         fix = "Call accelerator.prepare(par, optimizer, ...) with the one that autopar.parallelize returned"
-        return only_model(found, "This Accelerator", fix)
+        return only_model(models, "This Accelerator", fix)
 
-    # --- what is prepared
+    # --- preparation
 
     def prepare(self, *args: Any, **options: Any) -> Any:
-        """As accelerate's, the parallel model first: optimizers step by its scaler."""
+        """Prepare as accelerate does, the parallel model first, since optimizers step by its gradient scaler."""
         for model in args:
             if isinstance(model, ParallelModel):
                 self.prepare_model(model)
@@ -85,10 +85,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """A parallel model as it is.
+        """Return the parallel model unchanged.
 
         Raises:
-            UsageError: it is another model, whose gradients nobody would add up over ranks; or another precision was asked for.
+            UsageError: it is another model, whose gradients would not be summed over ranks; or another precision than the plan's is
+                configured.
         """
         if not isinstance(model, ParallelModel):
             raise UsageError(
@@ -104,7 +105,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """The loader, which gives every rank the same batches in the same order, or those of ``par.dataloader`` as they are."""
+        """Return a loader that gives every rank the same batches in the same order; loaders of ``par.dataloader`` keep their batches."""
         if data_loader in self._dataloaders:
             return data_loader
         seed = self.dataloader_config.data_seed
@@ -130,21 +131,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # --- gradients
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """As accelerate's: of a plan in fp16."""
-        given = self._optimizers if optimizer is None else optimizer
+        """Unscale the gradients of a plan in fp16."""
+        optimizers = self._optimizers if optimizer is None else optimizer
         if self.scaler is not None:
-            for one in given if isinstance(given, list | tuple) else [given]:
-                self.scaler.unscale_(getattr(one, "optimizer", one))
+            for item in optimizers if isinstance(optimizers, list | tuple) else [optimizers]:
+                self.scaler.unscale_(getattr(item, "optimizer", item))
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        """Of the whole model, by ``par.clip_grad_norm_``.
+        """Clip by the norm of all gradients of the model, by ``par.clip_grad_norm_``.
 
         Raises:
-            UsageError: another norm than the 2-norm is asked for, or that of some of the model's parameters alone.
+            UsageError: another norm than the 2-norm is wanted, or that of other parameters than all of the model's.
         """
         par = self.parallel_model
-        own, given = {id(p) for p in par.parameters()}, {id(p) for p in parameters}
-        if norm_type != 2 or given != own:
+        all_of_model, wanted = {id(p) for p in par.parameters()}, {id(p) for p in parameters}
+        if norm_type != 2 or wanted != all_of_model:
             raise UsageError.unsupported(
                 "Clipping by another norm than the 2-norm of all parameters of the parallel model",
                 instead="Call accelerator.clip_grad_norm_(model.parameters(), max_norm)",
@@ -155,11 +156,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # --- between processes
 
     def gather(self, tensor: Any) -> Any:
-        """What was given: every rank has it complete."""
+        """Return the tensor unchanged: it is complete on every rank."""
         return tensor
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """What was given, without what stands behind the last sample of the data set."""
+        """Return the data without the samples that pad the last batch of the data set."""
         state = self.gradient_state
         count = state.remainder if state.end_of_dataloader else 0
         if self.num_evaluated is not None:
@@ -167,11 +168,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return input_data if use_gather_object or count <= 0 else recursively_apply(lambda x: x[:count], input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """What was given, times ``scale``: it is of all ranks together already."""
+        """Return the tensor times ``scale``: it is a result of all ranks already."""
         return recursively_apply(lambda value: value * scale, tensor)
 
     def check_trigger(self) -> bool:
-        """As accelerate's: whether :meth:`set_trigger` was called on any rank; all ranks call it."""
+        """Return whether :meth:`set_trigger` was called on any rank; all ranks must call this."""
         flag = self.flag_tensor
         if flag is None:
             flag = torch.tensor(0, device=self.device)
@@ -182,7 +183,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # --- checkpoints
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> str:
-        """A checkpoint of ``par.save``: model, optimizer, schedulers, loaders of ``par.dataloader``, registered objects.
+        """Save a checkpoint by ``par.save``: model, optimizer, schedulers, loaders of ``par.dataloader``, and registered objects.
 
         Raises:
             UsageError: no folder is named.
@@ -192,41 +193,41 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "Naming of checkpoints by accelerate",
                 instead="Name the folder: accelerator.save_state(DIR). autopar.Checkpoints(root, keep=3) keeps the latest ones",
             )
-        custom = [one.state_dict() for one in self._custom_objects]
+        custom = [item.state_dict() for item in self._custom_objects]
         self.parallel_model.save(
-            output_dir, self._optimizer(), **self._beside(), extra={"step": self.step, "custom": custom}
+            output_dir, self._optimizer(), **self._other_states(), extra={"step": self.step, "custom": custom}
         )
         return output_dir
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
-        """What :meth:`save_state` wrote, under any plan.
+        """Load a checkpoint of :meth:`save_state`, under any plan.
 
         Raises:
-            UsageError: no folder is named, :meth:`save_state` did not write it, or other objects are registered than were then.
-            CheckpointError: there is no checkpoint, or a damaged one.
+            UsageError: no folder is named, :meth:`save_state` did not write it, or the number of registered objects is another one.
+            CheckpointError: there is no checkpoint, or it is damaged.
         """
         if input_dir is None:
             raise UsageError.missing("folder of a checkpoint", fix="Name it: accelerator.load_state(DIR)")
-        found = self.parallel_model.load(input_dir, self._optimizer(), **self._beside())
-        if not isinstance(found, dict) or not found.keys() >= {"step", "custom"}:
+        extra = self.parallel_model.load(input_dir, self._optimizer(), **self._other_states())
+        if not isinstance(extra, dict) or not extra.keys() >= {"step", "custom"}:
             raise UsageError(
                 f"The checkpoint {input_dir} was not written by accelerator.save_state",
                 fix="Call par.load(DIR, optimizer) for a checkpoint of par.save; the model and the optimizer are loaded",
             )
-        if len(found["custom"]) != len(self._custom_objects):
+        if len(extra["custom"]) != len(self._custom_objects):
             raise UsageError.mismatch(
                 "The number of objects registered for checkpointing",
                 where=input_dir,
-                expected=len(found["custom"]),
+                expected=len(extra["custom"]),
                 got=len(self._custom_objects),
                 fix="Call accelerator.register_for_checkpointing(...) as before the save; the model and the optimizer are loaded",
             )
-        self.step = found["step"]
-        for one, state in zip(self._custom_objects, found["custom"], strict=True):
-            one.load_state_dict(state)
+        self.step = extra["step"]
+        for item, state in zip(self._custom_objects, extra["custom"], strict=True):
+            item.load_state_dict(state)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """All parameters and buffers whole, on every rank; all ranks call it."""
+        """Return all complete parameters and buffers on every rank; all ranks must call this."""
         return self.parallel_model.full_state_dict()
 
     def save_model(
@@ -236,26 +237,27 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         max_shard_size: str | int = "5GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Safetensors files under the model's own names, by ``par.save_pretrained``; all ranks call it."""
+        """Write safetensors files with the model's names, by ``par.save_pretrained``; all ranks must call this."""
         self.parallel_model.save_pretrained(save_directory, max_shard_size=max_shard_size)
 
     def _optimizer(self) -> Any:
+        """Return the optimizer, without accelerate's wrapper."""
         if len(self._optimizers) > 1:
             raise UsageError.unsupported(
                 "A checkpoint with several optimizers", instead="Make one optimizer with several groups of parameters"
             )
         return self._optimizers[0].optimizer if self._optimizers else None
 
-    def _beside(self) -> dict[str, Any]:
-        """What has a state besides model and optimizer."""
+    def _other_states(self) -> dict[str, Any]:
+        """Return the schedulers and loaders whose states are saved with the model and the optimizer."""
         return {
-            "scheduler": [one.scheduler for one in self._schedulers],
-            "dataloader": [one for one in self._dataloaders if isinstance(one, _Watched)],
+            "scheduler": [item.scheduler for item in self._schedulers],
+            "dataloader": [item for item in self._dataloaders if isinstance(item, _Watched)],
         }
 
 
 class _Watched(DataLoaderStateMixin):  # type: ignore[misc]
-    """A loader of ``par.dataloader`` of which accelerate knows when it comes to its end, which ends an accumulation."""
+    """A loader of ``par.dataloader`` that tells accelerate when it gives the last batch, which ends an accumulation of gradients."""
 
     def __init__(self, loader: Any) -> None:
         self.loader, self.gradient_state = loader, GradientState()
@@ -267,7 +269,7 @@ class _Watched(DataLoaderStateMixin):  # type: ignore[misc]
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        """One batch ahead, so that the last is known as such; the state is that of what has been given out."""
+        """Yield batches one behind the loader, so that the last one is known; the state is that of the batches yielded."""
         self.begin()
         try:
             batches = iter(self.loader)
@@ -294,12 +296,12 @@ class _Watched(DataLoaderStateMixin):  # type: ignore[misc]
 
 
 def _is_planned(loader: object) -> bool:
-    """Whether ``par.dataloader`` made it, which takes a package that may not be there."""
+    """Return whether ``par.dataloader`` made a loader. Its module may not be importable, and is not imported here."""
     data = sys.modules.get("autopar.runtime.data")
     return data is not None and isinstance(loader, data.PlannedLoader)
 
 
 def _same_everywhere(seed: int | None) -> int:
-    """Rank 0's seed of the order of samples; without one, that of its random numbers."""
+    """Return rank 0's seed for the order of samples; without one, that of its random numbers."""
     job = Meeting(dist.group.WORLD if dist.is_initialized() else None)
     return job.first(lambda: torch.initial_seed() if seed is None else seed)

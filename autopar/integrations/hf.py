@@ -1,4 +1,4 @@
-"""Hugging Face's ``Trainer`` with a parallel model: to it, all ranks of the model are one device."""
+"""Hugging Face's ``Trainer`` with a parallel model, all of whose ranks are one device for it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ except ImportError as missing:
     raise UsageError.missing("package transformers or accelerate", fix='Run: pip install "autopar[hf]"') from missing
 
 _STATE = "trainer_state.json"
-"""Of the Trainer: written last, so that a checkpoint that has it is complete."""
+"""The Trainer's file that is written last, so that a checkpoint with it is complete."""
 
 _WEIGHTS = "autopar"
-"""The folder of a checkpoint of the Trainer's that ``par.save`` writes."""
+"""The folder inside the Trainer's checkpoint that ``par.save`` writes."""
 
 _SETTLED = {
     "gradient_checkpointing": "What is computed again is the plan's: pins=['recompute=full'], or what the search finds",
@@ -37,18 +37,18 @@ _SETTLED = {
     "use_liger_kernel": "Apply the kernels to the model before autopar.parallelize",
     "predict_with_generate": "Load par.full_state_dict() into the model itself, and call its generate(...)",
 }
-"""Arguments that would change the model after its plan is made, or need what a parallel model has not; what to do instead."""
+"""Arguments that would change the model after its plan was made or that a parallel model does not support, with a remedy for each."""
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
-    """``transformers.Trainer`` for what ``autopar.parallelize`` returns, made on every rank with the same arguments.
+    """``transformers.Trainer`` for a model of ``autopar.parallelize``, made on every rank with the same arguments.
 
-    ``per_device_train_batch_size`` is the plan's global batch, and that of evaluation is of all ranks together; every rank reads
-    the same samples and takes its part of them. Checkpoints hold what ``par.save`` writes, and are read under any plan.
-    ``save_model`` writes safetensors for ``from_pretrained``.
+    ``per_device_train_batch_size`` is the plan's global batch, and the batch of evaluation is that of all ranks together. Every rank reads
+    the same samples and takes its part of them. Checkpoints have what ``par.save`` writes and can be loaded under any plan. ``save_model``
+    writes safetensors for ``from_pretrained``.
 
     Raises:
-        UsageError: the model is not parallel, the batch is not that of the plan, or something is asked for that the plan has settled.
+        UsageError: the model is not parallel, the batch is not that of the plan, or an argument contradicts the plan.
     """
 
     accelerator: Any
@@ -57,21 +57,21 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def __init__(
         self, model: ParallelModel, args: transformers.TrainingArguments, *others: Any, **options: Any
     ) -> None:
-        given = _checked(model, args, options)
+        original = _checked(model, args, options)
         model.is_distributed_loading_by_transformers = False
         super().__init__(model, args, *others, **options)
-        self._given_model = given
-        kind = type(given)
+        self._given_model = original
+        kind = type(original)
         self.label_names = find_labels(kind) if args.label_names is None else args.label_names
         self.can_return_loss = can_return_loss(kind)
-        parameters = inspect.signature(given.forward).parameters.values()
-        weighs = hasattr(given, "loss_function") and any(p.kind == p.VAR_KEYWORD for p in parameters)
-        self.model_accepts_loss_kwargs = bool(getattr(given, "accepts_loss_kwargs", weighs))
-        self._loss_shifts_labels = _is_known_as_causal(given)
+        parameters = inspect.signature(original.forward).parameters.values()
+        weighs = hasattr(original, "loss_function") and any(p.kind == p.VAR_KEYWORD for p in parameters)
+        self.model_accepts_loss_kwargs = bool(getattr(original, "accepts_loss_kwargs", weighs))
+        self._loss_shifts_labels = _is_known_as_causal(original)
         self._restored: dict[str, Any] | None = None
 
     def create_accelerator_and_postprocess(self) -> None:
-        """With the Accelerator that knows parallel models in place of accelerate's."""
+        """Replace accelerate's Accelerator by the one for parallel models."""
         from autopar.integrations.accelerate import Accelerator
 
         super().create_accelerator_and_postprocess()
@@ -88,13 +88,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.gather_function = self.accelerator.gather_for_metrics
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        """Without a precision: the plan has it."""
+        """Return accelerate's arguments without a precision, which is the plan's."""
         return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}
 
     # --- steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; says what a loss of one's own made of outputs needs."""
+        """Run the Trainer's step; an error explains how to give the plan a loss that is computed from outputs."""
         with parts_are_explained():
             return super().training_step(*args, **kwargs)
 
@@ -105,20 +105,21 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """In training a loss whose backward is known already, under any plan; in evaluation that of the model's outputs.
+        """Return in training a loss whose backward has run, under any plan; in evaluation the loss of the model's outputs.
 
-        Where several batches are accumulated, and the model would divide by the tokens of all of them, each loss counts by its own.
+        If gradients of several batches are accumulated and the model would divide by the labels of all of them, each loss is weighted by
+        its labels.
         """
         par = cast("ParallelModel", model)
         if par.training:
-            loss = self._weighed(step_loss(par, inputs), inputs, num_items_in_batch)
+            loss = self._weighted(step_loss(par, inputs), inputs, num_items_in_batch)
             return (loss, {"loss": loss}) if return_outputs else loss
         outputs = par(**inputs)
-        loss = self._weighed(loss_of(outputs), inputs, num_items_in_batch)
+        loss = self._weighted(loss_of(outputs), inputs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
-    def _weighed(self, loss: Tensor, inputs: Mapping[str, Any], num_items: Tensor | int | None) -> Tensor:
-        """A mean over the labels of a batch as the model gives it that is told by how many labels to divide their sum."""
+    def _weighted(self, loss: Tensor, inputs: Mapping[str, Any], num_items: Tensor | int | None) -> Tensor:
+        """Return the mean loss over a batch's labels, weighted by the share of its labels in ``num_items``."""
         if num_items is None or not self.model_accepts_loss_kwargs:
             return loss
         labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"]
@@ -130,55 +131,55 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
-        """Without the logits, where nobody asks for them: they would be gathered."""
-        self.accelerator.num_evaluated = find_batch_size(inputs)  # the Trainer has the loss as often as a full batch
+        """Evaluate a batch; logits are not gathered if only the loss is wanted."""
+        self.accelerator.num_evaluated = find_batch_size(inputs)  # the Trainer repeats the loss as for a full batch
         has_labels = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
         if prediction_loss_only and has_labels:
             loss = cast("ParallelModel", model).evaluate(self._prepare_inputs(inputs))
-            return self._weighed(loss, inputs, self._get_num_items_in_batch([inputs], loss.device)), None, None
+            return self._weighted(loss, inputs, self._get_num_items_in_batch([inputs], loss.device)), None, None
         if ignore_keys is None:
             config = getattr(self._given_model, "config", None)
             ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
-        found: tuple[Any, Any, Any] = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        return found
+        outputs: tuple[Any, Any, Any] = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        return outputs
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Nothing: the plan has placed it."""
+        """Do nothing: the plan has placed the model."""
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
-        """Never, for the Trainer: the model clips by itself, whatever meshes its gradients are on."""
+        """Return False: the parallel model clips gradients, on whatever meshes they are."""
         return False
 
     def _set_signature_columns_if_needed(self) -> None:
-        """What the plan has inputs for, as the Trainer leaves out other columns of a data set."""
+        """Keep the columns of a data set that the plan has inputs for."""
         if self._signature_columns is None:
             names = {leaf.name.split(".")[0] for leaf in self.model._program.graph.inputs}
             self._signature_columns = sorted(names | set(self.label_names) | {"label", "label_ids"})
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """As of the model that was planned: its layers say which parameters are norms."""
+        """Return the names by the layers of the original model, which show the parameters of norms."""
         decaying = set(super().get_decay_parameter_names(self._given_model))
         return [name for name, _ in self.model.named_parameters() if name.split("[")[0].split("@")[0] in decaying]
 
     def get_total_train_batch_size(self, args: transformers.TrainingArguments) -> int:
-        """Samples of an optimizer step."""
+        """Return the samples of an optimizer step."""
         return int(self._train_batch_size * args.gradient_accumulation_steps)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        """This rank's part."""
+        """Return this rank's share of the FLOPs."""
         count = getattr(self._given_model, "floating_point_ops", None)
         return 0.0 if count is None else count(inputs) / self.args.world_size
 
     # --- checkpoints
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *others: Any, **options: Any) -> Any:
-        """As the Trainer's; ``resume_from_checkpoint=True`` takes the last checkpoint that is complete."""
+        """Train as the Trainer does; ``resume_from_checkpoint=True`` takes the last complete checkpoint."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _last_complete(Path(self.args.output_dir))
         return super().train(resume_from_checkpoint, *others, **options)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """For ``from_pretrained``, written by all ranks; the Trainer's own checkpoints are those of ``par.save``."""
+        """Write files for ``from_pretrained``, on all ranks; inside the Trainer's checkpoints ``par.save`` writes the weights."""
         folder = Path(output_dir or self.args.output_dir)
         if not _internal_call:
             self.model.save_pretrained(folder)
@@ -193,10 +194,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.model.save(Path(output_dir, _WEIGHTS), self._inner_optimizer(), scheduler=self.lr_scheduler)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Nothing: they are in what ``par.save`` wrote."""
+        """Do nothing: ``par.save`` has written the random states."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Nothing before there is an optimizer, with which it is loaded."""
+        """Check the checkpoint only: the model is loaded later, together with the optimizer."""
         if not Path(resume_from_checkpoint, _WEIGHTS).is_dir():
             raise UsageError(
                 f"{resume_from_checkpoint} is no checkpoint of autopar's Trainer",
@@ -209,7 +210,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self._restored = random_states(self.model.device)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """As they were in the checkpoint: what came since, as skipping samples, counts for nothing."""
+        """Restore the random states of the checkpoint, since skipping samples has changed them."""
         if self._restored is not None:
             put_random_states(self._restored, self.model.device)
 
@@ -217,16 +218,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.model.load(Path(self.state.best_model_checkpoint, _WEIGHTS))
 
     def _inner_optimizer(self) -> torch.optim.Optimizer:
-        """Without accelerate's cover."""
+        """Return the optimizer without accelerate's wrapper."""
         return cast("torch.optim.Optimizer", getattr(self.optimizer, "optimizer", self.optimizer))
 
 
 class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):  # type: ignore[misc]
-    """``transformers.Seq2SeqTrainer`` likewise, without ``predict_with_generate``."""
+    """``transformers.Seq2SeqTrainer`` for a parallel model, without ``predict_with_generate``."""
 
 
 def _checked(model: object, args: transformers.TrainingArguments, options: Mapping[str, Any]) -> nn.Module:
-    """The model that was planned.
+    """Return the original model, after a check of the Trainer's arguments.
 
     Raises:
         UsageError: see :class:`Trainer`.
@@ -258,37 +259,40 @@ def _checked(model: object, args: transformers.TrainingArguments, options: Mappi
     for name, instead in _SETTLED.items():
         if getattr(args, name, None):
             raise UsageError.unsupported(f"TrainingArguments({name}=...) with a parallel model", instead=instead)
-    given = model.original_model
-    if given is None:
+    original = model.original_model
+    if original is None:
         raise UsageError(
             "The model that was given to autopar.parallelize is gone, and the Trainer looks at its forward and its layers",
             fix="Keep a reference to it until the Trainer is made",
         )
-    return given
+    return original
 
 
 def _is_causal(model: nn.Module) -> bool:
-    """Whether the loss of a model is of the labels behind the first one."""
+    """Return whether the loss of a model ignores the first label."""
     is_causal = getattr(model, "loss_function", None) is ForCausalLMLoss
     return is_causal and not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
 
 
 def _is_known_as_causal(model: nn.Module) -> bool:
-    """Whether the Trainer counts labels so: of models that it does not know as causal (GPT-2) it counts the first ones too."""
+    """Return whether the Trainer too counts labels without the first.
+
+    It counts all labels of causal models that it does not know as such (GPT-2).
+    """
     return _is_causal(model) and LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
 
 
 def _last_complete(root: Path) -> str:
-    """The last checkpoint of a training: one that has been interrupted while it was written has no state of the Trainer.
+    """Return the last complete checkpoint of a training. One whose save was interrupted has no state of the Trainer.
 
     Raises:
         UsageError: there is none.
     """
     prefix = f"{PREFIX_CHECKPOINT_DIR}-"
     complete = (path.parent for path in root.glob(f"{prefix}*/{_STATE}"))
-    found = [path for path in complete if path.name.removeprefix(prefix).isdecimal()]  # no copies under other names
-    if not found:
+    numbered = [path for path in complete if path.name.removeprefix(prefix).isdecimal()]  # copies have other names
+    if not numbered:
         raise UsageError(
             f"No complete checkpoint in {root}", fix="Call trainer.train() without resume_from_checkpoint to begin"
         )
-    return str(max(found, key=lambda path: int(path.name.removeprefix(prefix))))
+    return str(max(numbered, key=lambda path: int(path.name.removeprefix(prefix))))

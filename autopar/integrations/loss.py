@@ -1,4 +1,4 @@
-"""A loss whose ``backward()`` is called as of any module, under any plan."""
+"""A loss with a ``backward()`` as that of any module, under any plan, and what the integrations share: scalers, precisions, errors."""
 
 from __future__ import annotations
 
@@ -18,50 +18,50 @@ from autopar.runtime.step.gradients import local_part
 
 
 def loss_of(outputs: Any) -> Tensor:
-    """Of what a model returns: the entry ``loss``, the first one, or all of it."""
+    """Return the loss in a model's output: the entry ``loss``, the first entry, or the output itself."""
     if isinstance(outputs, Tensor):
         return outputs
     return cast("Tensor", outputs["loss"] if isinstance(outputs, Mapping) else outputs[0])
 
 
 def step_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """The loss of a global batch, as ``par.train_step(batch)`` takes it; its ``backward()`` adds to the parameters' gradients.
+    """Return the loss of a global batch, as ``par.train_step(batch)`` takes it; its ``backward()`` adds to the parameters' gradients.
 
-    Of a model that is not parallel it is the one that it returns, so that one loop is for both.
+    For a model that is not parallel it is the loss that the model returns, so that one loop serves both.
 
-    Forward and backward of all micro-batches have run when this returns, as pipeline stages run them together. What is computed
-    from the loss before ``backward()`` (a division by the number of accumulated batches, a weight) counts: backward multiplies the
-    gradients by the derivative. Gradients that are there, or set to None, between this and ``backward()`` are as for any module.
-    Under a plan in fp16 it is a loss for ``scaler.scale(loss).backward()``, where ``scaler = par.grad_scaler()``.
+    Forward and backward of all micro-batches have run when this returns, since pipeline stages interleave them. Backward then multiplies
+    the gradients by the derivative of what was computed from the loss (a division by the number of accumulated batches, a weight).
+    Gradients that exist before, or are set to None in between, are treated as for any module. Under a plan in fp16, scale it by ``scaler =
+    par.grad_scaler()``: ``scaler.scale(loss).backward()``.
 
     Raises:
-        UsageError: as ``train_step``.
+        UsageError: as ``train_step``; or ``backward()`` is called twice.
     """
     if not isinstance(model, ParallelModel):
         return loss_of(model(**batch))
     parameters = [p for p in model.parameters() if p.requires_grad]
-    earlier = [p.grad for p in parameters]
+    previous = [p.grad for p in parameters]
     for p in parameters:
         p.grad = None
     try:
         loss = model.train_step(batch).as_subclass(Tensor)
-        made = [p.grad for p in parameters]
+        gradients = [p.grad for p in parameters]
     finally:
-        for p, grad in zip(parameters, earlier, strict=True):
+        for p, grad in zip(parameters, previous, strict=True):
             p.grad = grad
     scaler, factor = model._scaler, model._scaler.factor
-    ready = [[(p, grad) for p, grad in zip(parameters, made, strict=True) if grad is not None]]
+    pending = [[(p, grad) for p, grad in zip(parameters, gradients, strict=True) if grad is not None]]
 
     def add(gradient: Tensor) -> None:
-        if not ready:
+        if not pending:
             raise UsageError(
                 "A second backward() was called on the loss of one step",
                 fix="Add losses up before backward(), or compute the step again",
             )
-        pairs = ready.pop()
+        pairs = pending.pop()
         scaler.check_called()
         with torch.no_grad():
-            if factor is not None:  # by which the step and the scaler of the loop have both multiplied
+            if factor is not None:  # the step and the loop's scaler have both multiplied by it
                 gradient = gradient / factor
             if pairs:
                 torch._foreach_mul_([local_part(grad) for _, grad in pairs], gradient)
@@ -75,10 +75,11 @@ def step_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 
 def scaler_of(par: ParallelModel, **options: Any) -> GradScaler | None:
-    """The one by which a loop scales losses; None where the plan is not in fp16.
+    """Return the scaler by which a loop scales losses; None if the plan is not in fp16.
 
     Args:
-        options: of one that is not made yet.
+        par: the parallel model.
+        options: options of the scaler, if it has to be made.
     """
     if not par.plan.precision.scales_loss:
         return None
@@ -86,13 +87,14 @@ def scaler_of(par: ParallelModel, **options: Any) -> GradScaler | None:
 
 
 def check_precision(par: ParallelModel, asked: str) -> None:
-    """Nothing, where a library was asked for the precision that the plan has, or for none.
+    """Check that a library is configured with the precision of the plan, or with none.
 
     Args:
+        par: the parallel model.
         asked: ``no`` or the name of a precision (``bf16``, ``fp16``).
 
     Raises:
-        UsageError: it is another one.
+        UsageError: it is another precision.
     """
     if asked not in ("no", par.plan.precision.name):
         fits = "" if asked not in PRECISIONS else f'Call autopar.parallelize(model, precision="{asked}"), or leave '
@@ -106,10 +108,10 @@ def check_precision(par: ParallelModel, asked: str) -> None:
 
 @contextmanager
 def parts_are_explained() -> Iterator[None]:
-    """Around a step of a loop, where DTensors that a training call gave are computed with: torch says what it lacks, not why.
+    """Explain torch's error when a training step of a loop computes with DTensors that a parallel model returned.
 
     Raises:
-        UsageError: they met ordinary tensors.
+        UsageError: DTensors were combined with ordinary tensors.
     """
     try:
         yield
@@ -124,12 +126,12 @@ def parts_are_explained() -> Iterator[None]:
         ) from error
 
 
-def only_model(found: Sequence[ParallelModel], owner: str, fix: str) -> ParallelModel:
-    """The parallel model of a loop.
+def only_model(models: Sequence[ParallelModel], owner: str, fix: str) -> ParallelModel:
+    """Return the parallel model of a loop.
 
     Raises:
         UsageError: there is none, or there are several.
     """
-    if len(found) != 1:
-        raise UsageError(f"{owner} has {len(found) or 'no'} parallel model{'s' * (len(found) > 1)}", fix=fix)
-    return found[0]
+    if len(models) != 1:
+        raise UsageError(f"{owner} has {len(models) or 'no'} parallel model{'s' * (len(models) > 1)}", fix=fix)
+    return models[0]

@@ -1,1 +1,1 @@
-"""Times operators, collectives and the host on real machines, and fits the numbers of profiles to them."""
+"""Measurement of operators, collectives and the host on real machines, and the fit of profiles to the results."""

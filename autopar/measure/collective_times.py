@@ -1,8 +1,8 @@
-"""Times collectives over the ranks of a running job: what ``autopar profile links`` runs on each of them.
+"""Measurement of collectives over the ranks of a running job, as ``autopar profile links`` runs it on each rank.
 
-Rank 0 leads: it writes the next task to the job's store, every rank does it and writes how it went, and rank 0 goes on
-when all have answered. Nothing but a store is waited for without a time limit of a collective, and the store's waits
-have limits as well: a rank that died or a collective that hangs ends as a failed point or as an error, never as a wait.
+Rank 0 leads. It writes the next task to the job's store, every rank does the task and writes its answer, and rank 0 goes on when all have
+answered. Every collective and every wait for the store has a time limit, so that a dead rank or a hanging collective ends as a failed point
+or an error.
 """
 
 from __future__ import annotations
@@ -28,19 +28,23 @@ from autopar.measure.timers import free_bytes, median_and_spread, synchronize
 from autopar.util.files import check_same, write_json
 
 SMALLEST_BYTES = 1024
+"""Bytes of the smallest collective."""
 GROWTH = 4
+"""Ratio of one size to the next."""
 REPEATS, FEWEST = 7, 2
+"""Samples of a point: the usual number, and that of large points for which little time is left."""
 SHOWN = 3.0
-"""Bytes show in a collective's time when it takes so many times what the quickest size takes; latency is the rest."""
+"""Ratio of the longest to the shortest time of a collective from which the sizes show its bandwidth, not only its latency."""
 BATCH_S = 2e-3
+"""Seconds of one sample: small collectives are called several times."""
 MAX_CALLS = 100
 IDLE_S = 600.0
-"""How long a rank waits for the next task: rank 0 may be busy with something else."""
+"""Seconds for which a rank waits for the next task, since rank 0 may be busy."""
 BUFFERS = 4
-"""A point takes at most so many times its bytes on each rank."""
+"""Upper limit on the memory of a point on each rank, as a multiple of its bytes."""
 
 Run = Callable[[torch.Tensor, tuple[int, ...], dist.ProcessGroup], object]
-"""Runs one collective: a flat float32 tensor of the point's bytes, the ranks of the group, the group."""
+"""A function that runs one collective, of a flat float32 tensor of the point's bytes, the ranks of the group, and the group."""
 Progress = Callable[[str, int, int], None]
 
 
@@ -54,7 +58,7 @@ def _reduce_scatter(x: torch.Tensor, ranks: tuple[int, ...], group: dist.Process
 
 
 def _send(x: torch.Tensor, ranks: tuple[int, ...], group: dist.ProcessGroup) -> object:
-    """There and back: twice the time of a message."""
+    """Send a message there and back, which takes twice the time of one."""
     if dist.get_rank() == ranks[0]:
         dist.send(x, ranks[1], group=group)
         dist.recv(x, ranks[1], group=group)
@@ -76,13 +80,14 @@ COLLECTIVES: Mapping[str, Run] = {
 
 @dataclass(slots=True, kw_only=True)
 class LinkPoints:
-    """What was measured so far; rank 0 keeps it in a file.
+    """The measurements so far, which rank 0 keeps in a file.
 
     Attributes:
-        job: what the points belong to: device, library, node of each rank.
-        points: ``[groups, kind, bytes, seconds, spread]``; spread: distance of the quartiles over the median.
+        job: device, library and node of each rank.
+        sets: the groups of ranks that are measured.
+        points: ``[groups, kind, bytes, seconds, spread]``; the spread is the distance of the quartiles over the median.
         failed: ``[groups, kind, bytes, reason]``.
-        trying: what was being measured when the file was written.
+        trying: the point that was being measured when the file was written.
     """
 
     job: dict[str, Any]
@@ -92,39 +97,39 @@ class LinkPoints:
     trying: list[Any] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
-        """Write the file, whole or not at all."""
-        data = {"job": self.job, "sets": [found.to_dict() for found in self.sets], "points": self.points}
+        """Write the file, completely or not at all."""
+        data = {"job": self.job, "sets": [group_set.to_dict() for group_set in self.sets], "points": self.points}
         write_json(path, {**data, "failed": self.failed, "trying": self.trying})
 
     @classmethod
     def load(cls, path: Path) -> LinkPoints:
-        """Read the file; what was being tried when it was written counts as failed.
+        """Read a file; the point that was being measured when it was written counts as failed.
 
         Raises:
             UsageError: the file is damaged.
         """
         data = load_json(path)
         try:
-            found = cls(**data | {"sets": [GroupSet.from_dict(item) for item in data["sets"]]})
+            points = cls(**data | {"sets": [GroupSet.from_dict(item) for item in data["sets"]]})
         except (KeyError, TypeError, IndexError) as error:
             raise UsageError.unreadable(path, error, fix="Give a file that 'autopar profile' wrote") from error
-        if found.trying:
-            found.failed.append([*found.trying, "the job ended while this was measured"])
-            found.trying = []
-        return found
+        if points.trying:
+            points.failed.append([*points.trying, "the job ended while this was measured"])
+            points.trying = []
+        return points
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How long and how large.
+    """Limits on the time and size of a measurement.
 
     Attributes:
-        budget_s: of the whole measurement.
-        collective_timeout_s: of one collective.
-        max_bytes: of one; the memory of the fullest node may allow less.
-        growth: from one size to the next.
-        batch_s: so long, about, is one sample: a call, or as many as it takes.
-        grace_s: how much longer than all of this a rank may take to answer before it counts as gone.
+        budget_s: seconds of all measurements.
+        collective_timeout_s: time limit of one collective.
+        max_bytes: largest size of a collective; the memory of a node may allow less.
+        growth: ratio of one size to the next.
+        batch_s: approximate seconds of one sample, a call or several.
+        grace_s: further seconds that a rank may take to answer before it counts as dead.
     """
 
     budget_s: float = 120.0
@@ -139,11 +144,11 @@ class LinkJob:
     """One rank's part of a measurement.
 
     Args:
-        store: shared by all ranks of the default process group, which is initialised.
-        node: number of the node that this rank stands on.
-        device: of the tensors.
-        limits: the same on all ranks.
-        collectives: by kind.
+        store: a store of all ranks of the default process group, which must be initialised.
+        node: number of this rank's node.
+        device: device of the tensors.
+        limits: the limits, equal on all ranks.
+        collectives: functions by kind of collective.
     """
 
     def __init__(
@@ -164,10 +169,10 @@ class LinkJob:
     # --- every rank
 
     def follow(self) -> None:
-        """Do what rank 0 says until it is done.
+        """Do the tasks of rank 0 until it is done.
 
         Raises:
-            AutoparError: rank 0 is gone.
+            AutoparError: rank 0 gave no task within :data:`IDLE_S`.
         """
         while True:
             task = json.loads(self._wait(f"task{self._number}", IDLE_S, "what comes next, of rank 0"))
@@ -176,6 +181,7 @@ class LinkJob:
             self._answer(task)
 
     def _answer(self, task: dict[str, Any]) -> None:
+        """Do one task (a method by name) and write its result or failure to the store."""
         number, self._number = self._number, self._number + 1
         try:
             answer = {"value": getattr(self, f"_{task['do']}")(number, **task["with"])}
@@ -184,20 +190,21 @@ class LinkJob:
         self.store.set(f"done{number}.{self.rank}", json.dumps(answer))
 
     def _hello(self, number: int) -> dict[str, Any]:
+        """Return this rank's node, device and free memory."""
         return {"node": self.node, "device": device_name(), "room": free_bytes(self.device)}
 
     def _open(self, number: int, groups: list[list[int]]) -> None:
-        """New groups: those in which something failed cannot be used again, and those of NCCL keep memory of the device."""
+        """Make new groups. A group in which a collective failed cannot be used again, and groups of NCCL keep memory of the device."""
         for group in self._groups.values() if self.device.type == "cuda" else ():
             dist.destroy_process_group(group)
         self._groups = {}
         for ranks in groups:
-            made = dist.new_group(ranks, timeout=timedelta(seconds=self.limits.collective_timeout_s))
+            group = dist.new_group(ranks, timeout=timedelta(seconds=self.limits.collective_timeout_s))
             if self.rank in ranks:
-                self._groups[tuple(ranks)] = made
+                self._groups[tuple(ranks)] = group
 
     def _run(self, number: int, kind: str, num_bytes: int, calls: int, repeats: int) -> list[float] | None:
-        """Seconds of one call and the spread; None on a rank outside of the groups."""
+        """Return the seconds of one call and their spread, or None on a rank that is in no group."""
         self._together(number)
         if not self._groups:
             return None
@@ -212,7 +219,7 @@ class LinkJob:
         return list(self._summary(samples))
 
     def _spent_s(self, run: Callable[[], object], calls: int) -> float:
-        """Seconds of so many calls of a collective."""
+        """Return the seconds of ``calls`` calls of a collective."""
         synchronize(self.device)
         start = time.perf_counter()
         for _ in range(calls):
@@ -221,45 +228,51 @@ class LinkJob:
         return time.perf_counter() - start
 
     def _summary(self, samples: list[float]) -> tuple[float, float]:
-        """What is told of the samples: a time and its spread."""
+        """Return a time and its spread."""
         return median_and_spread(samples)
 
     def _together(self, number: int) -> None:
-        """Wait until every rank is here, by the store alone."""
+        """Wait until every rank has arrived, by the store alone."""
         if self.store.add(f"here{number}", 1) == self.world:
             self.store.set(f"go{number}", "")
         self._wait(f"go{number}", self.limits.collective_timeout_s, "the start of a measurement on every rank")
 
     def _wait(self, key: str, timeout_s: float, what: str) -> bytes:
+        """Return a value of the store once it is there.
+
+        Raises:
+            AutoparError: it was not there within the time limit.
+        """
         try:
             self.store.wait([key], timedelta(seconds=timeout_s))
-            found: bytes = self.store.get(key)
+            value: bytes = self.store.get(key)
         except (RuntimeError, ValueError) as error:  # DistStoreError is a RuntimeError
             raise AutoparError(
                 f"Waited {timeout_s:g} s in vain for {what}",
                 where=f"rank {self.rank}",
                 fix="See what the other ranks say",
             ) from error
-        return found
+        return value
 
     # --- rank 0
 
     def lead(self, path: Path | None = None, *, progress: Progress | None = None) -> LinkPoints:
-        """Measure everything that the file does not have yet; the other ranks :meth:`follow`.
+        """Measure all points that the file does not have; the other ranks :meth:`follow`.
 
         Args:
-            path: of the file of points, written after each kind of collective on each set of groups.
+            path: the file of points, written after each kind of collective on each set of groups.
+            progress: called with each set and kind.
 
         Raises:
             UsageError: the file belongs to another job.
-            AutoparError: a rank is gone.
+            AutoparError: a rank gave no answer.
         """
         try:
-            found = self._greeting(path)
-            limit = min(self.limits.max_bytes, found.job.pop("room") // BUFFERS)
+            links = self._greeting(path)
+            limit = min(self.limits.max_bytes, links.job.pop("room") // BUFFERS)
             turns = [
                 (i, kind)
-                for i, s in enumerate(found.sets)
+                for i, s in enumerate(links.sets)
                 for kind in self.collectives
                 if kind != "send" or s.size == 2
             ]
@@ -267,84 +280,85 @@ class LinkJob:
             opened = -1
             for turn, (index, kind) in enumerate(turns):
                 if progress is not None:
-                    progress(f"{found.sets[index].name}: {kind}", turn, len(turns))
+                    progress(f"{links.sets[index].name}: {kind}", turn, len(turns))
                 allowed_s = max(end - time.monotonic(), 0.0) / (len(turns) - turn)
                 try:
                     if opened != index:
-                        self._tell("open", groups=found.sets[index].groups)
+                        self._tell("open", groups=links.sets[index].groups)
                         opened = index
-                    self._sizes(found, index, kind, limit, allowed_s, path)
+                    self._sizes(links, index, kind, limit, allowed_s, path)
                 except _PointError as error:
-                    found.failed.append([*(found.trying or [found.sets[index].name, kind, 0]), str(error)])
-                    found.trying, opened = [], -1
+                    links.failed.append([*(links.trying or [links.sets[index].name, kind, 0]), str(error)])
+                    links.trying, opened = [], -1
                 if path is not None:
-                    found.save(path)
-            return found
+                    links.save(path)
+            return links
         finally:
             self.store.set(f"task{self._number}", json.dumps({"do": "stop"}))
 
     def _greeting(self, path: Path | None) -> LinkPoints:
+        """Return the points of the file, or none, with the job and the memory that each rank may use."""
         hello = self._tell("hello")
         nodes = [answer["node"] for answer in hello]
         job = {
             "backend": dist.get_backend(), "device": hello[0]["device"], "torch": torch.__version__, "nodes": nodes,
         }  # fmt: skip
-        found = LinkPoints(job=job, sets=list(group_sets(nodes)))
+        links = LinkPoints(job=job, sets=list(group_sets(nodes)))
         if path is not None and path.exists():
-            found = LinkPoints.load(path)
-            check_same("The job of this file of points", path, expected=job, got=found.job)
-        found.job = {**job, "room": min(answer["room"] // nodes.count(answer["node"]) for answer in hello)}
-        return found
+            links = LinkPoints.load(path)
+            check_same("The job of this file of points", path, expected=job, got=links.job)
+        links.job = {**job, "room": min(answer["room"] // nodes.count(answer["node"]) for answer in hello)}
+        return links
 
-    def _sizes(self, found: LinkPoints, index: int, kind: str, limit: int, allowed_s: float, path: Path | None) -> None:
-        """All sizes of one kind on one set of groups that the time allows.
+    def _sizes(self, links: LinkPoints, index: int, kind: str, limit: int, allowed_s: float, path: Path | None) -> None:
+        """Measure one kind on one set of groups at growing sizes, as far as the time allows.
 
         Raises:
-            _PointError: a measurement failed; ``found.trying`` says which.
+            _PointError: a measurement failed; ``links.trying`` says which.
         """
-        name, size = found.sets[index].name, found.sets[index].size
-        known = {p[2]: p[3] for p in found.points if p[:2] == [name, kind]}
-        lost = [p[2] for p in found.failed if p[:2] == [name, kind]]
+        name, size = links.sets[index].name, links.sets[index].size
+        seen = {p[2]: p[3] for p in links.points if p[:2] == [name, kind]}
+        failed_sizes = [p[2] for p in links.failed if p[:2] == [name, kind]]
         start, estimate_s = time.monotonic(), 1e-3
         num_bytes, growth = SMALLEST_BYTES, self.limits.growth
         while num_bytes <= limit:
-            even = -(-num_bytes // (4 * size)) * 4 * size
+            padded = -(-num_bytes // (4 * size)) * 4 * size
             num_bytes *= growth
-            if even in known:
-                estimate_s = growth * known[even]
+            if padded in seen:
+                estimate_s = growth * seen[padded]
                 continue
-            if lost and even >= min(lost):
+            if failed_sizes and padded >= min(failed_sizes):
                 return
             calls = int(min(MAX_CALLS, max(1, self.limits.batch_s / estimate_s)))
             repeats = 3 if estimate_s > 0.1 else REPEATS
-            if time.monotonic() - start + estimate_s * (calls * repeats + 1) > allowed_s and known:
-                # what is known only of small sizes says nothing of larger ones: bytes must show, in however few calls
-                if max(known.values()) > SHOWN * min(known.values()) or estimate_s > self.limits.collective_timeout_s:
+            if time.monotonic() - start + estimate_s * (calls * repeats + 1) > allowed_s and seen:
+                # small sizes alone do not show the bandwidth: a larger one is measured too, if by few calls
+                if max(seen.values()) > SHOWN * min(seen.values()) or estimate_s > self.limits.collective_timeout_s:
                     return
                 calls, repeats = 1, FEWEST
-            found.trying = [name, kind, even]
+            links.trying = [name, kind, padded]
             if path is not None and self.device.type == "cuda":  # a collective that hangs may take the process with it
-                found.save(path)
-            answers = self._tell("run", kind=kind, num_bytes=even, calls=calls, repeats=repeats)
-            found.trying = []
+                links.save(path)
+            answers = self._tell("run", kind=kind, num_bytes=padded, calls=calls, repeats=repeats)
+            links.trying = []
             times = [answer for answer in answers if answer is not None]
-            known[even], spread = (max(values) for values in zip(*times, strict=True))
-            found.points.append([name, kind, even, known[even], spread])
-            estimate_s = growth * known[even]
+            seen[padded], spread = (max(values) for values in zip(*times, strict=True))
+            links.points.append([name, kind, padded, seen[padded], spread])
+            estimate_s = growth * seen[padded]
 
     def _tell(self, do: str, **arguments: Any) -> list[Any]:
-        """Every rank's answer to a task, this one's among them.
+        """Give a task to every rank, this one included, and return the answers.
 
         Raises:
-            _PointError: a rank failed; says which and why.
+            _PointError: a rank failed; the error says which and why.
             AutoparError: a rank gave no answer.
         """
         number, task = self._number, {"do": do, "with": arguments}
         self.store.set(f"task{number}", json.dumps(task))
         self._answer(task)
-        patience = 2 * self.limits.collective_timeout_s + self.limits.budget_s + self.limits.grace_s
+        timeout_s = 2 * self.limits.collective_timeout_s + self.limits.budget_s + self.limits.grace_s
         answers = [
-            json.loads(self._wait(f"done{number}.{rank}", patience, f"an answer of rank {rank}"))
+            json.loads(self._wait(f"done{number}.{rank}", timeout_s, f"an answer of rank {rank}"))
             for rank in range(self.world)
         ]
         failures = [answer["failure"] for answer in answers if "failure" in answer]
@@ -354,11 +368,11 @@ class LinkJob:
 
 
 class _PointError(Exception):
-    """A task failed on some rank; all ranks are ready for the next one."""
+    """A task failed on a rank. All ranks are ready for the next task."""
 
 
 def measure_links(job: LinkJob, path: Path | None = None, *, progress: Progress | None = None) -> LinkPoints | None:
-    """On rank 0 the points, on the others None; all ranks call it."""
+    """Measure on all ranks; return the points on rank 0, and None on the others. All ranks must call it."""
     if job.rank == 0:
         return job.lead(path, progress=progress)
     job.follow()

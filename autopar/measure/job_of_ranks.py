@@ -1,4 +1,4 @@
-"""The ranks that measure links, of a torchrun job or of a job on this machine, and the groups of them that are measured."""
+"""The ranks that measure links, in a torchrun job or in one that is started on this machine, and the groups of ranks that are measured."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 
 GRACE_S = 120.0
-"""Beyond the budget: starting ranks, the last failures."""
+"""Seconds beyond the budget for the start of ranks and the last failures."""
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun started this process."""
+    """Return whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def check_output(output: Path) -> None:
-    """Before anything is measured: the profile can be written, by the only process or the first rank of the job.
+    """Check before a measurement that the profile can be written, by the only process or the first rank of the job.
 
     Raises:
-        UsageError: it cannot, or has another ending.
+        UsageError: the file cannot be written, or its name does not end in ``.toml``.
     """
     if output.suffix != ".toml":
         raise UsageError(f"'{output}' does not end in .toml", where="--output", fix="Name a .toml file")
@@ -44,7 +44,7 @@ def check_output(output: Path) -> None:
 
 @contextlib.contextmanager
 def torchrun_job(max_bytes: int, budget: float, timeout: float) -> Iterator[LinkJob]:
-    """This rank's part of the torchrun job, with a process group whose collectives end after ``timeout``."""
+    """Give this rank's part of the torchrun job, with a process group whose collectives have ``timeout`` seconds."""
     from datetime import timedelta
 
     import torch.distributed as dist
@@ -69,7 +69,10 @@ def torchrun_job(max_bytes: int, budget: float, timeout: float) -> Iterator[Link
 
 
 def local_device() -> torch.device:
-    """This rank's device: the GPU of its number on the node, or the only one that it sees; else the CPU with one thread."""
+    """Return this rank's device and make it current.
+
+    It is the GPU with the rank's number on the node, or the only visible one; without GPUs it is the CPU with one thread.
+    """
     import torch
 
     from autopar.runtime import job
@@ -78,14 +81,14 @@ def local_device() -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
-        torch.set_num_threads(1)  # the clock is the thread's own, and a rank has a core
+        torch.set_num_threads(1)  # times are CPU times of the thread, and a rank has one core
     return device
 
 
 def start_ranks(
     output: Path, ranks: int | None, *, max_bytes: int, budget: float, timeout: float, nics: int | None
 ) -> None:
-    """``autopar profile links`` under torchrun on this machine; killed when it takes far longer than it may.
+    """Run ``autopar profile links`` under torchrun on this machine. It is killed if it exceeds its limits by far.
 
     Raises:
         AutoparError: it failed, or had to be killed.
@@ -97,19 +100,19 @@ def start_ranks(
     command += ["autopar", "profile", "links", "-o", str(output), f"--max-bytes={max_bytes}", f"--budget={budget}"]
     command += [f"--collective-timeout={timeout}", *([f"--nics={nics}"] if nics else [])]
     limit_s = budget + 10 * timeout + GRACE_S
-    started = subprocess.Popen(command, env=child_environment(), stdout=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(command, env=child_environment(), stdout=subprocess.DEVNULL, start_new_session=True)
     try:
-        code = started.wait(limit_s)
+        code = process.wait(limit_s)
     except subprocess.TimeoutExpired:
         code = None
     finally:
-        if started.poll() is None:
-            os.killpg(started.pid, signal.SIGTERM)  # torchrun ends its ranks
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its ranks
             try:
-                started.wait(10.0)
+                process.wait(10.0)
             except subprocess.TimeoutExpired:
-                os.killpg(started.pid, signal.SIGKILL)
-                started.wait()
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
     if code != 0:
         raise AutoparError(
             f"Measuring the links between {count} ranks of this machine took longer than {limit_s:.0f} s"
@@ -126,9 +129,9 @@ class GroupSet:
     Attributes:
         tier: ``node`` or ``network``.
         pattern: ``contiguous`` or ``strided`` ranks.
-        groups: each sorted.
-        num_nodes, ranks_per_node: of each group.
-        alone: one group communicates while its siblings are silent.
+        groups: sorted ranks of each group.
+        num_nodes, ranks_per_node: shape of each group.
+        alone: whether one group communicates while the others are idle.
     """
 
     tier: str
@@ -145,70 +148,72 @@ class GroupSet:
 
     @property
     def name(self) -> str:
-        """For people and for the file of points."""
+        """The name in texts and in the file of points."""
         where = f"{self.num_nodes} nodes x {self.ranks_per_node}" if self.num_nodes > 1 else f"node x {self.size}"
         return f"{where} {self.pattern}" + (" alone" if self.alone else f" x {len(self.groups)} at once")
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return plain data."""
         return {"name": self.name, **{key: getattr(self, key) for key in self.__dataclass_fields__}}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> GroupSet:
-        """Read what :meth:`to_dict` gives."""
+        """Return the set whose :meth:`to_dict` is given."""
         values = {key: data[key] for key in cls.__dataclass_fields__}
         return cls(**{**values, "groups": tuple(tuple(group) for group in values["groups"])})
 
 
 def group_sets(nodes: Sequence[int]) -> tuple[GroupSet, ...]:
-    """The groups worth measuring: each size inside a node and across nodes, with all siblings at once and alone.
+    """Return the groups that are measured: each size inside a node and across nodes, all groups at once and one alone.
 
     Args:
         nodes: the node of each rank; nodes of a job have equally many ranks.
 
-    >>> for found in group_sets([0, 0, 1, 1]):
-    ...     print(found.name, found.groups)
+    >>> for groups in group_sets([0, 0, 1, 1]):
+    ...     print(groups.name, groups.groups)
     node x 2 contiguous x 2 at once ((0, 1), (2, 3))
     node x 2 contiguous alone ((0, 1),)
     2 nodes x 1 strided x 2 at once ((0, 2), (1, 3))
     2 nodes x 1 strided alone ((0, 2),)
     2 nodes x 2 contiguous x 1 at once ((0, 1, 2, 3),)
     """
-    members = [[rank for rank, node in enumerate(nodes) if node == found] for found in dict.fromkeys(nodes)]
+    members = [[rank for rank, of in enumerate(nodes) if of == node] for node in dict.fromkeys(nodes)]
     width = min(len(ranks) for ranks in members)
     members = [ranks[:width] for ranks in members]
-    found: list[GroupSet] = []
+    sets: list[GroupSet] = []
     for size in _sizes(width):
         if size > 1:
             chunks = [ranks[i : i + size] for ranks in members for i in range(0, width - size + 1, size)]
-            found += _with_alone("node", "contiguous", chunks, 1, size)
+            sets += _with_alone("node", "contiguous", chunks, 1, size)
             if size < width and width % size == 0:
                 stride = width // size
-                found += _with_alone(
-                    "node", "strided", [r[i::stride] for r in members for i in range(stride)], 1, size
-                )[:1]
+                sets += _with_alone("node", "strided", [r[i::stride] for r in members for i in range(stride)], 1, size)[
+                    :1
+                ]
     if len(members) > 1:
         for size in _sizes(width):
             across = [
                 [rank for ranks in members for rank in ranks[i : i + size]] for i in range(0, width - size + 1, size)
             ]
             pattern = "contiguous" if size == width else "strided"
-            found += _with_alone("network", pattern, across, len(members), size)
+            sets += _with_alone("network", pattern, across, len(members), size)
         if len(members) > 2:
             pairs = zip(members[::2], members[1::2], strict=False)
-            couples = [[a, b] for one, other in pairs for a, b in zip(one, other, strict=True)]
-            found += _with_alone("network", "strided", couples, 2, 1)
-    return tuple(found)
+            across_pairs = [[a, b] for one, other in pairs for a, b in zip(one, other, strict=True)]
+            sets += _with_alone("network", "strided", across_pairs, 2, 1)
+    return tuple(sets)
 
 
 def _sizes(width: int) -> list[int]:
+    """Return powers of two below ``width``, and ``width``."""
     powers = [2**i for i in range(width.bit_length()) if 2**i < width]
     return [*powers, width]
 
 
 def _with_alone(tier: str, pattern: str, groups: list[list[int]], num_nodes: int, per_node: int) -> list[GroupSet]:
+    """Return the set of all groups, and that of the first group alone."""
     rows = tuple(tuple(sorted(group)) for group in groups)
-    every = GroupSet(tier=tier, pattern=pattern, groups=rows, num_nodes=num_nodes, ranks_per_node=per_node)
+    at_once = GroupSet(tier=tier, pattern=pattern, groups=rows, num_nodes=num_nodes, ranks_per_node=per_node)
     if len(rows) == 1:
-        return [every]
-    return [every, replace(every, groups=rows[:1], alone=True)]
+        return [at_once]
+    return [at_once, replace(at_once, groups=rows[:1], alone=True)]

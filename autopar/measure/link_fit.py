@@ -1,4 +1,4 @@
-"""Latency and bandwidth of links from measured collectives: what groups of other shapes are priced with."""
+"""Fits of measured collectives: curves by size for measured shapes of groups, and a link (latency, bandwidth) for all other shapes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from autopar.hardware.read import Links, MachineProfile, load_library
 from autopar.measure.job_of_ranks import GroupSet
 
 ROBUST = 0.3
-"""Relative distance (in log space) from which a point counts less: a disturbed sample must not decide."""
+"""Relative distance of a point (in log space) from which it weighs less than its square: a disturbed sample must not decide the fit."""
 
 
 LinkPoint = tuple[str, tuple[tuple[int, ...], ...], float, float]
-"""Kind of a collective, groups that made it at once, bytes (see ``CollectiveModel.time_s``), seconds."""
+"""The kind of a collective, the groups that ran it at once, its bytes (as in ``CollectiveModel.time_s``), and its seconds."""
 
 
 def fit_link(
@@ -34,21 +34,22 @@ def fit_link(
     name: Literal["intra_node", "nic"],
     library: CollectiveLibrary,
 ) -> tuple[Link, float]:
-    """The link whose latency and bandwidth bring the collective library's algorithms closest to the points.
+    """Return the link whose latency and bandwidth bring the library's algorithms closest to the points.
 
     Args:
-        points: all inside nodes, or all across them.
-        nodes: of the job that measured, with any device; the fit begins at their link, and that inside nodes is known before ``nic``.
-        name: of the link that is fitted.
-        library: its algorithms; its measured collectives do not count.
+        points: measurements that are all inside nodes, or all across them.
+        nodes: the nodes of the measured job, with any device. The fit starts from their link; for ``nic`` their ``intra_node`` must be
+            fitted.
+        name: the link that is fitted.
+        library: the collective library, of which the algorithms count and measured collectives do not.
 
     Returns:
-        The link with its new latency and bandwidth (at most twice what any point reached), and the median relative distance of the points from it.
+        The link with its new latency and bandwidth (at most twice what any point reached), and the median relative distance of the points.
     """
     library = replace(library, measured=())
     start: Link = getattr(nodes, name)
 
-    # where no point is large enough to say, the bandwidth must not run away
+    # without points that are large enough to show the bandwidth, the fit must not raise it without limit
     fastest = 2 * max(size * volume_factor(kind, len(groups[0])) / time_s for kind, groups, size, time_s in points)
 
     def link_at(variables: np.ndarray) -> Link:
@@ -59,24 +60,24 @@ def fit_link(
 
     def logs(variables: np.ndarray) -> np.ndarray:
         link = link_at(variables)
-        own = replace(nodes, nic=link) if name == "nic" else replace(nodes, intra_node=link, nic=link)
-        cluster = Cluster(name="measured", groups=(own,), library=library)
+        group = replace(nodes, nic=link) if name == "nic" else replace(nodes, intra_node=link, nic=link)
+        cluster = Cluster(name="measured", groups=(group,), library=library)
         model = CollectiveModel(cluster)
         shapes = {groups: shapes_of(groups, cluster) for groups in dict.fromkeys(groups for _, groups, _, _ in points)}
-        found = [
+        ratios = [
             max(model.shape_time_s(kind, size, shape) for shape in shapes[groups]) / time_s
             for kind, groups, size, time_s in points
         ]
-        return np.log(found)
+        return np.log(ratios)
 
     def distance(variables: np.ndarray) -> float:
         return float(np.sum(np.sqrt(1.0 + (logs(variables) / ROBUST) ** 2) - 1.0))
 
     quickest = min(time_s for *_, time_s in points)
-    # where the bandwidth is cut off it has no effect, so the fit begins below
-    begin = np.log([quickest / 4, fastest / 2])
-    done = minimize(distance, begin, method="Nelder-Mead", options={"xatol": 1e-4, "fatol": 1e-6, "maxfev": 400})
-    return link_at(done.x), float(np.median(np.abs(np.expm1(logs(done.x)))))
+    # above its limit the bandwidth has no effect, so the fit starts below it
+    initial = np.log([quickest / 4, fastest / 2])
+    fit = minimize(distance, initial, method="Nelder-Mead", options={"xatol": 1e-4, "fatol": 1e-6, "maxfev": 400})
+    return link_at(fit.x), float(np.median(np.abs(np.expm1(logs(fit.x)))))
 
 
 def links_of(
@@ -90,22 +91,22 @@ def links_of(
     points_name: str,
     nics_per_node: int | None = None,
 ) -> Links:
-    """The file of measured links: a fit of every kind on every shape of groups, and the links behind them.
+    """Return the links of a measured job: a curve for every kind on every shape of groups, and a fitted link for each tier.
 
     Args:
-        sets: groups that were measured.
-        points: ``[groups, kind, bytes, seconds, spread]``, as ``autopar.measure.collective_times.LinkPoints`` has them.
+        sets: the groups that were measured.
+        points: ``[groups, kind, bytes, seconds, spread]``, as in ``autopar.measure.collective_times.LinkPoints``.
         nodes: the node of each rank of the job.
-        machine: where the fits begin; its link stands where a tier was not measured.
+        machine: where the fits start; its link is kept for a tier that was not measured.
         library: name of the collective library that ran.
-        where: device, software, date: for the provenance.
-        points_name: file of the raw points.
-        nics_per_node: cards of a node; as many as the machine has for so many devices when None.
+        where: device, software and date, for the provenance.
+        points_name: name of the file of points.
+        nics_per_node: network cards of a node; None scales the machine's number to the devices of a node.
 
     Raises:
-        AutoparError: no collective inside a node and none across nodes has two points.
+        AutoparError: no collective was measured at two sizes.
     """
-    by_name = {found.name: found for found in sets}
+    by_name = {group_set.name: group_set for group_set in sets}
     per_node = min(list(nodes).count(node) for node in nodes)
     measured = _collectives(by_name, points, per_node, where)
     if not measured:
@@ -117,15 +118,15 @@ def links_of(
     )  # fmt: skip
     tiers: tuple[tuple[str, Literal["intra_node", "nic"]], ...] = (("node", "intra_node"), ("network", "nic"))
     for tier, name in tiers:
-        own = [
-            (kind, by_name[found].groups, size, time_s)
-            for found, kind, size, time_s, _ in points
-            if by_name[found].tier == tier
+        tier_points = [
+            (kind, by_name[set_name].groups, size, time_s)
+            for set_name, kind, size, time_s, _ in points
+            if by_name[set_name].tier == tier
         ]
-        if len(own) < 2:
+        if len(tier_points) < 2:
             continue
-        fitted, distance = fit_link(own, nodes=group, name=name, library=load_library(library))
-        note = f"{where}: fitted to {len(own)} points, median distance {distance:.0%}"
+        fitted, distance = fit_link(tier_points, nodes=group, name=name, library=load_library(library))
+        note = f"{where}: fitted to {len(tier_points)} points, median distance {distance:.0%}"
         link = replace(fitted, name=f"measured {tier}", provenance=note)
         group = replace(group, nic=link) if name == "nic" else replace(group, intra_node=link)
     intra_node, nic = group.intra_node, group.nic
@@ -139,47 +140,46 @@ def links_of(
 def _collectives(
     sets: dict[str, GroupSet], points: Sequence[Sequence[Any]], per_node: int, where: str
 ) -> tuple[CollectiveTime, ...]:
-    """Fits of what was measured with all siblings at once; patterns of ranks count alike."""
-    found: dict[tuple[str, int, int, int], list[tuple[float, float]]] = {}
+    """Return curves of the collectives that all groups ran at once; contiguous and strided ranks share a curve."""
+    by_shape: dict[tuple[str, int, int, int], list[tuple[float, float]]] = {}
     for name, kind, size, time_s, _ in points:
         group = sets[name]
         if not group.alone:
             key = (kind, group.size, group.num_nodes, group.ranks_per_node)
-            found.setdefault(key, []).append((float(size), float(time_s)))
-    made = []
-    for (kind, size, num_nodes, ranks_per_node), own in found.items():
-        if len({num_bytes for num_bytes, _ in own}) < 2:
+            by_shape.setdefault(key, []).append((float(size), float(time_s)))
+    times = []
+    for (kind, size, num_nodes, ranks_per_node), curve_points in by_shape.items():
+        if len({num_bytes for num_bytes, _ in curve_points}) < 2:
             continue
-        pieces = fit_pieces(own)
-        low, high = min(own)[0], max(own)[0]
-        made.append(
+        pieces = fit_pieces(curve_points)
+        low, high = min(curve_points)[0], max(curve_points)[0]
+        times.append(
             CollectiveTime(
                 kind=kind, size=size, num_nodes=num_nodes, ranks_per_node=ranks_per_node, devices_per_node=per_node,
-                pieces=pieces, residual=residual(pieces, own),
-                provenance=f"{where}: {len(own)} points from {low:.0f} to {high:.0f} bytes, all groups at once",
+                pieces=pieces, residual=residual(pieces, curve_points),
+                provenance=f"{where}: {len(curve_points)} points from {low:.0f} to {high:.0f} bytes, all groups at once",
             )
         )  # fmt: skip
-    return tuple(made)
+    return tuple(times)
 
 
-# --- Fits latency and bandwidth to times of a collective by size, in as few straight pieces as the points need.
+# --- curves: time by size in as few straight pieces as the points need
 
 MAX_PIECES = 3
 LEAST_POINTS = 3
-"""Of a piece where there are several."""
+"""Fewest points of a piece, if there are several pieces."""
 GOOD_ENOUGH = 0.03
-"""Root of the mean square of relative distances below which no further piece is tried."""
+"""Root mean square of relative distances below which no further piece is tried."""
 
 Point = tuple[float, float]
 """Bytes and seconds."""
 
 
 def fit_pieces(points: Sequence[Point]) -> tuple[Piece, ...]:
-    """Pieces ``latency_s + num_bytes * s_per_byte`` by least squares of relative distances, neither part below zero.
+    """Return pieces ``latency_s + num_bytes * s_per_byte``, by least squares of relative distances; both coefficients are nonnegative.
 
-    A further piece has to halve the distance that is left; which points belong to which piece is found by trying all
-    cuts. Neighbouring pieces meet where their lines cross if that lies between their points, else half way between
-    (in log space).
+    A further piece must halve the remaining distance. All cuts of the points into pieces are tried. Neighbouring pieces meet where their
+    lines cross, if that is between their points, and otherwise half way between these (in log space).
 
     Args:
         points: bytes and seconds, both above zero, of at least two sizes.
@@ -193,10 +193,10 @@ def fit_pieces(points: Sequence[Point]) -> tuple[Piece, ...]:
     for count in range(2, min(MAX_PIECES, len(merged) // LEAST_POINTS) + 1):
         if math.sqrt(best[0] / len(merged)) <= GOOD_ENOUGH:
             break
-        more = _cuts(merged, count)
-        if more[0] > 0.25 * best[0]:  # squares: half of the distance
+        finer = _cuts(merged, count)
+        if finer[0] > 0.25 * best[0]:  # a quarter of the squares is half of the distance
             break
-        best = more
+        best = finer
     lines = [_line(merged[start:stop])[1] for start, stop in best[1]]
     pieces = []
     for i, (latency, slope) in enumerate(lines):
@@ -209,12 +209,12 @@ def fit_pieces(points: Sequence[Point]) -> tuple[Piece, ...]:
 
 
 def residual(pieces: Sequence[Piece], points: Sequence[Point]) -> float:
-    """The largest relative distance of a point from the pieces."""
+    """Return the largest relative distance of a point from the pieces."""
     return max(abs(pieces_time_s(pieces, size) / time_s - 1.0) for size, time_s in points)
 
 
 def _merged(points: Sequence[Point]) -> list[Point]:
-    """One point for each size: the geometric mean."""
+    """Return one point for each size, with the geometric mean of its times."""
     by_size: dict[float, list[float]] = {}
     for size, time_s in points:
         by_size.setdefault(size, []).append(math.log(time_s))
@@ -222,15 +222,15 @@ def _merged(points: Sequence[Point]) -> list[Point]:
 
 
 def _line(points: Sequence[Point]) -> tuple[float, tuple[float, float]]:
-    """Sum of squares of relative distances, latency and slope."""
+    """Return the sum of squares of relative distances from the best line, and its latency and slope."""
     sizes, times = (np.array(column) for column in zip(*points, strict=True))
     scale = float(sizes.max())
-    found, distance = nnls(np.stack([1.0 / times, sizes / scale / times], axis=1), np.ones(len(points)))
-    return float(distance) ** 2, (float(found[0]), float(found[1]) / scale)
+    coefficients, distance = nnls(np.stack([1.0 / times, sizes / scale / times], axis=1), np.ones(len(points)))
+    return float(distance) ** 2, (float(coefficients[0]), float(coefficients[1]) / scale)
 
 
 def _cuts(points: Sequence[Point], count: int) -> tuple[float, list[tuple[int, int]]]:
-    """The best way to cut the points into ``count`` pieces: sum of squares, and (start, stop) of each."""
+    """Return the best cut of the points into ``count`` pieces: the sum of squares, and (start, stop) of each piece."""
     least = LEAST_POINTS if count > 1 else 1
     best: tuple[float, list[tuple[int, int]]] = (math.inf, [])
     starts = range(least, len(points) - least + 1)
@@ -242,9 +242,10 @@ def _cuts(points: Sequence[Point], count: int) -> tuple[float, list[tuple[int, i
     return best
 
 
-def _meeting(one: tuple[float, float], other: tuple[float, float], low: float, high: float) -> float:
-    if one[1] != other[1]:
-        crossing = (other[0] - one[0]) / (one[1] - other[1])
+def _meeting(left: tuple[float, float], right: tuple[float, float], low: float, high: float) -> float:
+    """Return the bytes at which one piece ends and the next begins."""
+    if left[1] != right[1]:
+        crossing = (right[0] - left[0]) / (left[1] - right[1])
         if low <= crossing <= high:
             return crossing
     return math.sqrt(low * high)

@@ -1,8 +1,8 @@
-"""Times operators one by one, at given shapes, on one device: what ``autopar profile ops`` runs.
+"""Measurement of operators one by one, at given shapes, on one device, as ``autopar profile ops`` runs it.
 
-A call is the JSON text of :class:`autopar.hardware.link.OperatorTime`. Its tensors are filled with random numbers; those of
-whole numbers with what the operator can look up. Backward is the time of ``torch.autograd.grad`` less what the engine
-takes for a call of its own: in training one call serves the whole step.
+A call is the JSON text of :class:`autopar.hardware.link.OperatorTime`. Its tensors have random numbers; integer tensors have indices that
+are valid for the operator. Backward is the time of ``torch.autograd.grad`` less what a call of the engine takes, since in training one call
+serves the whole step.
 """
 
 from __future__ import annotations
@@ -25,23 +25,28 @@ from autopar.util.files import check_same, write_json
 
 REPEATS = 15
 MIN_BATCH_S = 1e-3
+"""Seconds of one sample: short operators are called several times."""
 OPERATOR_BUDGET_S = 0.5
-"""Of one direction: operators that take longer are repeated less often, never less than :data:`LEAST_REPEATS` times."""
+"""Seconds for one direction of an operator; slower operators have fewer samples, but at least :data:`LEAST_REPEATS`."""
 LEAST_REPEATS = 3
 SAVE_EVERY_S = 5.0
 ROOM = 6
-"""An operator, its gradients and its temporaries take at most so many times the bytes of its operands and results."""
+"""Upper estimate of the memory of an operator with its gradients and temporaries, as a multiple of the bytes of operands and results."""
 
 _POSITIVE = ("pow", "sqrt", "log", "reciprocal", "div")
+"""Operators that get positive numbers."""
 
 Progress = Callable[[str, int, int], None]
 
 
 class _Tensors:
-    """The tensors of one call.
+    """The arguments of one call, as tensors on a device.
+
+    Attributes:
+        made: its tensors in order.
 
     Raises:
-        MemoryError: they do not fit the memory.
+        MemoryError: they do not fit the free memory.
     """
 
     def __init__(self, call: str, device: torch.device) -> None:
@@ -54,6 +59,7 @@ class _Tensors:
         self.kwargs = {name: self._value(a) for name, a in kwargs.items()}
 
     def _value(self, value: Any) -> Any:
+        """Return an argument of the call; tensors are filled, dtypes and devices are looked up."""
         if isinstance(value, list):
             return [self._value(item) for item in value]
         if not isinstance(value, dict):
@@ -65,6 +71,7 @@ class _Tensors:
         return self.device if kind == "device" else getattr(torch, inner)
 
     def _tensor(self, dtype_name: str, shape: list[int], requires_grad: bool) -> torch.Tensor:
+        """Return a tensor with values that are valid for the operator."""
         dtype = getattr(torch, dtype_name)
         if dtype == torch.bool:
             return torch.ones(shape, dtype=dtype, device=self.device)
@@ -76,7 +83,7 @@ class _Tensors:
         return value.requires_grad_(requires_grad)
 
     def _limit(self) -> int:
-        """Whole numbers below this can be looked up by the operator."""
+        """Return the limit below which integers are valid indices for the operator."""
         floats = [shape for dtype, shape, _ in self.specs if "float" in dtype and shape]
         if not floats:
             return 2
@@ -90,10 +97,11 @@ class _Tensors:
 
 
 Spec = tuple[str, list[int], bool]
-"""Dtype, shape and whether it has a gradient."""
+"""Dtype, shape, and whether it requires a gradient."""
 
 
 def _specs(value: Any) -> Iterator[Spec]:
+    """Return the tensors in an argument."""
     if isinstance(value, dict) and "tensor" in value:
         yield tuple(value["tensor"])
     elif isinstance(value, list | tuple):
@@ -102,16 +110,17 @@ def _specs(value: Any) -> Iterator[Spec]:
 
 
 def _check_room(specs: Sequence[Spec], device: torch.device) -> None:
-    needs = ROOM * sum(getattr(torch, dtype).itemsize * torch.Size(shape).numel() for dtype, shape, _ in specs)
-    if needs > (room := free_bytes(device)):
-        raise MemoryError(f"needs about {needs:,} bytes, {room:,} are free")
+    """Raise ``MemoryError`` if tensors do not fit the free memory."""
+    needed_bytes = ROOM * sum(getattr(torch, dtype).itemsize * torch.Size(shape).numel() for dtype, shape, _ in specs)
+    if needed_bytes > (available_bytes := free_bytes(device)):
+        raise MemoryError(f"needs about {needed_bytes:,} bytes, {available_bytes:,} are free")
 
 
 @contextmanager
 def one_rank(device: torch.device) -> Iterator[None]:
-    """Axes of one rank: operators that sum over their axis are timed with a sum over themselves.
+    """Give axes of one rank, over which operators with collectives are timed.
 
-    Where a process group runs already, nothing is set up and such operators fail.
+    If a process group exists already, nothing is set up and such operators fail.
     """
     import torch.distributed as dist
     from torch._C._distributed_c10d import HashStore
@@ -131,10 +140,10 @@ def one_rank(device: torch.device) -> Iterator[None]:
 
 
 def time_call(call: str, device: torch.device, *, engine_s: float = 0.0) -> dict[str, Any]:
-    """An entry of the file of operator times.
+    """Return the entry of a call in the file of operator times.
 
     Raises:
-        Exception: whatever the operator raises on random numbers, or that its tensors do not fit the memory.
+        Exception: any error of the operator on random numbers, or the error that its tensors do not fit the memory.
     """
     tensors = _Tensors(call, device)
     function: Callable[..., Any] = resolve(tensors.target)
@@ -164,7 +173,7 @@ def time_call(call: str, device: torch.device, *, engine_s: float = 0.0) -> dict
 
 
 def engine_s(device: torch.device) -> float:
-    """What a call of ``torch.autograd.grad`` takes beside the operators' own backwards: by chains of one and two views."""
+    """Return the seconds of a call of ``torch.autograd.grad`` beyond the operators' backward, from chains of one and two views."""
     start = torch.ones(1, device=device, requires_grad=True)
     times = []
     for length in (1, 2):
@@ -178,7 +187,7 @@ def engine_s(device: torch.device) -> float:
 
 
 def _median(function: Callable[[], object], device: torch.device) -> tuple[float, float, int]:
-    """Median seconds of one warm call, the distance of the quartiles over it, and the number of samples."""
+    """Return the median seconds of one warm call, the distance of the quartiles over it, and the number of samples."""
     clock = timer(device)
     calls = 1
 
@@ -194,11 +203,11 @@ def _median(function: Callable[[], object], device: torch.device) -> tuple[float
 
 
 class OperatorFile:
-    """Times of operators on disk: what a run finds there it does not measure again.
+    """A file of operator times. Operators in it are not measured again.
 
     Args:
-        path: of the JSON file.
-        device: text that names machine and software; a file of another one is refused.
+        path: the JSON file.
+        device: names machine and software; a file of another device is refused.
 
     Raises:
         UsageError: the file is damaged, or of another device.
@@ -215,12 +224,12 @@ class OperatorFile:
             self.failed = {item["call"]: item["reason"] for item in data.get("failed", [])}
 
     def save(self) -> None:
-        """Write everything found so far."""
+        """Write all times and failures."""
         failed = [{"call": call, "reason": reason} for call, reason in self.failed.items()]
         write_json(self.path, {"device": self.device, "times": list(self.times.values()), "failed": failed})
 
     def measure(self, calls: Sequence[str], device: torch.device, *, progress: Progress | None = None) -> None:
-        """Time the calls that are not there yet; saved every few seconds and at the end, whatever ends it.
+        """Time the calls that are missing. The file is saved every few seconds and at the end, also after an error.
 
         A call that fails is kept with its reason and tried again in the next run.
         """
@@ -242,6 +251,7 @@ class OperatorFile:
             self.save()
 
     def _time(self, call: str, device: torch.device, engine: float) -> None:
+        """Time one call, and keep its time or failure."""
         try:
             self.times[call] = time_call(call, device, engine_s=engine)
             self.failed.pop(call, None)

@@ -1,4 +1,4 @@
-"""``autopar profile``: operators and links of a job timed, fitted and written as profiles that ``--cluster`` takes."""
+"""``autopar profile``: measure operators and links of a job, fit them, and write them as profiles that ``--cluster`` takes."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from autopar.util.files import write_toml
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiling:
-    """Where profiles are written and how it is told of.
+    """The output of a measurement, and the functions that report on it.
 
     Attributes:
-        output: the profile.
+        output: the profile's file.
         say: takes a remark for the user.
-        advance: takes (what, done, total).
-        cache_dir: where measurements of this machine are kept; None for the user's cache directory.
-        nics: network cards of a node; None for one each rank of it.
+        advance: takes what is measured, the number done, and the total.
+        cache_dir: the folder with measurements of this machine; None for the user's cache directory.
+        nics: network cards of a node; None for one for each rank of a node.
     """
 
     output: Path
@@ -47,13 +47,13 @@ class Profiling:
     nics: int | None = None
 
     def part(self, name: str) -> Profiling:
-        """The same for a file beside the output."""
+        """Return the same with another file in the output's folder."""
         return replace(self, output=self.output.with_name(f"{self.output.stem}.{name}.toml"))
 
     # --- operators
 
     def operators(self, calls: list[str], machine: MachineProfile) -> dict[str, Any]:
-        """Time what the file beside the output does not have, and write the profile; what to tell of it.
+        """Time the operators that the file next to the output does not have, write the profile, and return a summary.
 
         Raises:
             UsageError: this machine has no device of the kind.
@@ -62,26 +62,28 @@ class Profiling:
         device = device_of(machine)
         path = self.output.with_suffix(".operators.json")
         file = OperatorFile(path, identity())
-        before = len(file.times)
+        num_before = len(file.times)
         file.measure(calls, device, progress=self.advance)
-        return {**self._device_written(machine, path, file), "timed_now": len(file.times) - before}
+        return {**self._device_written(machine, path, file), "timed_now": len(file.times) - num_before}
 
     def shared_operators(
         self, store: Store, rank: int, world: int, calls_of: Callable[[], list[str]]
     ) -> dict[str, Any] | None:
-        """Every rank times its share of the operators; rank 0 writes them all. The devices are taken to be equal.
+        """Time each rank's share of the operators; rank 0 writes them all and returns a summary. The devices are assumed to be equal.
 
         Args:
-            calls_of: what there is to time; called on rank 0 alone.
+            store: a store of all ranks.
+            rank, world: this rank and the number of ranks.
+            calls_of: returns the operators to time; called on rank 0 alone.
         """
         machine = self.machine() if rank == 0 else None
         path = self.output.with_suffix(".operators.json")
         calls = _shared_calls(store, rank, calls_of)
-        mine = OperatorFile(path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}.json"), identity())
-        mine.measure([c for c in calls[rank::world] if c not in mine.times], local_device(), progress=self.advance)
+        file = OperatorFile(path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}.json"), identity())
+        file.measure([c for c in calls[rank::world] if c not in file.times], local_device(), progress=self.advance)
         if rank != 0:
-            store.set(f"times{rank}", json.dumps([list(mine.times.values()), mine.failed]))
-            mine.path.unlink(missing_ok=True)
+            store.set(f"times{rank}", json.dumps([list(file.times.values()), file.failed]))
+            file.path.unlink(missing_ok=True)
             store.wait(["written"], timedelta(seconds=IDLE_S))
             return None
         assert machine is not None
@@ -93,18 +95,22 @@ class Profiling:
                 self.say(f"rank {other} gave no times within {IDLE_S:g} s")
                 continue
             times, failed = json.loads(store.get(key))
-            mine.times |= {item["call"]: item for item in times}
-            mine.failed |= failed
-        mine.save()
+            file.times |= {item["call"]: item for item in times}
+            file.failed |= failed
+        file.save()
         store.set("written", "")
-        return self._device_written(machine, path, mine)
+        return self._device_written(machine, path, file)
 
     def machine(self) -> MachineProfile:
-        """This machine."""
+        """Return the profile of this machine."""
         return machine_profile(cache_dir=self.cache_dir)
 
     def _device_written(self, machine: MachineProfile, path: Path, file: OperatorFile) -> dict[str, Any]:
-        """Write the machine's profile with its operator times; fails where none could be taken."""
+        """Write the machine's profile with its operator times, and return a summary.
+
+        Raises:
+            AutoparError: no operator could be timed.
+        """
         for call, why in file.failed.items():
             self.say(f"not measured: {call[:120]}: {why}")
         if not file.times:
@@ -129,38 +135,39 @@ class Profiling:
     # --- links
 
     def links(self, job: LinkJob) -> dict[str, Any] | None:
-        """On rank 0 measure, fit, write and say what came out; the other ranks take part and give None."""
+        """Measure links; rank 0 fits them, writes them and returns a summary, the others return None."""
         path = self.output.with_suffix(".points.json")
-        found = measure_links(job, path, progress=self.advance)
-        return None if found is None else self._links_written(found, path)
+        points = measure_links(job, path, progress=self.advance)
+        return None if points is None else self._links_written(points, path)
 
-    def _links_written(self, found: LinkPoints, path: Path) -> dict[str, Any]:
+    def _links_written(self, points: LinkPoints, path: Path) -> dict[str, Any]:
+        """Fit links to the points, write them, and return a summary."""
         from autopar.measure.link_fit import links_of
 
-        where = f"measured {time.strftime('%Y-%m-%d')} on {len(found.job['nodes'])} ranks of {found.job['device']}, "
-        where += f"{found.job['backend']}, torch {found.job['torch']}"
-        # where the fits begin; only its order of magnitude counts
-        start = load_profile("cpu" if found.job["backend"] == "gloo" else "h100-sxm5-80gb")
+        where = f"measured {time.strftime('%Y-%m-%d')} on {len(points.job['nodes'])} ranks of {points.job['device']}, "
+        where += f"{points.job['backend']}, torch {points.job['torch']}"
+        # the start of the fits, of which only the order of magnitude matters
+        start = load_profile("cpu" if points.job["backend"] == "gloo" else "h100-sxm5-80gb")
         fitted = links_of(
-            found.sets, found.points, nodes=found.job["nodes"], where=where, points_name=path.name,
-            machine=start, nics_per_node=self.nics, library=found.job["backend"],
+            points.sets, points.points, nodes=points.job["nodes"], where=where, points_name=path.name,
+            machine=start, nics_per_node=self.nics, library=points.job["backend"],
         )  # fmt: skip
         comment = "Written by 'autopar profile links'; use it as --cluster NAME?links=FILE."
         write_toml(self.output, asdict(fitted), comment=comment)
         self.say(f"wrote {self.output} and {path.name}")
-        for name, kind, size, why in found.failed:
+        for name, kind, size, why in points.failed:
             self.say(f"not measured: {name}, {kind} of {size} bytes: {why}")
-        return links_summary(self.output, fitted, found)
+        return links_summary(self.output, fitted, points)
 
     def kept_links(self) -> dict[str, Any]:
-        """What there is to tell of links that another process has written."""
+        """Return the summary of links that another process has written."""
         points = LinkPoints.load(self.output.with_suffix(".points.json"))
         return links_summary(self.output, Links.load(self.output), points)
 
     # --- both
 
     def cluster(self) -> None:
-        """Write a cluster file that names the links and, once it is there, the device's profile."""
+        """Write a cluster file that refers to the links and to the device's profile, which is written if it is missing."""
         links, device = self.part("links").output, self.part("device").output
         nodes = LinkPoints.load(links.with_suffix(".points.json")).job["nodes"]
         if not device.exists():
@@ -176,22 +183,26 @@ class Profiling:
 
 
 def calls_of(model: str, request: Request, cluster: Cluster, *, sequence: int | None, advance: Progress) -> list[str]:
-    """Every operator at every local shape that a search for a MODEL can ask the time of.
+    """Return every operator at every local shape whose time a search for a MODEL may need.
 
     Args:
-        request: its global batch may be open: 8 samples a rank.
+        model: a MODEL as on the command line.
+        request: the request; without a global batch it is 8 samples a rank.
+        cluster: the cluster of the search.
+        sequence: tokens of a sample; None for the model's default.
+        advance: called with the progress.
     """
     advance("reading the model", 0, 0)
-    found = resolve_model(model, sequence_length=sequence)
+    source = resolve_model(model, sequence_length=sequence)
     samples = request.global_batch_size or SAMPLES_PER_RANK * cluster.world_size
-    asked = replace(
-        request, cluster=cluster, global_batch_size=samples, example_inputs=found.example_inputs, name=found.name
+    full_request = replace(
+        request, cluster=cluster, global_batch_size=samples, example_inputs=source.example_inputs, name=source.name
     )
-    return list(operator_calls(Planner(task_of(found.model, asked, advance)), progress=advance))
+    return list(operator_calls(Planner(task_of(source.model, full_request, advance)), progress=advance))
 
 
 def _shared_calls(store: Store, rank: int, calls_of: Callable[[], list[str]]) -> list[str]:
-    """What rank 0 says is to be timed, on every rank."""
+    """Return on every rank the operators that rank 0 wants to time."""
     if rank == 0:
         try:
             text = json.dumps(calls_of())
@@ -209,10 +220,10 @@ def _shared_calls(store: Store, rank: int, calls_of: Callable[[], list[str]]) ->
 
 
 def device_of(machine: MachineProfile) -> torch.device:
-    """Where the machine's operators can be timed.
+    """Return the device on which the machine's operators can be timed.
 
     Raises:
-        UsageError: the machine has GPUs and this one none.
+        UsageError: the machine has GPUs, and this one has none.
     """
     if machine.device.kind == "cuda" and not torch.cuda.is_available():
         raise UsageError(
@@ -222,30 +233,30 @@ def device_of(machine: MachineProfile) -> torch.device:
     return torch.device("cpu") if machine.device.kind == "cpu" else local_device()
 
 
-def links_summary(output: Path, fitted: Links, found: LinkPoints) -> dict[str, Any]:
-    """What to tell of measured links."""
+def links_summary(output: Path, fitted: Links, points: LinkPoints) -> dict[str, Any]:
+    """Return a summary of measured links."""
     return {
         "links": str(output),
         "intra_node": {"latency_s": fitted.intra_node.latency_s, "bandwidth_bytes_per_s": fitted.intra_node.bandwidth_bytes_per_s},
         "nic": {"latency_s": fitted.nic.latency_s, "bandwidth_bytes_per_s": fitted.nic.bandwidth_bytes_per_s},
         "collectives": len(fitted.measured),
         "largest_residual": max(item.residual for item in fitted.measured),
-        "points": len(found.points),
-        "points_failed": len(found.failed),
+        "points": len(points.points),
+        "points_failed": len(points.failed),
     }  # fmt: skip
 
 
-def render(found: dict[str, Any]) -> str:
-    """What was measured, for people."""
+def render(data: dict[str, Any]) -> str:
+    """Return a summary of measurements as text."""
     lines = []
-    if "operators" in found:
-        lines.append(f"{found['operators']} operators timed, {found['operators_failed']} failed: {found['profile']}")
-    if "links" in found:
+    if "operators" in data:
+        lines.append(f"{data['operators']} operators timed, {data['operators_failed']} failed: {data['profile']}")
+    if "links" in data:
         lines.append(
-            f"{found['points']} points of {found['collectives']} collectives, {found['points_failed']} failed: {found['links']}"
+            f"{data['points']} points of {data['collectives']} collectives, {data['points_failed']} failed: {data['links']}"
         )
         for name in ("intra_node", "nic"):
-            link = found[name]
+            link = data[name]
             lines.append(
                 f"  {name:10}  {link['bandwidth_bytes_per_s'] / 1e9:.3g} GB/s, latency {link['latency_s'] * 1e6:.3g} us"
             )

@@ -1,7 +1,7 @@
-"""Timers for one device: matmul rates by size, copy bandwidth, the overhead of one operator.
+"""Timers for one device: rates of products by size, copy bandwidth, the overhead of one operator, and what else a CPU spends.
 
-On a CPU the clock is the thread's own CPU time and PyTorch is expected to run one thread: other processes then disturb
-little. On a GPU it is the time between events on the stream.
+On a CPU the clock is CPU time of the calling thread, and PyTorch must run one thread; other processes then hardly affect the times. On a
+GPU the time is that between events on the stream.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ import torch
 from autopar.errors import UsageError
 
 OTHER_DIM = {"cpu": 1024, "cuda": 8192}
+"""The two large dims of measured products, by kind of device."""
 SMALLEST_DIMS = {"cpu": (1, 16, 64, 256, 1024), "cuda": (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)}
+"""Sizes of their third dim, the rows."""
 HOST_COPY_BYTES = 256 * 2**20
 REPEATS = 5
 COPY_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
+"""Bytes of a copy on a device, by its kind."""
 
 
 def timer(device: torch.device) -> Callable[[Callable[[], object]], float]:
-    """What times one call of a function on this device, in seconds."""
+    """Return a function that times one call of a function on this device, in seconds."""
 
     def on_cpu(function: Callable[[], object]) -> float:
         start = time.thread_time()
@@ -44,27 +47,27 @@ def timer(device: torch.device) -> Callable[[Callable[[], object]], float]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of the device that nobody uses; of a CPU the host's."""
+    """Return the free memory of the device in bytes; for a CPU that of the host."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for what runs on the device; on a CPU everything has ended."""
+    """Wait until a GPU has no work left; a CPU never has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def median_and_spread(samples: Iterable[float]) -> tuple[float, float]:
-    """The median, and the distance of the quartiles over it."""
+    """Return the median of samples, and the distance of their quartiles over the median."""
     ordered = sorted(samples)
     median, quarter = statistics.median(ordered), len(ordered) // 4
     return median, (ordered[-1 - quarter] - ordered[quarter]) / median if median else 0.0
 
 
 def median_time_s(function: Callable[[], object], device: torch.device, *, min_time_s: float = 1e-3) -> float:
-    """The median time of one call: after a warm-up, calls are batched until a batch takes ``min_time_s``."""
+    """Return the median seconds of one call. Calls are batched so that a batch takes at least ``min_time_s``."""
     clock = timer(device)
     calls = 1
 
@@ -80,40 +83,40 @@ def median_time_s(function: Callable[[], object], device: torch.device, *, min_t
 def matmul_rates(
     device: torch.device, dtype: torch.dtype, *, smallest_dims: Iterable[int] | None = None
 ) -> list[dict[str, float]]:
-    """Rates of ``[m, k] @ [k, n]`` with n = k fixed and a rising m, the smallest: the curve of a linear over more and more tokens."""
-    other = OTHER_DIM[device.type]
-    weight = torch.randn(other, other, device=device).to(dtype)  # constants draw less power: too fast on a GPU
-    found: list[dict[str, float]] = []
+    """Return the FLOP/s of ``[m, k] @ [k, n]`` with fixed n = k and rising m, the smallest dim: a linear over more and more tokens."""
+    dim = OTHER_DIM[device.type]
+    weight = torch.randn(dim, dim, device=device).to(dtype)  # constants draw less power: too fast on a GPU
+    rates: list[dict[str, float]] = []
     for m in smallest_dims or SMALLEST_DIMS[device.type]:
-        tokens = torch.randn(m, other, device=device).to(dtype)
+        tokens = torch.randn(m, dim, device=device).to(dtype)
         time_s = median_time_s(lambda tokens=tokens: tokens @ weight, device)  # type: ignore[misc]
-        found.append({"smallest_dim": m, "flops_per_s": 2 * m * other * other / time_s})
-    return found
+        rates.append({"smallest_dim": m, "flops_per_s": 2 * m * dim * dim / time_s})
+    return rates
 
 
 def copy_bandwidth_bytes_per_s(device: torch.device) -> float:
-    """Bytes read plus bytes written for each second of a large copy."""
+    """Return the bytes read plus the bytes written by a large copy, per second."""
     source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() / median_time_s(lambda: target.copy_(source), device)
 
 
 def host_link(device: torch.device) -> dict[str, float]:
-    """The rates of ``[device.host]``: copies of 256 MiB from and to page-locked memory, and of 4 bytes for the latency.
+    """Return the rates of ``[device.host]``: copies of 256 MiB from and to page-locked memory, and of 4 bytes for the latency.
 
-    One device at a time: those of a node that copy together may share what is measured here.
+    One device copies at a time. Devices of a node that copy at once may share these rates.
 
     Raises:
-        UsageError: the device has no host of its own: it is one.
+        UsageError: the device is a CPU.
     """
     if device.type != "cuda":
         raise UsageError(f"The device {device} has no link to a host", fix="Measure a CUDA device")
     host, times = torch.device("cpu"), {}
     for name, size in (("large", HOST_COPY_BYTES), ("small", 4)):
-        there = torch.ones(size, dtype=torch.uint8, device=device)
-        here = torch.ones(size, dtype=torch.uint8, pin_memory=True)
-        times[name, "down"] = median_time_s(partial(here.copy_, there, non_blocking=True), device)
-        times[name, "up"] = median_time_s(partial(there.copy_, here, non_blocking=True), device)
+        device_tensor = torch.ones(size, dtype=torch.uint8, device=device)
+        host_tensor = torch.ones(size, dtype=torch.uint8, pin_memory=True)
+        times[name, "down"] = median_time_s(partial(host_tensor.copy_, device_tensor, non_blocking=True), device)
+        times[name, "up"] = median_time_s(partial(device_tensor.copy_, host_tensor, non_blocking=True), device)
     return {
         "to_host_bytes_per_s": HOST_COPY_BYTES / times["large", "down"],
         "to_device_bytes_per_s": HOST_COPY_BYTES / times["large", "up"],
@@ -125,11 +128,11 @@ def host_link(device: torch.device) -> dict[str, float]:
 
 _LAYERS = 10
 _LAUNCHES, _GRADIENTS = 4, 8
-"""Of one layer of :func:`_chain`, as ``autopar.cost.operators.work`` counts them."""
+"""Launches and gradients of one layer of :func:`_chain`, as ``autopar.cost.operators.work`` counts them."""
 
 
 def _chain(device: torch.device) -> tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]:
-    """Layers of operators that have next to nothing to do, as emitted programs call them; and what has gradients."""
+    """Return a function that runs operators with negligible work as emitted programs do, and the tensors that get gradients."""
     start, weight = (torch.full(shape, 0.1, device=device, requires_grad=True) for shape in ((1, 8, 8), (8, 8)))
     bias, scale, shift = (torch.full((8,), 0.1, device=device, requires_grad=True) for _ in range(3))
     functional = torch.nn.functional
@@ -145,23 +148,23 @@ def _chain(device: torch.device) -> tuple[Callable[[], torch.Tensor], tuple[torc
 
 
 def launch_s(device: torch.device) -> float:
-    """The time of an operator that has next to nothing to do, recorded for backward as in training."""
+    """Return the seconds of an operator with negligible work, recorded for backward as in training."""
     return median_time_s(_chain(device)[0], device, min_time_s=5e-3) / (_LAYERS * _LAUNCHES)
 
 
-# --- a CPU, where the host is the device: what surrounds operators, and functions that compute longer than they move
+# --- a CPU: the host's time around operators, and functions whose time is computation rather than memory traffic
 
 _TENSOR_ROWS, _TENSOR_WIDTH = 64, 512
 _REPEATED = 8
 
 
 def gradient_s(device: torch.device) -> float:
-    """Host time of one gradient in backward, of the same operators."""
+    """Return the host's seconds for one gradient in the backward of operators with negligible work."""
     return _backward_s(*_chain(device), device) / (_LAYERS * _GRADIENTS)
 
 
 def view_s(device: torch.device) -> float:
-    """Host time of a view, forward or backward (half of both)."""
+    """Return the host's seconds for a view, forward or backward (half of both)."""
     start = torch.ones(8, 8, device=device, requires_grad=True)
 
     def chain() -> torch.Tensor:
@@ -178,13 +181,14 @@ _NARROW, _WIDE = 64, 256
 
 
 def product_s(device: torch.device, flops_per_s: float, backward_flops_per_s: float) -> tuple[float, float]:
-    """What a product of small matrices takes besides its operations and its launch: forward, and each of backward's.
+    """Return the seconds of a product of small matrices beyond its FLOPs and its launch: in forward, and for each product in backward.
 
-    Of eight linears over 64 tokens, from 64 features to 256 and back, whose smallest dim is 64 throughout; the curve of
-    :func:`matmul_rates` has one small dim and two large ones.
+    They are measured on eight linears over 64 tokens, from 64 features to 256 and back, so that the smallest dim is 64 throughout. The
+    curve of :func:`matmul_rates` has one small dim and two large ones.
 
     Args:
-        flops_per_s, backward_flops_per_s: of the curve at 64.
+        device: the CPU.
+        flops_per_s, backward_flops_per_s: rates of the curve at 64.
     """
     tokens = torch.randn(_NARROW, _NARROW, device=device, requires_grad=True)
     shapes = [(_NARROW, _WIDE), (_WIDE, _NARROW)] * 4
@@ -206,7 +210,7 @@ def product_s(device: torch.device, flops_per_s: float, backward_flops_per_s: fl
 
 
 def function_times(device: torch.device) -> dict[str, tuple[float, float]]:
-    """Seconds for each element of elementwise functions, forward and backward, on tensors that stay in the cache."""
+    """Return seconds per element of elementwise functions, forward and backward, on tensors that stay in the cache."""
     functional = torch.nn.functional
     weight, bias = (torch.ones(_TENSOR_WIDTH, device=device, requires_grad=True) for _ in range(2))
     makers: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -218,30 +222,30 @@ def function_times(device: torch.device) -> dict[str, tuple[float, float]]:
         "norm": lambda x: functional.layer_norm(x, (_TENSOR_WIDTH,), weight, bias),
         "pow": lambda x: torch.pow(x, 3.0),
     }
-    found = {}
+    times_s = {}
     host, host_backward = launch_s(device), gradient_s(device)
     for name, function in makers.items():
         inputs = [torch.randn(_TENSOR_ROWS, _TENSOR_WIDTH, device=device, requires_grad=True) for _ in range(_REPEATED)]
 
-        def many(function: Any = function, inputs: Any = inputs) -> torch.Tensor:
+        def stacked(function: Any = function, inputs: Any = inputs) -> torch.Tensor:
             return torch.stack([function(x) for x in inputs])
 
         def copied(inputs: Any = inputs) -> torch.Tensor:
             return torch.stack(inputs)
 
-        forward = median_time_s(many, device) - median_time_s(copied, device)
-        backward = _backward_s(many, inputs, device) - _backward_s(copied, inputs, device)
+        forward = median_time_s(stacked, device) - median_time_s(copied, device)
+        backward = _backward_s(stacked, inputs, device) - _backward_s(copied, inputs, device)
         elements = _REPEATED * _TENSOR_ROWS * _TENSOR_WIDTH
-        found[name] = (
+        times_s[name] = (
             max(forward - _REPEATED * host, 0.0) / elements,
             max(backward - _REPEATED * host_backward, 0.0) / elements,
         )
-    return found
+    return times_s
 
 
 def attention_times(device: torch.device, dtype: torch.dtype) -> list[tuple[int, float, float]]:
-    """(width of a head, FLOP/s forward, backward) of causal fused attention; masked scores and launches not counted."""
-    found = []
+    """Return (width of a head, FLOP/s forward, FLOP/s backward) of causal fused attention. Masked scores do not count as FLOPs."""
+    rates = []
     for width, rows in ((32, 64), (64, 256)):
         query, key, value = (torch.randn(4, 4, rows, width, device=device).to(dtype).requires_grad_() for _ in range(3))
 
@@ -251,30 +255,30 @@ def attention_times(device: torch.device, dtype: torch.dtype) -> list[tuple[int,
         flops = 4.0 * query.numel() * rows * (rows + 1) / (2 * rows)
         forward = median_time_s(attend, device)
         backward = _backward_s(attend, (query, key, value), device)
-        found.append((width, flops / forward, 2.5 * flops / backward))
-    return found
+        rates.append((width, flops / forward, 2.5 * flops / backward))
+    return rates
 
 
 def linear_backward_flops_per_s(device: torch.device, dtype: torch.dtype, rows: int) -> float:
-    """FLOP/s of both products of the backward of a linear over ``rows`` tokens."""
-    other = OTHER_DIM[device.type]
-    weight = torch.randn(other, other, device=device).to(dtype).requires_grad_()
-    tokens = torch.randn(rows, other, device=device).to(dtype).requires_grad_()
+    """Return the FLOP/s of both products in the backward of a linear over ``rows`` tokens."""
+    large_dim = OTHER_DIM[device.type]
+    weight = torch.randn(large_dim, large_dim, device=device).to(dtype).requires_grad_()
+    tokens = torch.randn(rows, large_dim, device=device).to(dtype).requires_grad_()
     backward = _backward_s(lambda: torch.nn.functional.linear(tokens, weight), (tokens, weight), device)
-    return 4.0 * rows * other * other / backward
+    return 4.0 * rows * large_dim * large_dim / backward
 
 
 def _backward_s(function: Callable[[], torch.Tensor], inputs: Iterable[torch.Tensor], device: torch.device) -> float:
-    """The median time of the backward of what ``function`` gives."""
-    output, given = function(), tuple(inputs)
+    """Return the median seconds of the backward of a function's output."""
+    output, inputs_of_output = function(), tuple(inputs)
     gradient = torch.ones_like(output)
-    return median_time_s(lambda: torch.autograd.grad(output, given, gradient, retain_graph=True), device)
+    return median_time_s(lambda: torch.autograd.grad(output, inputs_of_output, gradient, retain_graph=True), device)
 
 
 class Layers:
-    """Small layers, forward and backward: the computation that the speed of a machine at two moments is compared by.
+    """Forward and backward of small layers: a computation by which the speeds of a machine at two moments are compared.
 
-    A shared machine is a third faster at one moment than at another, as what runs beside it on the host wants.
+    A shared machine may be a third faster at one moment than at another, depending on the load of its host.
     """
 
     def __init__(self) -> None:
@@ -285,7 +289,7 @@ class Layers:
         self._x = torch.randn(width, width)
 
     def run(self, at_least_s: float) -> tuple[float, int]:
-        """Computes for so long by the clock of the calling thread; how long it was, and how many passes."""
+        """Compute for at least so many seconds of the calling thread; return the seconds spent and the number of passes."""
         start, passes = time.thread_time(), 0
         while time.thread_time() - start < at_least_s:
             self._layers(self._x).sum().backward()
@@ -293,6 +297,6 @@ class Layers:
         return time.thread_time() - start, passes
 
     def pass_s(self, at_least_s: float = 5e-3) -> float:
-        """Of one pass."""
+        """Return the seconds of one pass."""
         spent_s, passes = self.run(at_least_s)
         return spent_s / passes

@@ -1,13 +1,12 @@
-"""One of the processes that :mod:`autopar.hardware.machine` starts: ``python -m autopar.measure.worker RANK RANKS FOLDER``.
+"""One of the processes that measure this machine: ``python -m autopar.measure.worker RANK RANKS FOLDER``.
 
-On a CPU all ranks measure the device at once, as they compute in training, then the first two the link between them over gloo; of
-GPUs rank 0 measures one alone, then all ranks, one on each, the link over NCCL (one GPU alone has no link). Rank 0 writes the result as JSON to ``FOLDER/result.json``. A process of its own, so that
-thread counts and process groups of the caller stay as they are.
+:mod:`autopar.hardware.machine` starts them, so that thread counts and process groups of the caller stay as they are. On CPUs all ranks
+measure the device at once, since they compute at once in training; then the first two measure the link between them over gloo. On GPUs rank
+0 measures one device; then all ranks, one for each GPU, measure the link over NCCL. Rank 0 writes ``FOLDER/result.json``.
 
-Of the host's time around operators (optimizers on DTensors, FSDP's units, collectives, pipeline actions) it measures that of the
-calling thread, which sleeps while it waits: what collectives take is not in it, and other processes disturb little. What other
-threads of the process do for a pipeline's messages is a time of its own: they take it from the same cores. Every rank of a job of two
-calls these functions in the same order.
+The host's time around operators (optimizers on DTensors, FSDP units, collectives, pipeline actions) is CPU time of the calling thread.
+Waiting is not in it, and other processes hardly affect it. What other threads do for a pipeline's messages is measured separately, as they
+use the same cores. Functions that measure between two ranks must be called by both in the same order.
 """
 
 from __future__ import annotations
@@ -33,27 +32,31 @@ from autopar.ops import collectives
 from autopar.runtime.local_optimizer import LocalSteps
 
 _SIZE = 8
+"""Size of the dims of tensors with negligible work."""
 _REPEATS, _WARM_UP = 9, 3
 ROUNDS, BUDGET_S = 5, 6.0
+"""Most rounds of measurements, and seconds after which no further round begins."""
 _PARAMETERS = (2, 10)
+"""Parameters of an FSDP unit in the two measurements that give its costs a constant and a slope."""
 _UNITS = 6
 _KERNELS_OF_ADAMW = 9  # autopar.cost.step.memory: operators of AdamW for one parameter
 
 
 def measure_overheads() -> dict[str, float]:
-    """All of them, by the names of :class:`autopar.hardware.device.Overheads`."""
+    """Return all overheads of the host by the field names of :class:`autopar.hardware.device.Overheads`."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     return _in_rounds(lambda: _measured_once(mesh), _has_time)
 
 
 def _in_rounds(measure_once: Callable[[], dict[str, Any]], has_time: Callable[[float], bool]) -> dict[str, Any]:
-    """What is measured up to ``ROUNDS`` times, none begun after ``BUDGET_S``; of each number the median.
+    """Measure in up to ``ROUNDS`` rounds, of which none begins after ``BUDGET_S``, and return the median of each number.
 
-    The speed of a shared machine changes from second to second by a fifth and more, and one number must not be
-    measured in a good second and the next one in a bad one.
+    The speed of a shared machine changes by a fifth and more from second to second. Rounds keep one number from being measured in a fast
+    second and the next one in a slow second.
 
     Args:
-        has_time: whether a time by the clock has not come yet.
+        measure_once: one round.
+        has_time: returns whether a time of the monotonic clock is still to come.
     """
     end, rounds = time.monotonic() + BUDGET_S, [measure_once()]
     while len(rounds) < ROUNDS and has_time(end):
@@ -62,13 +65,14 @@ def _in_rounds(measure_once: Callable[[], dict[str, Any]], has_time: Callable[[f
 
 
 def _has_time(end: float) -> bool:
-    """By the clock of rank 0: both go on, or none."""
+    """Return whether rank 0 has time left, so that both ranks decide alike."""
     verdict = torch.tensor(float(time.monotonic() < end))
     dist.broadcast(verdict, src=0)
     return bool(verdict)
 
 
 def _measured_once(mesh: DeviceMesh) -> dict[str, float]:
+    """Return one round of measurements of the overheads."""
     return {
         "sharded_launch_s": sharded_launch_s(mesh),
         "collective_s": collective_s(mesh),
@@ -78,11 +82,11 @@ def _measured_once(mesh: DeviceMesh) -> dict[str, float]:
 
 
 def sharded_launch_s(mesh: DeviceMesh) -> float:
-    """One operator of AdamW on a parameter that is a DTensor, stepped as the runtime does."""
+    """Return the seconds of one operator of AdamW on a parameter that is a DTensor, stepped as the runtime does."""
     parameters = []
     for _ in range(16):
-        whole = DTensor.from_local(torch.ones(_SIZE, _SIZE), mesh, [Replicate()], run_check=False)
-        parameters.append(nn.Parameter(whole))
+        replicated = DTensor.from_local(torch.ones(_SIZE, _SIZE), mesh, [Replicate()], run_check=False)
+        parameters.append(nn.Parameter(replicated))
         parameters[-1].grad = torch.zeros_like(parameters[-1])
     steps = LocalSteps(parameters)
     time_s = _median_s(torch.optim.AdamW(parameters).step) / (len(parameters) * _KERNELS_OF_ADAMW)
@@ -91,7 +95,7 @@ def sharded_launch_s(mesh: DeviceMesh) -> float:
 
 
 def collective_s(mesh: DeviceMesh) -> float:
-    """A typed all-reduce beyond torch's own, forward or backward: half of what both take more."""
+    """Return the overhead of a typed all-reduce over torch's own, in seconds, for forward or backward: half of the overhead of both."""
     start, count = torch.ones(64, requires_grad=True), 10
 
     def typed() -> None:
@@ -109,55 +113,54 @@ def collective_s(mesh: DeviceMesh) -> float:
 
 
 def unit_times(mesh: DeviceMesh) -> dict[str, float]:
-    """FSDP: hooks around a forward or backward, a gather, a reduction; for a unit, and more for each parameter.
+    """Return the overheads of FSDP in seconds: of hooks around a pass, of a gather and of a reduction, for a unit and a parameter.
 
-    Three ways to run tell them apart: gathers in forward and backward with and without reductions, and no gather in
-    backward with them. Collectives of no bytes to speak of are in the gathers and reductions, as far as the calling
-    thread works for them.
+    Three runs separate them: gathers in forward and backward with reductions, the same without reductions, and no gather in backward.
+    Collectives of negligible bytes are part of gathers and reductions, as far as the calling thread works for them.
     """
-    found: dict[int, tuple[float, float, float]] = {}
+    times_by_count: dict[int, tuple[float, float, float]] = {}
     for count in _PARAMETERS:
         plain = _units(count)
-        base = _median_s(lambda plain=plain: _pass(plain)) / _UNITS  # type: ignore[misc]
+        base_s = _median_s(lambda plain=plain: _pass(plain)) / _UNITS  # type: ignore[misc]
         twice, once = (_sharded(_units(count), mesh, reshard=reshard) for reshard in (True, False))
-        both = _median_s(lambda twice=twice: _pass(twice)) / _UNITS - base  # type: ignore[misc]
-        single = _median_s(lambda once=once: _pass(once)) / _UNITS - base  # type: ignore[misc]
+        both_s = _median_s(lambda twice=twice: _pass(twice)) / _UNITS - base_s  # type: ignore[misc]
+        single_s = _median_s(lambda once=once: _pass(once)) / _UNITS - base_s  # type: ignore[misc]
         twice.set_requires_gradient_sync(False)
-        silent = _median_s(lambda twice=twice: _pass(twice)) / _UNITS - base  # type: ignore[misc]
-        gather, reduction = max(both - single, 0.0), max(both - silent, 0.0)
-        found[count] = (max(both - 2 * gather - reduction, 0.0) / 2, gather, reduction)
-    few, many = _PARAMETERS
+        unreduced_s = _median_s(lambda twice=twice: _pass(twice)) / _UNITS - base_s  # type: ignore[misc]
+        gather_s, reduction_s = max(both_s - single_s, 0.0), max(both_s - unreduced_s, 0.0)
+        times_by_count[count] = (max(both_s - 2 * gather_s - reduction_s, 0.0) / 2, gather_s, reduction_s)
+    fewest, most = _PARAMETERS
     times = {}
     for i, name in enumerate(("unit", "gather", "reduce")):
-        slope = max(found[many][i] - found[few][i], 0.0) / (many - few)
+        slope = max(times_by_count[most][i] - times_by_count[fewest][i], 0.0) / (most - fewest)
         times[f"{name}_parameter_s"] = slope
-        times[f"{name}_s"] = max(found[few][i] - few * slope, 0.0)
+        times[f"{name}_s"] = max(times_by_count[fewest][i] - fewest * slope, 0.0)
     return times
 
 
 def action_times(mesh: DeviceMesh) -> dict[str, float]:
-    """Pipelines of linear layers, beyond the layers' own forward and backward: under 1F1B, and with two stages a rank.
+    """Return the seconds of pipeline actions and messages beyond the layers' own work, under 1F1B and with two stages a rank.
 
-    For each action the time of the calling thread; for each tensor sent or received that of all other threads. The
-    latter has a mean: most messages take little, and some a time slice of the scheduler.
+    Each action has the time of the calling thread, each tensor that is sent or received that of all other threads. The latter is a mean:
+    most messages take little, and some take a time slice of the scheduler.
     """
-    found = {}
+    times = {}
     for prefix, virtual_stages in (("", 1), ("interleaved_", 2)):
         count = 8
         pipelined, alone = _pipeline(mesh, virtual_stages, count)
-        own = [_used_s(pipelined) for _ in range(_WARM_UP + _REPEATS)][_WARM_UP:]
+        samples = [_used_s(pipelined) for _ in range(_WARM_UP + _REPEATS)][_WARM_UP:]
         base_s = _median_s(alone)
         actions = 2 * count * virtual_stages
-        ends = 2 * count * (2 * virtual_stages - 1)  # one stage of all the ranks' has one neighbour, the others two
-        found[f"{prefix}action_s"] = max(statistics.median(thread for thread, _ in own) - base_s, 0.0) / actions
-        found[f"{prefix}message_s"] = statistics.mean(others for _, others in own) / ends
-    return found
+        ends = 2 * count * (2 * virtual_stages - 1)  # on each rank one stage has one neighbour, the others have two
+        times[f"{prefix}action_s"] = max(statistics.median(thread for thread, _ in samples) - base_s, 0.0) / actions
+        times[f"{prefix}message_s"] = statistics.mean(other_threads for _, other_threads in samples) / ends
+    return times
 
 
 def _pipeline(
     mesh: DeviceMesh, virtual_stages: int, num_micro_batches: int
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """A step of this rank's stages by a schedule of torch's, and the same layers without one."""
+    """Return two functions: a step of this rank's stages under a schedule of torch, and the same layers without a schedule."""
     rank, last = dist.get_rank(), 2 * virtual_stages - 1
     batch = torch.ones(num_micro_batches, _SIZE)
     example = batch[:1].to("meta")
@@ -196,6 +199,8 @@ def _units(num_parameters: int) -> nn.Sequential:
 
 
 class _Unit(nn.Module):
+    """A module of small products, one for each parameter."""
+
     def __init__(self, num_parameters: int) -> None:
         super().__init__()
         self.weights = nn.ParameterList([nn.Parameter(torch.eye(_SIZE)) for _ in range(num_parameters)])
@@ -223,7 +228,7 @@ def _median_s(function: Callable[[], object]) -> float:
 
 
 def _used_s(function: Callable[[], object]) -> tuple[float, float]:
-    """Seconds of the calling thread, and of all others of the process together."""
+    """Return CPU seconds of the calling thread, and of all other threads of the process together."""
     dist.barrier()
     start, all_start = time.thread_time(), time.process_time()
     function()
@@ -232,33 +237,36 @@ def _used_s(function: Callable[[], object]) -> tuple[float, float]:
 
 
 LINK_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
+"""Bytes of the large collective, by kind of device."""
 SMALL_BYTES = 4096
 SLOW_DIMS = (1, 16)
-"""Rows of products in float16 on a CPU, for which torch has no blocked kernel where there are no instructions: the rate is flat, and low."""
+"""Rows of float16 products on a CPU.
+
+Without instructions for them torch has no blocked kernel: the rate is low and does not grow with the rows."""
 DELAYS_OF_SMALL_ALL_REDUCE = 5  # with 2 ranks: profiles/links/gloo.toml, 1 + 2 * 2 steps
 
 
 _HAS_TF32 = (8, 0)
-"""From which compute capability on GPUs have it, and bfloat16, which older ones are made to multiply (NVIDIA A100 white paper)."""
+"""The compute capability from which GPUs have TF32 and bfloat16 (NVIDIA A100 white paper); older ones emulate bfloat16."""
 
 
-def _medians(found: Sequence[Any]) -> Any:
-    """Of equal trees of numbers."""
-    first = found[0]
+def _medians(trees: Sequence[Any]) -> Any:
+    """Return the median of each number over trees of equal structure."""
+    first = trees[0]
     if isinstance(first, dict):
-        return {key: _medians([tree[key] for tree in found]) for key in first}
+        return {key: _medians([tree[key] for tree in trees]) for key in first}
     if isinstance(first, list | tuple):
-        return [_medians(items) for items in zip(*found, strict=True)]
-    return statistics.median(found)
+        return [_medians(items) for items in zip(*trees, strict=True)]
+    return statistics.median(trees)
 
 
 def measure_device(device: torch.device) -> dict[str, Any]:
-    """Everything about the device alone: rates by dtype and size, copy bandwidth, launch time, memory."""
+    """Return the measurements of one device: rates by dtype and size, copy bandwidth, launch time, memory."""
     is_cpu = device.type == "cpu"
     is_older = not is_cpu and torch.cuda.get_device_capability(device) < _HAS_TF32
     dtypes = (torch.float32, torch.float16) if is_older else (torch.float32, torch.bfloat16, torch.float16)
     sizes = {torch.float16: SLOW_DIMS} if is_cpu else {}
-    found: dict[str, Any] = {
+    measured: dict[str, Any] = {
         "matmul": {
             str(dtype).removeprefix("torch."): measure.matmul_rates(device, dtype, smallest_dims=sizes.get(dtype))
             for dtype in dtypes
@@ -267,16 +275,16 @@ def measure_device(device: torch.device) -> dict[str, Any]:
         "launch_s": measure.launch_s(device),
     }
     if is_cpu:
-        found |= measure_host(device, dtypes, found["matmul"])
+        measured |= measure_host(device, dtypes, measured["matmul"])
     else:
-        found["host"] = measure.host_link(device)
+        measured["host"] = measure.host_link(device)
         if not is_older:
-            found["matmul"]["tf32"] = _in_tf32(device)
-    return found
+            measured["matmul"]["tf32"] = _in_tf32(device)
+    return measured
 
 
 def _in_tf32(device: torch.device) -> list[dict[str, float]]:
-    """Rates of products of float32 in the mode that makes them in TF32; this process is there for measuring alone."""
+    """Return rates of float32 products in TF32. The mode is the process's, which exists for measurements only."""
     torch.set_float32_matmul_precision("high")
     try:
         return measure.matmul_rates(device, torch.float32)
@@ -287,7 +295,7 @@ def _in_tf32(device: torch.device) -> list[dict[str, float]]:
 def measure_host(
     device: torch.device, dtypes: tuple[torch.dtype, ...], points: dict[str, list[dict[str, float]]]
 ) -> dict[str, Any]:
-    """What a CPU spends besides products and copies; adds the products' backward to ``points``."""
+    """Return what a CPU spends besides products and copies, and add the rates of the products' backward to ``points``."""
     attention = {}
     for dtype in dtypes:
         name = str(dtype).removeprefix("torch.")
@@ -312,18 +320,19 @@ def measure_host(
 
 
 def measure_link(device: torch.device) -> dict[str, float]:
-    """Latency and bus bandwidth between the ranks (wall time: waiting is what counts).
+    """Return the latency and bus bandwidth between the ranks, in wall time, since waiting is what a link costs.
 
-    By an all-reduce; of GPUs by an all-gather, which no switch carries out, so that it shows what the links carry. The small one has
-    a few elements for each rank: of fewer elements than its ring has parts gloo sends but some.
+    On CPUs they are those of an all-reduce. On GPUs they are those of an all-gather, which no switch carries out, so that the links'
+    bandwidth shows. The small collective has a multiple of the number of ranks in elements: gloo skips messages when there are fewer
+    elements than parts of its ring.
     """
     ranks, large_bytes = dist.get_world_size(), LINK_BYTES[device.type]
-    timed = {"small": (SMALL_BYTES // 4 // ranks * ranks, 20), "large": (large_bytes // 4 // ranks * ranks, 1)}
-    tensors = {name: torch.ones(length, device=device) for name, (length, _) in timed.items()}
-    parts = {name: whole.chunk(ranks)[dist.get_rank()].clone() for name, whole in tensors.items()}
-    times: dict[str, list[float]] = {name: [] for name in timed}
+    cases = {"small": (SMALL_BYTES // 4 // ranks * ranks, 20), "large": (large_bytes // 4 // ranks * ranks, 1)}
+    tensors = {name: torch.ones(length, device=device) for name, (length, _) in cases.items()}
+    parts = {name: tensor.chunk(ranks)[dist.get_rank()].clone() for name, tensor in tensors.items()}
+    times: dict[str, list[float]] = {name: [] for name in cases}
     for repeat in range(12):
-        for name, (_, calls) in timed.items():
+        for name, (_, calls) in cases.items():
             dist.barrier()
             measure.synchronize(device)
             start = time.perf_counter()
@@ -341,22 +350,23 @@ def measure_link(device: torch.device) -> dict[str, float]:
     }
 
 
-def _exchange(whole: torch.Tensor, part: torch.Tensor) -> None:
-    if whole.is_cuda:
-        dist.all_gather_into_tensor(whole, part)
+def _exchange(tensor: torch.Tensor, part: torch.Tensor) -> None:
+    """Run one collective: an all-gather on GPUs, an all-reduce on CPUs."""
+    if tensor.is_cuda:
+        dist.all_gather_into_tensor(tensor, part)
     else:
-        dist.all_reduce(whole)
+        dist.all_reduce(tensor)
 
 
 def main(rank: int, ranks: int, folder: Path) -> None:
-    """Measure and write."""
+    """Measure this machine as one rank; rank 0 writes the result."""
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     result: dict[str, Any] = {}
     if rank == 0 or device.type == "cpu":
-        # on a CPU all at once, as ranks compute in training: cores share caches, memory and often execution units
+        # CPU ranks measure at once, as they compute in training: cores share caches, memory and often execution units
         result = _in_rounds(lambda: measure_device(device), lambda end: time.monotonic() < end)
     ranks = ranks if device.type == "cuda" else min(ranks, 2)
     if ranks > 1 and rank < ranks:

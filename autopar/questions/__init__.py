@@ -1,1 +1,1 @@
-"""Other questions to the planner: smallest cluster, sweeps, fronts of several objectives, published layouts."""
+"""Questions to the planner other than the fastest plan: the smallest cluster, sweeps, fronts of several objectives, published layouts."""

@@ -1,4 +1,4 @@
-"""Answers to other questions than the fastest plan, for people and for programs."""
+"""Answers to questions of this package, as text and as JSON values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LEFT = ("mesh", "schedule", "recompute")
 
 
 def render_answer(answer: Answer) -> str:
-    """The value, what was tried, and the plan."""
+    """Return the answer, a table of the sizes that were tried, and the plan."""
     priced = answer.cost is not None
     head = ("tried", *(("cost of a step",) if priced else ()), *_HEAD)
     rows = [
@@ -34,7 +34,7 @@ def render_answer(answer: Answer) -> str:
 
 
 def answer_summary(answer: Answer) -> dict[str, Any]:
-    """The same as JSON values."""
+    """Return an answer as JSON values."""
     return {
         "answer": answer.value,
         "cost": answer.cost,
@@ -54,20 +54,20 @@ def answer_summary(answer: Answer) -> dict[str, Any]:
 
 
 def render_sweep(name: str, swept: Sequence[Swept]) -> str:
-    """A row for each factor; the change is against the factor 1, or the first."""
+    """Return a table with a row for each factor. Changes are relative to the factor 1, or to the first factor with a plan."""
     base = _base(swept)
     rows = [(f"{factor:g}", _change(plan, base), *_cells(plan)) for factor, plan in swept]
     return plain_table((name, "change", *_HEAD), rows, left=_LEFT, width=160, indent=0)
 
 
 def sweep_summary(name: str, swept: Sequence[Swept]) -> dict[str, Any]:
-    """The same as JSON values, with what changes in the plan."""
+    """Return a sweep as JSON values, with the choices in which plans differ."""
     base = _base(swept)
-    found = []
+    plans = []
     for factor, plan in swept:
         changed = diff_plans(base, plan) if plan and base else []
         ratio = plan.predicted.step_time_s / base.predicted.step_time_s if plan and base else None
-        found.append(
+        plans.append(
             {
                 "factor": factor,
                 "step_time_ratio": ratio,
@@ -75,11 +75,11 @@ def sweep_summary(name: str, swept: Sequence[Swept]) -> dict[str, Any]:
                 "plan": plan_summary(plan) if plan else None,
             }
         )
-    return {"sweep": name, "plans": found}
+    return {"sweep": name, "plans": plans}
 
 
 def render_front(points: Sequence[Point]) -> str:
-    """A row for each plan, the fastest first."""
+    """Return a table with a row for each plan, the fastest first."""
     priced = any(point.cost is not None for point in points)
     head = ("cluster", "devices", *(("cost of a step",) if priced else ()), "memory left", *_HEAD)
     rows = [
@@ -96,7 +96,7 @@ def render_front(points: Sequence[Point]) -> str:
 
 
 def front_summary(points: Sequence[Point]) -> dict[str, Any]:
-    """The same as JSON values."""
+    """Return a front as JSON values."""
     return {
         "front": [
             {
@@ -116,6 +116,7 @@ def _is_choice(path: str) -> bool:
 
 
 def _base(swept: Sequence[Swept]) -> Plan | None:
+    """Return the plan that changes are relative to."""
     plans = [(factor, plan) for factor, plan in swept if plan]
     return next((plan for factor, plan in plans if factor == 1), plans[0][1] if plans else None)
 
@@ -129,6 +130,7 @@ def _cost(trial: Trial) -> str:
 
 
 def _cells(plan: Plan | None, missing: str = "none within the limits") -> tuple[str, ...]:
+    """Return a plan as cells of a table, or the reason why there is none."""
     if plan is None:
         return (missing, *([""] * (len(_HEAD) - 1)))
     predicted = plan.predicted
@@ -144,22 +146,22 @@ def _cells(plan: Plan | None, missing: str = "none within the limits") -> tuple[
     )
 
 
-# --- A study's result for people and for programs: our plan beside the published layout.
+# --- studies: autopar's plan next to the published layout
 
 
 def render_list(studies: list[Study]) -> str:
-    """Names and titles."""
+    """Return a table of studies with their titles."""
     rows = [(study.name, study.title) for study in studies]
     return plain_table(("name", "what it is"), rows, left=("name", "what it is"), width=120, indent=0)
 
 
 def list_summary(studies: list[Study]) -> dict[str, Any]:
-    """The same as JSON values."""
+    """Return studies as JSON values."""
     return {study.name: {"title": study.title, "source": study.source, "cluster": study.cluster} for study in studies}
 
 
 def render_result(result: StudyResult) -> str:
-    """Both plans in a table, which is better by how much, and what the study is unsure of."""
+    """Return both plans in a table, the ratio of their step times, and what the study had to assume."""
     study, ours, published = result.study, result.ours, result.published
     cells = [_rows_of(ours), _rows_of(published) if published else {}]
     rows = [(key, cells[0][key], cells[1].get(key, "-")) for key in cells[0]]
@@ -173,7 +175,7 @@ def render_result(result: StudyResult) -> str:
 
 
 def study_summary(result: StudyResult) -> dict[str, Any]:
-    """The same as JSON values."""
+    """Return a study's result as JSON values."""
     study = result.study
     return {
         "study": study.name,
@@ -191,6 +193,7 @@ def study_summary(result: StudyResult) -> dict[str, Any]:
 
 
 def _verdict(result: StudyResult) -> str:
+    """Return which plan is faster, and by how much."""
     ratio = result.ratio
     if ratio is None:
         return f"the published layout has no plan under this cost model: {result.reason}"
@@ -200,6 +203,7 @@ def _verdict(result: StudyResult) -> str:
 
 
 def _rows_of(plan: Plan) -> dict[str, str]:
+    """Return a plan's choices and predictions by name."""
     predicted = plan.predicted
     return {
         "mesh": str(plan.mesh),

@@ -1,11 +1,11 @@
-"""Several plans beside each other: while a number of the cluster changes, those of which none is better in everything, published ones.
+"""Questions whose answer is several plans: sweeps over a number of the cluster, fronts of several objectives, and published layouts.
 
-**Fronts.** Time is minimised for each limit of the others (the epsilon-constraint method of Haimes, Lasdon and Wismer, 1971): each
-cluster's plan is searched as usual, then again with less memory than the one before took. Every point is a search of its
-own, with its certificate. Where a space has a sampler and more candidates than are searched to the end, time and memory of a
-cluster are those of the candidates that NSGA-II asks for (:mod:`autopar.planner.branch_and_bound.sampling`).
+**Fronts.** Time is minimised for each limit on the other objectives (the epsilon-constraint method of Haimes, Lasdon and Wismer, 1971). A
+cluster is searched as usual, then again with less memory than the last plan took. Every point has a search and a certificate of its own.
+Where a space has a sampler and more candidates than are searched exhaustively, time and memory are those of the candidates that NSGA-II
+chooses (:mod:`autopar.planner.branch_and_bound.sampling`).
 
-**Published layouts.** A published layout is a set of pins; what its source leaves open is searched, in the published plan's favour.
+**Published layouts.** A published layout is a set of pins. What its source leaves open is searched, in favour of the published plan.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ if TYPE_CHECKING:
 
 
 Swept = tuple[float, Plan | None]
-"""One factor of a sweep and its plan; None: nothing fits."""
+"""One factor of a sweep and its plan; None if nothing fits."""
 
 
 def sweep(ask: Ask, name: str, factors: Sequence[float]) -> tuple[Swept, ...]:
-    """The best plan with the number ``name`` of the cluster (``autopar.hardware.describe``) times each factor.
+    """Return the best plan for each factor by which the number ``name`` of the cluster is multiplied (``autopar.hardware.describe``).
 
     Raises:
-        UsageError: unknown name, a factor that is not above zero.
+        UsageError: the name is unknown, or a factor is not above zero.
     """
-    whole = Cluster.parse(ask.cluster, cache_dir=ask.cache_dir)
-    found = []
+    cluster = Cluster.parse(ask.cluster, cache_dir=ask.cache_dir)
+    swept = []
     for factor in factors:
         ask.say(f"{name} x {factor:g}")
-        found.append((factor, ask.fastest(scaled(whole, {name: factor}))))
-    return tuple(found)
+        swept.append((factor, ask.fastest(scaled(cluster, {name: factor}))))
+    return tuple(swept)
 
 
 def parse_sweep(text: str) -> tuple[str, tuple[float, ...]]:
-    """``link.bandwidth=0.5,1,2`` as a name and factors.
+    """Return the name and factors of a text such as ``link.bandwidth=0.5,1,2``.
 
     Raises:
-        UsageError: it is written otherwise.
+        UsageError: the text is malformed.
 
     >>> parse_sweep("link.bandwidth=0.5,1,2")
     ('link.bandwidth', (0.5, 1.0, 2.0))
@@ -76,7 +76,7 @@ Objective = Literal["time", "memory", "devices", "price"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
 MEMORY_STEP = 0.9
-"""Each further plan takes at most so much of the memory that the one before took, intervals included."""
+"""Memory limit of the next plan of a front, as a share of what the last plan took, intervals included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +84,11 @@ class Point:
     """A plan of the front.
 
     Attributes:
-        cluster: as it is written; ``num_devices``: of it.
+        cluster: the cluster as it is written.
+        num_devices: its devices.
+        plan: the plan.
         head_room: share of the smallest device's memory above the upper end of the predicted peak.
-        cost: of a step, where prices are given.
+        cost: cost of a step, if prices are given.
     """
 
     cluster: str
@@ -96,22 +98,22 @@ class Point:
     cost: float | None = None
 
     def values(self, objectives: Sequence[Objective]) -> tuple[float, ...]:
-        """What is minimised."""
+        """Return the values that are minimised."""
         cost = float("inf") if self.cost is None else self.cost
-        known = {
+        values = {
             "time": self.plan.predicted.step_time_s,
             "memory": -self.head_room,
             "devices": float(self.num_devices),
             "price": cost,
         }
-        return tuple(known[objective] for objective in objectives)
+        return tuple(values[objective] for objective in objectives)
 
 
 def parse_objectives(text: str) -> tuple[Objective, ...]:
-    """``time,memory`` as objectives.
+    """Return the objectives of a text such as ``time,memory``.
 
     Raises:
-        UsageError: one is unknown or named twice, or there is one alone.
+        UsageError: an objective is unknown or named twice, or there is only one.
 
     >>> parse_objectives("time, devices")
     ('time', 'devices')
@@ -120,34 +122,36 @@ def parse_objectives(text: str) -> tuple[Objective, ...]:
     unknown = [name for name in names if name not in OBJECTIVES]
     if unknown:
         raise UsageError.unknown("objective", unknown[0], OBJECTIVES, where="--objectives")
-    found = tuple(name for name in OBJECTIVES if name in names)
-    if len(found) < 2 or len(found) < len(names):
+    objectives = tuple(name for name in OBJECTIVES if name in names)
+    if len(objectives) < 2 or len(objectives) < len(names):
         raise UsageError(
             f"'{text}' does not name two different objectives or more",
             where="--objectives",
             fix=f"Write for example time,memory. Known: {', '.join(OBJECTIVES)}",
         )
-    return found
+    return objectives
 
 
 def front(
     ask: Ask, objectives: Sequence[Objective], prices: Mapping[str, float] | None = None, others: Sequence[str] = ()
 ) -> tuple[Point, ...]:
-    """The plans that no other one beats in every objective, by step time.
+    """Return the plans that no other plan dominates, by step time.
 
     Args:
-        ask: its cluster is the only one, or the largest where devices or their price count: then all sizes of it are tried.
-        prices: of a device and hour, by its name; for the objective ``price``.
-        others: further clusters of which all sizes are tried.
+        ask: the request. If devices or their price are objectives, its cluster is the largest, and all smaller sizes are tried too.
+        objectives: what is minimised.
+        prices: the price of a device and hour by the device's name, for the objective ``price``.
+        others: further clusters, of which all sizes are tried.
 
     Raises:
-        UsageError: a device has no price, or no cluster has the device of a price; or sizes are tried of a cluster that is not ``DEVICE:NODESxPER_NODE``.
+        UsageError: a device has no price, or no cluster has the device of a price; or sizes are to be tried of a cluster that is not
+            ``DEVICE:NODESxPER_NODE``.
         InfeasibleError: nothing fits.
     """
-    kinds = (ask.cluster, *others)
+    clusters = (ask.cluster, *others)
     is_sized = bool({"devices", "price"} & set(objectives))
-    of_kinds = prices_of(ask, prices or {}, others) if "price" in objectives else {}
-    texts = [(size, of_kinds.get(kind)) for kind in kinds for size in (sizes_of(kind) if is_sized else (kind,))]
+    price_of = prices_of(ask, prices or {}, others) if "price" in objectives else {}
+    texts = [(size, price_of.get(kind)) for kind in clusters for size in (sizes_of(kind) if is_sized else (kind,))]
     found: list[Point] = []
     for text, price in texts:
         cluster = Cluster.parse(text, cache_dir=ask.cache_dir)
@@ -156,13 +160,16 @@ def front(
             found.append(Point(cluster=text, num_devices=cluster.world_size, plan=plan, head_room=head_room, cost=cost))
     if not found:
         raise InfeasibleError(
-            f"No plan fits in memory on any of {', '.join(kinds)}", fix="Take more nodes, or drop a pin"
+            f"No plan fits in memory on any of {', '.join(clusters)}", fix="Take more nodes, or drop a pin"
         )
     return undominated(found, objectives)
 
 
 def undominated(points: Sequence[Point], objectives: Sequence[Objective]) -> tuple[Point, ...]:
-    """Those that no other one equals or beats everywhere and beats somewhere; of equals the first."""
+    """Return the points that no other point dominates, by step time.
+
+    A point dominates another one if it is nowhere worse and somewhere better. Of equal points the first is returned.
+    """
     values = [point.values(objectives) for point in points]
     kept = [
         point
@@ -177,13 +184,13 @@ def undominated(points: Sequence[Point], objectives: Sequence[Objective]) -> tup
 
 
 def _plans(ask: Ask, text: str, cluster: Cluster, *, with_memory: bool) -> Iterator[tuple[Plan, float]]:
-    """The fastest plan of a cluster and the memory that it leaves; then those with ever less memory."""
-    whole = min(device.memory_bytes for device in cluster.devices)
+    """Yield the fastest plan of a cluster and its head room, then plans with ever less memory."""
+    memory_bytes = min(device.memory_bytes for device in cluster.devices)
     factor = 1.0
     if with_memory and (planner := ask.planner(cluster)).is_sampled:
         ask.say(f"trying {text}, time and memory")
         plans = planner.front(Limits(max_step_time_s=ask.max_step_time_s))
-        yield from ((plan, 1 - peak_bytes(plan.predicted) / whole) for plan in plans)
+        yield from ((plan, 1 - peak_bytes(plan.predicted) / memory_bytes) for plan in plans)
         return
     while True:
         ask.say(f"trying {text}" + (f", {100 * factor:.0f} % of its memory" if factor < 1 else ""))
@@ -191,9 +198,9 @@ def _plans(ask: Ask, text: str, cluster: Cluster, *, with_memory: bool) -> Itera
         plan = ask.fastest(limited)
         if plan is None:
             return
-        taken = peak_bytes(plan.predicted) / whole
-        yield plan, 1 - taken
-        factor = taken * MEMORY_STEP
+        used_share = peak_bytes(plan.predicted) / memory_bytes
+        yield plan, 1 - used_share
+        factor = used_share * MEMORY_STEP
         if not with_memory:
             return
 
@@ -203,11 +210,15 @@ class Study:
     """A published run.
 
     Attributes:
-        title, source, measured: for people: what it is, where it stands, what the source measured.
-        unsure: what the source does not say, and what was taken instead.
-        scale: factors of numbers of the cluster (``autopar.hardware.describe``), for hardware without a profile of its own.
+        name: the study's name.
+        title: what it is.
+        source: where it was published.
+        measured: what the source measured.
+        unsure: what the source does not say, and what was assumed instead.
+        cluster, global_batch_size, sequence, precision: as in a request.
+        scale: factors of numbers of the cluster (``autopar.hardware.describe``), for hardware without a profile.
         pins: the published layout.
-        model: MODEL of the command line, or sizes with a number of layers (``autopar.models.transformer``).
+        model: a MODEL of the command line, or sizes with a number of layers (``autopar.models.transformer``).
     """
 
     name: str
@@ -226,9 +237,14 @@ class Study:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyResult:
-    """Both plans; ``published`` is None where the layout does not fit by the cost model, ``reason`` says why.
+    """The result of a study.
 
-    ``trace_s``: seconds for building and tracing the model, which the plans' ``wall_time_s`` leave out.
+    Attributes:
+        study: the study.
+        ours: autopar's plan.
+        published: the plan of the published layout; None if it does not fit by the cost model.
+        reason: why it does not fit.
+        trace_s: seconds for building and tracing the model, which ``wall_time_s`` of the plans does not include.
     """
 
     study: Study
@@ -239,22 +255,22 @@ class StudyResult:
 
     @property
     def ratio(self) -> float | None:
-        """Step time of the published layout over ours: above one, ours is faster."""
+        """Step time of the published layout over that of autopar's plan: above one autopar's is faster."""
         if self.published is None:
             return None
         return self.published.predicted.step_time_s / self.ours.predicted.step_time_s
 
 
 def study_files() -> dict[str, Path]:
-    """The shipped studies by name."""
+    """Return the files of the shipped studies by name."""
     return data_files("search/studies")
 
 
 def load_study(name: str) -> Study:
-    """A shipped study by name, or one from a TOML file.
+    """Return a shipped study by name, or a study from a TOML file.
 
     Raises:
-        UsageError: unknown name, malformed file (file, line, key).
+        UsageError: the name is unknown, or the file is malformed (the error names file, line and key).
     """
     shipped = study_files()
     if not name.endswith(".toml") and name not in shipped:
@@ -282,18 +298,20 @@ def load_study(name: str) -> Study:
 
 
 def _sizes(table: Table, sequence: int) -> tuple[Sizes, int]:
+    """Return the sizes and layers of a study's transformer."""
     from autopar.models.transformer import ATTENTIONS, FAMILIES, Sizes
 
-    own = ("family", "attention", "heads", "hidden", "ffn", "vocabulary")
-    found = table.fields_of(Sizes, {name: name for name in own})
+    keys = ("family", "attention", "heads", "hidden", "ffn", "vocabulary")
+    fields = table.fields_of(Sizes, {name: name for name in keys})
     for key, known in (("family", FAMILIES), ("attention", ATTENTIONS)):
-        if found[key] not in known:
-            raise UsageError.unknown(key, found[key], known, where=table.place(key))
-    kv_heads = table.integer("kv_heads", found["heads"])
-    return Sizes(**found, kv_heads=kv_heads, sequence=sequence, dtype="float32"), table.integer("layers")
+        if fields[key] not in known:
+            raise UsageError.unknown(key, fields[key], known, where=table.place(key))
+    kv_heads = table.integer("kv_heads", fields["heads"])
+    return Sizes(**fields, kv_heads=kv_heads, sequence=sequence, dtype="float32"), table.integer("layers")
 
 
 def _texts(table: Table, key: str) -> tuple[str, ...]:
+    """Return a list of texts, or raise ``UsageError``."""
     value = table.raw(key)
     if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
         raise table.wrong(key, "a list of texts", repr(value))
@@ -301,12 +319,12 @@ def _texts(table: Table, key: str) -> tuple[str, ...]:
 
 
 def cluster_of(study: Study) -> Cluster:
-    """The study's cluster."""
+    """Return the study's cluster."""
     return scaled(Cluster.parse(study.cluster), dict(study.scale))
 
 
 def graph_of(study: Study) -> Graph:
-    """The study's model, traced on meta."""
+    """Return the study's model, traced on the meta device."""
     from autopar import api
 
     inputs: Any
@@ -328,7 +346,13 @@ def graph_of(study: Study) -> Graph:
 def run_study(
     study: Study, *, space: str = "default", progress: Progress | None = None, workers: int | None = None
 ) -> StudyResult:
-    """Our plan for a study, and the best one that its published layout leaves; ``workers`` as for a search.
+    """Search the best plan for a study, and the best plan with its published layout.
+
+    Args:
+        study: the study.
+        space: the search space.
+        progress: called with the progress of the search.
+        workers: processes of the search.
 
     Raises:
         InfeasibleError: nothing fits the cluster.

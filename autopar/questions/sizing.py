@@ -1,6 +1,6 @@
-"""Questions to the planner, all about a model, a cluster, a batch and pins: the smallest cluster, and the largest that fits.
+"""Questions of size about a model, a cluster, a batch and pins: the smallest or cheapest cluster, the longest sequence, the largest batch.
 
-Each is answered by the search itself, exactly over the sizes that it names; nothing here has a cost model of its own.
+The planner's search answers each of them, exactly over the sizes that are tried; this module has no cost model.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from autopar.request import Request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask(Request):
-    """What the questions have in common.
+    """The request that all questions have in common.
 
     Attributes:
-        graph_at: the traced model for (global batch, tokens of a sample); None: the model's own length.
-        cluster: as a text.
+        graph_at: returns the traced model for (global batch, tokens of a sample); tokens None means the model's default length.
+        cluster: the cluster as a text.
         max_step_time_s: slower plans do not count.
-        processes: of each search.
+        processes: processes of each search.
     """
 
     graph_at: Callable[[int, int | None], Graph]
@@ -48,39 +48,42 @@ class Ask(Request):
     processes: int = 1
 
     def planner(self, cluster: Cluster) -> Planner:
-        """A planner for ``cluster``; without candidates its pool is empty."""
-        own: dict[str, Any] = {"cluster": cluster}
+        """Return a planner for ``cluster``. Its pool is empty if there are no candidates."""
+        changes: dict[str, Any] = {"cluster": cluster}
         graph = self.graph_at(self.global_batch_size, self.sequence)
-        return Planner(task_of(graph, replace(self, **own)), explains=False)
+        return Planner(task_of(graph, replace(self, **changes)), explains=False)
 
     def fastest(self, cluster: Cluster) -> Plan | None:
-        """The fastest plan for ``cluster`` within ``max_step_time_s``; None: there is none."""
+        """Return the fastest plan for ``cluster`` within ``max_step_time_s``, or None."""
         return self.planner(cluster).fastest(Limits(max_step_time_s=self.max_step_time_s), processes=self.processes)
 
     @property
     def within(self) -> str:
-        """The limit of time, where there is one, as the end of a sentence."""
+        """The time limit as the end of a sentence; empty without a limit."""
         return "" if self.max_step_time_s is None else f" within {self.max_step_time_s:g} s"
 
     def say(self, what: str) -> None:
-        """Tells the user what is tried."""
+        """Report what is tried."""
         if self.progress is not None:
             self.progress(what, 0, 0)
 
 
 def tracer(model: str, *, precision: str, opaque: Sequence[str], cache_dir: Path) -> Callable[[int, int | None], Graph]:
-    """Traces a MODEL at each length once, for :class:`Ask`; a graph in which samples meet once for each batch too."""
-    kept: dict[tuple[int | None, int | None], Graph] = {}
+    """Return a function that traces a MODEL once for each length, for :class:`Ask`.
+
+    A graph whose samples depend on each other is traced once for each batch size too.
+    """
+    graphs: dict[tuple[int | None, int | None], Graph] = {}
 
     def at(samples: int, tokens: int | None) -> Graph:
         for key in ((None, tokens), (samples, tokens)):
-            if key in kept:
-                return kept[key]
+            if key in graphs:
+                return graphs[key]
         graph = traced(
             model, sequence=tokens, precision=precision, opaque=opaque, global_batch_size=samples,
             samples_apart=samples_apart, cache_dir=cache_dir,
         )  # fmt: skip
-        kept[samples if graph.exact else None, tokens] = graph
+        graphs[samples if graph.exact else None, tokens] = graph
         return graph
 
     return at
@@ -89,14 +92,17 @@ def tracer(model: str, *, precision: str, opaque: Sequence[str], cache_dir: Path
 _SHAPE = re.compile(r"^(?P<device>[^?]+):(?P<nodes>\d+)x(?P<per_node>\d+)(?P<options>\?.*)?$")
 
 MAX_SEQUENCE = 2**26
-"""Tokens; where a model has no longest sequence and everything fits."""
+"""Longest sequence that is tried, in tokens, where a model has no longest sequence and everything fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A size that was tried; ``plan`` None: none there keeps the limits. ``cost``: of a step, where prices are given.
+    """A size that was tried.
 
-    ``missing``: what no plan there keeps, where there is none.
+    Attributes:
+        value: the size as a text.
+        plan: its plan; None if none keeps the limits, for the reason ``missing``.
+        cost: cost of a step, if prices are given.
     """
 
     value: str
@@ -108,9 +114,11 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The value asked for, its plan, and all sizes that were tried, in order.
+    """The answer to a question: the size as a text, its plan, and all sizes that were tried, in order.
 
-    ``limit``: what was not looked beyond, where the value is the largest up to there and more may fit.
+    Attributes:
+        cost: cost of a step, if prices are given.
+        limit: says that larger sizes are not tried, if the answer is the largest one that is.
     """
 
     value: str
@@ -124,10 +132,10 @@ class Answer:
 
 
 def smallest_cluster(ask: Ask) -> Answer:
-    """The fewest devices of ``ask.cluster`` with a plan within ``max_step_time_s``.
+    """Return the fewest devices of ``ask.cluster`` with a plan within ``max_step_time_s``.
 
-    Sizes: the divisors of one node, then whole nodes up to those of the cluster. They are tried from the smallest whose
-    computation alone, without communication, leaves time.
+    The sizes are the divisors of one node, then whole nodes up to those of the cluster. They are tried from the smallest one whose
+    computation alone, without communication, keeps the time limit.
 
     Raises:
         UsageError: the cluster is not ``DEVICE:NODESxPER_NODE``.
@@ -145,20 +153,21 @@ def smallest_cluster(ask: Ask) -> Answer:
 
 
 def cheapest_cluster(ask: Ask, prices: Mapping[str, float], others: Sequence[str] = ()) -> Answer:
-    """The cluster on which a step costs least, by the prices of a device and hour, within ``max_step_time_s``.
+    """Return the cluster on which a step costs least within ``max_step_time_s``.
 
     Args:
-        prices: by the device's name.
-        others: further clusters; the sizes of each are tried as in :func:`smallest_cluster`.
+        ask: the request, with its cluster.
+        prices: the price of a device and hour by the device's name.
+        others: further clusters. The sizes of each are tried as in :func:`smallest_cluster`.
 
     Raises:
-        UsageError: a device has no price, a price is not above zero, or of a device that no cluster has.
+        UsageError: a device has no price, a price is not above zero, or no cluster has the device of a price.
         InfeasibleError: no size has a plan.
     """
     trials: list[Trial] = []
     best: Trial | None = None
-    of_kinds = prices_of(ask, prices, others)
-    for kind, price in of_kinds.items():
+    price_by_cluster = prices_of(ask, prices, others)
+    for kind, price in price_by_cluster.items():
         for text, cluster in _with_time(ask, kind):
             ask.say(f"trying {text}")
             per_second = price * cluster.world_size / 3600
@@ -176,10 +185,10 @@ def cheapest_cluster(ask: Ask, prices: Mapping[str, float], others: Sequence[str
 
 
 def prices_of(ask: Ask, prices: Mapping[str, float], others: Sequence[str] = ()) -> dict[str, float]:
-    """Of a device and hour, for each cluster that is considered.
+    """Return the price of a device and hour for each cluster that is considered.
 
     Raises:
-        UsageError: a price is of a device that none of them has, a device has no price, or it is not above zero.
+        UsageError: none of them has the device of a price, a device has no price, or a price is not above zero.
     """
     devices = {kind: Cluster.parse(kind, cache_dir=ask.cache_dir).devices[0].name for kind in (ask.cluster, *others)}
     unused = next((name for name in prices if name not in devices.values()), None)
@@ -196,16 +205,16 @@ def prices_of(ask: Ask, prices: Mapping[str, float], others: Sequence[str] = ())
 
 
 def parse_prices(texts: Sequence[str]) -> dict[str, float]:
-    """``DEVICE=P`` of each text, or of several with commas between them, by the device.
+    """Return prices by device from texts ``DEVICE=P``, several of which may stand in one text with commas between them.
 
     Raises:
-        UsageError: malformed, or two prices of one device.
+        UsageError: a text is malformed, or a device has two prices.
 
     >>> parse_prices(["cpu=0.1,h100-sxm5-80gb=2.5"])
     {'cpu': 0.1, 'h100-sxm5-80gb': 2.5}
     """
     prices: dict[str, float] = {}
-    for text in (part for given in texts for part in given.split(",")):
+    for text in (part for entry in texts for part in entry.split(",")):
         name, equals, value = text.partition("=")
         if name.strip() in prices:
             raise UsageError(f"The device in '{text}' has two prices", where="--price", fix="Leave one of them out")
@@ -223,7 +232,7 @@ def parse_prices(texts: Sequence[str]) -> dict[str, float]:
 
 
 def sizes_of(text: str) -> tuple[str, ...]:
-    """Clusters of the same kind from one device to all of ``text``.
+    """Return the clusters of the same kind from one device to all of ``text``.
 
     Raises:
         UsageError: the cluster is not ``DEVICE:NODESxPER_NODE``.
@@ -231,13 +240,13 @@ def sizes_of(text: str) -> tuple[str, ...]:
     >>> sizes_of("h100-sxm5-80gb:3x4")
     ('h100-sxm5-80gb:1x1', 'h100-sxm5-80gb:1x2', 'h100-sxm5-80gb:1x4', 'h100-sxm5-80gb:2x4', 'h100-sxm5-80gb:3x4')
     """
-    found = _SHAPE.match(text)
-    if found is None:
+    shape = _SHAPE.match(text)
+    if shape is None:
         raise UsageError(
             f"Fewer devices of the cluster '{text}' cannot be tried: it is not of the form DEVICE:NODESxPER_NODE",
             fix="Write for example h100-sxm5-80gb:64x8 for at most 64 nodes",
         )
-    device, nodes, per_node, options = found["device"], int(found["nodes"]), int(found["per_node"]), found["options"]
+    device, nodes, per_node, options = shape["device"], int(shape["nodes"]), int(shape["per_node"]), shape["options"]
     inside = [(1, n) for n in divisors(per_node)]
     return tuple(
         f"{device}:{n}x{d}{options or ''}" for n, d in [*inside, *((n, per_node) for n in range(2, nodes + 1))]
@@ -245,14 +254,14 @@ def sizes_of(text: str) -> tuple[str, ...]:
 
 
 def _with_time(ask: Ask, text: str) -> Iterator[tuple[str, Cluster]]:
-    """The sizes of a cluster that the computation alone leaves time for."""
+    """Yield the sizes of a cluster on which the computation alone keeps the time limit."""
     sizes = sizes_of(text)
     least_s = 0.0
     if ask.max_step_time_s is not None and not any(
         isinstance(p, NumberPin) and p.key in ("num_micro_batches", "micro_batch") for p in Pins.parse(ask.pins).pins
     ):
         planner = ask.planner(Cluster.parse(sizes[0], cache_dir=ask.cache_dir))
-        # batch statistics and experts over data ranks have micro-batches and products of other sizes on more devices
+        # with batch statistics, or experts over data ranks, the computation itself depends on the number of devices
         least_s = 0.0 if planner.mixing or planner.problem.experts else _least_time_s(planner)
     for size in sizes:
         cluster = Cluster.parse(size, cache_dir=ask.cache_dir)
@@ -261,11 +270,14 @@ def _with_time(ask: Ask, text: str) -> Iterator[tuple[str, Cluster]]:
 
 
 def _least_time_s(planner: Planner) -> float:
-    """What one device computes at least, in the micro-batches of the space: n devices take no less than 1/n of it."""
-    most, evaluator = planner.task.global_batch_size, planner.evaluator
-    keys = [LayoutKey(micro_batch_size=m, tp=most) for m in planner.task.space.micro_batches if m <= most]
+    """Return a lower bound on the seconds that one device computes, over the micro-batches of the space.
+
+    On n devices the step takes at least 1/n of it.
+    """
+    batch_size, evaluator = planner.task.global_batch_size, planner.evaluator
+    keys = [LayoutKey(micro_batch_size=m, tp=batch_size) for m in planner.task.space.micro_batches if m <= batch_size]
     times = (evaluator.plans.placed.least_s(evaluator.layouts.unsplit(key)) / key.micro_batch_size for key in keys)
-    return most * min(times, default=0.0)
+    return batch_size * min(times, default=0.0)
 
 
 def _none_within(ask: Ask) -> str:
@@ -273,6 +285,7 @@ def _none_within(ask: Ask) -> str:
 
 
 def _no_cluster(ask: Ask, kinds: Sequence[str]) -> InfeasibleError:
+    """Return the error that no size of some clusters has a plan."""
     return InfeasibleError(
         f"No plan fits on any size up to {', '.join(kinds)}{ask.within}",
         fix="Allow more time, more nodes, or drop a pin",
@@ -283,12 +296,12 @@ def _no_cluster(ask: Ask, kinds: Sequence[str]) -> InfeasibleError:
 
 
 def longest_sequence(ask: Ask, *, step: int) -> Answer:
-    """The longest sequence, in multiples of ``step`` tokens, with a plan for ``ask.cluster``.
+    """Return the longest sequence, in multiples of ``step`` tokens, with a plan for ``ask.cluster``.
 
-    Found by doubling and bisection: lengths past one that does not fit are not tried.
+    It is found by doubling and bisection: lengths above one that does not fit are not tried.
 
     Raises:
-        InfeasibleError: ``step`` itself has no plan.
+        InfeasibleError: ``step`` tokens have no plan.
     """
     return _largest(
         ask,
@@ -301,13 +314,13 @@ def longest_sequence(ask: Ask, *, step: int) -> Answer:
 
 
 def largest_batch(ask: Ask) -> Answer:
-    """The largest global batch of at most ``ask.global_batch_size`` that fits in one micro-batch a data rank.
+    """Return the largest global batch of at most ``ask.global_batch_size`` that fits in one micro-batch of each data rank.
 
-    (With gradient accumulation any multiple of it fits too.) Divisors of the number of devices are tried, and its
-    multiples; those past one that does not fit are not tried.
+    With gradient accumulation any multiple of it fits too. Divisors and multiples of the number of devices are tried; those above one that
+    does not fit are not.
 
     Raises:
-        InfeasibleError: not one sample has a plan.
+        InfeasibleError: not even one sample has a plan.
     """
     world = Cluster.parse(ask.cluster, cache_dir=ask.cache_dir).world_size
     small = divisors(world)
@@ -318,21 +331,21 @@ def largest_batch(ask: Ask) -> Answer:
     def at(n: int) -> Ask:
         return replace(ask, global_batch_size=samples(n), pins=(*ask.pins, "num_micro_batches=1"))
 
-    asked = ask.global_batch_size
-    most = len(small) - 1 + asked // world if asked >= world else sum(size <= asked for size in small)
-    limit = f"no larger ones than the global batch of {asked:,} are tried"
+    batch = ask.global_batch_size
+    most = len(small) - 1 + batch // world if batch >= world else sum(size <= batch for size in small)
+    limit = f"no larger ones than the global batch of {batch:,} are tried"
     return _largest(ask, at, "samples", samples, most=most, limit=limit)
 
 
 def _missing(ask: Ask, cluster: Cluster) -> str:
-    """Why there is no plan; empty where there is one."""
+    """Return why there is no plan; empty if there is one."""
     has_no_limit = ask.max_step_time_s is None
-    found = _fits(ask.planner(cluster)) if has_no_limit else ask.fastest(cluster) is not None
-    return "" if found else _none_within(ask)
+    has_plan = _fits(ask.planner(cluster)) if has_no_limit else ask.fastest(cluster) is not None
+    return "" if has_plan else _none_within(ask)
 
 
 def _fits(planner: Planner) -> bool:
-    """Whether some plan fits in memory, however slow: the leanest candidates that may fit are tried first."""
+    """Return whether some plan fits in memory, however slow it is. Candidates that need the least memory are tried first."""
     evaluator = planner.evaluator
     bounds_s = evaluator.bounds_s(0, planner.pool)
     may_fit = [c for c, bound_s in zip(planner.pool, bounds_s, strict=True) if bound_s < math.inf]
@@ -348,7 +361,10 @@ def _largest(
     most: int,
     limit: str,
 ) -> Answer:
-    """The largest n up to ``most`` that misses nothing; by doubling, then by bisection up to the first that does."""
+    """Return the largest n up to ``most`` with a plan, by doubling, then by bisection below the first n without one.
+
+    ``at`` returns the request for n, and ``value`` its size in ``unit``. ``limit`` is the remark on an answer that reaches ``most``.
+    """
     cluster = Cluster.parse(ask.cluster, cache_dir=ask.cache_dir)
     trials: dict[int, str] = {}
 
@@ -356,7 +372,7 @@ def _largest(
         ask.say(f"trying {value(n):,} {unit}")
         try:
             trials[n] = _missing(at(n), cluster)
-        except UsageError:  # longer than the model's own positions
+        except UsageError:  # the model has fewer positions
             if n == 1 or unit != "tokens":
                 raise
             trials[n] = "the model takes no such length"
@@ -374,7 +390,7 @@ def _largest(
         )
     plan = at(low).fastest(cluster)
     assert plan is not None
-    made = (
+    listed = (
         Trial(
             value=f"{value(n):,} {unit}",
             num_devices=cluster.world_size,
@@ -384,5 +400,5 @@ def _largest(
         for n in sorted(trials)
         if n == low or trials[n]
     )
-    found, ends = f"{value(low):,} {unit}", low == most
-    return Answer(value=found, plan=plan, trials=tuple(made), limit=limit if ends else "")
+    text, ends = f"{value(low):,} {unit}", low == most
+    return Answer(value=text, plan=plan, trials=tuple(listed), limit=limit if ends else "")

@@ -1,1 +1,1 @@
-"""Pictures of a plan: one HTML file, a trace for Perfetto, JSON, two plans side by side. All read the plan alone."""
+"""Reports: a plan as an HTML page and as a trace for Perfetto, and plans, comparisons, runs and traced models as text and JSON values."""

@@ -1,4 +1,4 @@
-"""The predicted step as spans on a clock, and the plan as one HTML file that needs nothing else: no scripts, no fonts, no network."""
+"""The predicted step as a timeline, for Perfetto, and a plan as one HTML page without scripts, fonts or network access."""
 
 from __future__ import annotations
 
@@ -32,7 +32,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One piece of work of one pipeline rank; ``kind`` is ``F``, ``B``, ``data parallel`` or ``optimizer``."""
+    """One action of one pipeline rank.
+
+    Attributes:
+        pp_rank: the pipeline rank.
+        kind: ``F``, ``B``, ``data parallel`` or ``optimizer``.
+        name: the name in pictures.
+        start_s, end_s: its time in the step.
+        stage, micro_batch: of ``F`` and ``B``; otherwise -1.
+    """
 
     pp_rank: int
     kind: str
@@ -44,10 +52,10 @@ class Span:
 
 
 def timeline(plan: Plan) -> list[Span]:
-    """Spans in order of their start. Sends take no time here: their exposed part stands in the breakdown.
+    """Return the actions of the predicted step by their start. Sends take no time in it; their exposed part is in the breakdown.
 
     Raises:
-        PlanError: the plan does not hold the times of its stages.
+        PlanError: the plan has no times of its stages.
     """
     if not plan.predicted.stage_times:
         raise PlanError.missing(
@@ -67,10 +75,10 @@ def timeline(plan: Plan) -> list[Span]:
 
 
 def _spans_of_pipeline(plan: Plan) -> list[Span]:
-    """Each action starts when its rank is free and what it depends on has ended."""
+    """Return the forward and backward actions; each starts when its rank is free and what it depends on has ended."""
     actions = compiled(plan.schedule, plan.mesh.pp, plan.virtual_stages, plan.num_micro_batches)
-    ends = [0.0] * (len(actions.rank) + 1)  # the last one of those that need nothing
-    numbers: dict[tuple[int, str], Iterator[int]] = defaultdict(count)  # a stage takes micro-batches in their order
+    ends = [0.0] * (len(actions.rank) + 1)  # the last one is for actions that depend on nothing
+    numbers: dict[tuple[int, str], Iterator[int]] = defaultdict(count)  # a stage runs micro-batches in order
     spans: list[Span] = []
     columns = zip(actions.rank, actions.before, actions.need, actions.duration, strict=True)
     for i, (rank, before, need, duration) in enumerate(columns):
@@ -91,16 +99,16 @@ def _spans_of_pipeline(plan: Plan) -> list[Span]:
     return spans
 
 
-# --- The predicted step as a Chrome trace, for ui.perfetto.dev or chrome://tracing.
+# --- the predicted step as a Chrome trace, for ui.perfetto.dev or chrome://tracing
 
 _CATEGORY = {"F": "forward", "B": "backward"}
 
 
 def perfetto_trace(plan: Plan) -> dict[str, Any]:
-    """The trace as JSON values: one thread for each pipeline rank, times in microseconds.
+    """Return the trace as JSON values: one thread for each pipeline rank, times in microseconds.
 
     Raises:
-        PlanError: the plan does not hold the times of its stages.
+        PlanError: the plan has no times of its stages.
     """
     events: list[dict[str, Any]] = [
         {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": f"predicted step of {plan.model.name}"}}
@@ -126,7 +134,10 @@ def perfetto_trace(plan: Plan) -> dict[str, Any]:
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
+# --- the HTML page
+
 _MAX_SPANS = 4000
+"""Most actions that are drawn."""
 _COLOURS = ("#4269d0", "#97bbf5", "#efb118", "#ff725c", "#6cc5b0", "#c9c9c9", "#9c6b4e")
 _SPAN_COLOURS = {"F": "#97bbf5", "B": "#4269d0", "data parallel": "#ff725c", "optimizer": "#9c6b4e"}
 _STYLE = """
@@ -141,7 +152,7 @@ th{font-weight:600;border-bottom:1px solid #ccc}td.n,th.n{text-align:right}code{
 
 
 def render_html(plan: Plan) -> str:
-    """The whole page; every text of the plan is escaped."""
+    """Return the page; every text of the plan is escaped."""
     title = f"{plan.model.name} on {plan.cluster}"
     sections = [
         ("Plan", _fields(_facts(plan))),
@@ -165,6 +176,7 @@ def render_html(plan: Plan) -> str:
 
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:
+    """Return the plan's choices and main figures as names and HTML values."""
     predicted, search = plan.predicted, plan.search
     low, high = predicted.step_time_interval_s
     verdict = "fits" if predicted.fits else '<span class="no">does not fit</span>'
@@ -189,6 +201,7 @@ def _time(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> str:
+    """Return a bar of memory for each pipeline rank, or each group of ranks with unequal shares."""
     text = ""
     for memory in plan.predicted.memory:
         limit = plan.predicted.limit_of(memory)
@@ -205,6 +218,7 @@ def _memory(plan: Plan) -> str:
 
 
 def _pipeline(plan: Plan) -> str:
+    """Return the timeline as SVG."""
     if not plan.predicted.stage_times:
         return ""
     spans = timeline(plan)
@@ -232,6 +246,7 @@ def _pipeline(plan: Plan) -> str:
 
 
 def _stages(plan: Plan) -> str:
+    """Return a table of stages."""
     times = plan.predicted.stage_times
     rows = []
     for stage in plan.stages:
@@ -246,6 +261,7 @@ def _stages(plan: Plan) -> str:
 
 
 def _layouts(plan: Plan) -> str:
+    """Return a table of the parameters that are split inside the model."""
     rows = [
         (escape(ranges(labels)), escape(axis), f"<code>{escape(kind)}</code>", escape(names))
         for labels, lines in layout_groups(plan)
@@ -257,6 +273,7 @@ def _layouts(plan: Plan) -> str:
 
 
 def _bar(parts: Sequence[tuple[str, float, str]], total: float) -> str:
+    """Return parts of a total as a horizontal bar."""
     pieces = "".join(
         f'<div style="width:{100 * part / total:.3f}%;background:{colour}" title="{escape(name)}: {text}"></div>'
         for (name, part, text), colour in zip(parts, _COLOURS, strict=False)
@@ -266,6 +283,7 @@ def _bar(parts: Sequence[tuple[str, float, str]], total: float) -> str:
 
 
 def _legend(parts: Sequence[tuple[str, float, str]]) -> str:
+    """Return the colours, names and values of a bar's parts."""
     items = "&ensp; ".join(
         f'<span class="key" style="background:{colour}"></span>{escape(name)} {text}'
         for (name, part, text), colour in zip(parts, _COLOURS, strict=False)
@@ -275,12 +293,12 @@ def _legend(parts: Sequence[tuple[str, float, str]]) -> str:
 
 
 def _fields(rows: Iterable[tuple[str, str]]) -> str:
-    """``rows``: name and HTML."""
+    """Return a table of names and HTML values."""
     return "<table>" + "".join(f"<tr><td>{name}</td><td>{value}</td></tr>" for name, value in rows) + "</table>"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """``rows``: cells in HTML."""
+    """Return a table of cells in HTML."""
     top = "".join(f"<th>{name}</th>" for name in head)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><tr>{top}</tr>{body}</table>"

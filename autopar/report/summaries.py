@@ -1,7 +1,7 @@
-"""Plans and traced models as people and programs read them.
+"""Plans, comparisons, runs and traced models as text and as JSON values.
 
-A plan is one flat JSON object (the contract of ``--json``), stands beside another plan, or beside what its run measured. A traced
-model is its parameters, FLOPs, repeated blocks and operators, and what has no rule.
+:func:`plan_summary` is the JSON object of a plan that ``--json`` prints. Two plans are compared with each other, or a plan with the
+measurements of its run. A traced model is described by its parameters, FLOPs, repeated blocks, operators, and the operators without a rule.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def plan_summary(plan: Plan) -> dict[str, Any]:
-    """What ``search --json``, ``estimate --json`` and ``show --json`` print; seconds and bytes."""
+    """Return the JSON values that ``search --json``, ``estimate --json`` and ``show --json`` print, in seconds and bytes."""
     predicted = plan.predicted
     return {
         "model": asdict(plan.model),
@@ -74,7 +74,7 @@ _MAX_CHANGES = 40
 
 
 def render_comparison(before: Plan, after: Plan, *, names: tuple[str, str]) -> str:
-    """A table of what people compare, with the change in percent, and the list of differing choices."""
+    """Return a table of the main figures of two plans with changes in percent, and a list of the choices that differ."""
     lines = plain_table(
         ("", *names, "change"), _rows(before, after), left=("", *names), width=120, indent=0
     ).splitlines()
@@ -87,7 +87,7 @@ def render_comparison(before: Plan, after: Plan, *, names: tuple[str, str]) -> s
 
 
 def comparison(before: Plan, after: Plan) -> dict[str, Any]:
-    """The same as JSON values: all changes, and the ratio of the step times."""
+    """Return a comparison as JSON values: all changes, and the ratio of step times."""
     before_s, after_s = before.predicted.step_time_s, after.predicted.step_time_s
     return {
         "step_time_s": [before_s, after_s],
@@ -98,26 +98,27 @@ def comparison(before: Plan, after: Plan) -> dict[str, Any]:
 
 
 def _rows(before: Plan, after: Plan) -> list[tuple[str, str, str, str]]:
-    one, two = before.predicted, after.predicted
+    """Return the rows of a comparison: name, both values, and the change."""
+    old, new = before.predicted, after.predicted
     rows = [
         ("model", before.model.name, after.model.name, ""),
         ("cluster", before.cluster, after.cluster, ""),
         ("mesh", str(before.mesh), str(after.mesh), ""),
         *((name, left, right, "") for (name, left), (_, right) in zip(choices(before), choices(after), strict=True)),
-        ("step time", seconds(one.step_time_s), seconds(two.step_time_s), _change(one.step_time_s, two.step_time_s)),
+        ("step time", seconds(old.step_time_s), seconds(new.step_time_s), _change(old.step_time_s, new.step_time_s)),
     ]
-    for (name, left_s), (_, right_s) in zip(time_parts(one.breakdown), time_parts(two.breakdown), strict=True):
+    for (name, left_s), (_, right_s) in zip(time_parts(old.breakdown), time_parts(new.breakdown), strict=True):
         if left_s or right_s:
             rows.append((f"  {name}", seconds(left_s), seconds(right_s), _change(left_s, right_s)))
-    left, right = one.peak_memory_bytes, two.peak_memory_bytes
+    left, right = old.peak_memory_bytes, new.peak_memory_bytes
     rows += [
         ("peak memory", num_bytes(left), num_bytes(right), _change(left, right)),
-        ("MFU", share(one.mfu, 1), share(two.mfu, 1), ""),
+        ("MFU", share(old.mfu, 1), share(new.mfu, 1), ""),
         (
             "tokens/s",
-            f"{one.tokens_per_s:,.0f}",
-            f"{two.tokens_per_s:,.0f}",
-            _change(one.tokens_per_s, two.tokens_per_s),
+            f"{old.tokens_per_s:,.0f}",
+            f"{new.tokens_per_s:,.0f}",
+            _change(old.tokens_per_s, new.tokens_per_s),
         ),
     ]
     return rows
@@ -127,11 +128,11 @@ def _change(before: float, after: float, digits: int = 1) -> str:
     return percent(after / before - 1, digits=digits, sign=True) if before else "-" if not after else "new"
 
 
-# --- What a run measured beside what its plan predicted, for `autopar validate --from-run`.
+# --- measurements of a run against its plan's prediction, for `autopar validate --from-run`
 
 
 def render_run(record: RunRecord) -> str:
-    """A table by category, and the verdict."""
+    """Return a table of predicted and measured times by category, and the verdict."""
     rows = [_row("step", record.predicted_s, record.measured_s)]
     rows += [
         _row(f"  {part.name}", part.predicted_s, part.measured_s)
@@ -152,7 +153,7 @@ def render_run(record: RunRecord) -> str:
 
 
 def run_summary(record: RunRecord) -> dict[str, Any]:
-    """The same as JSON values."""
+    """Return the same as JSON values."""
     return {
         **asdict(record),
         "is_outside": record.is_outside,
@@ -165,11 +166,13 @@ def _row(name: str, predicted_s: float, measured_s: float) -> tuple[str, str, st
     return name, seconds(predicted_s), seconds(measured_s), _change(predicted_s, measured_s, 0)
 
 
+# --- traced models
+
 _SHOWN_OPERATORS = 40
 
 
 def graph_summary(graph: Graph) -> dict[str, Any]:
-    """The graph's figures as JSON values; FLOPs are those of one sample, forward and backward, as plans count them."""
+    """Return the figures of a graph as JSON values. FLOPs are those of one sample, forward and backward, as in plans."""
     histogram = Counter(op.target for op in graph.ops)
     classes: dict[str, list[Block]] = {}
     for block in graph.blocks:
@@ -183,8 +186,8 @@ def graph_summary(graph: Graph) -> dict[str, Any]:
         "tied": {p.fqn: list(p.aliases) for p in graph.parameters if p.aliases},
         "flops_per_sample": sum(flops_of_block(graph, block) for block in graph.blocks),
         "inputs": {
-            one.name: {"shape": list(one.spec.shape), "dtype": _dtype(one.spec.dtype), "batch_dim": one.batch_dim}
-            for one in graph.inputs
+            leaf.name: {"shape": list(leaf.spec.shape), "dtype": _dtype(leaf.spec.dtype), "batch_dim": leaf.batch_dim}
+            for leaf in graph.inputs
         },
         "blocks": [
             {
@@ -205,16 +208,16 @@ def graph_summary(graph: Graph) -> dict[str, Any]:
 
 
 def render_graph(graph: Graph) -> str:
-    """The same as text."""
-    found = graph_summary(graph)
+    """Return the figures of a graph as text."""
+    summary = graph_summary(graph)
     head = [
         f"{graph.name} (fingerprint {graph.fingerprint})",
-        f"  parameters  {found['parameters']:,} ({num_bytes(found['parameter_bytes'])})",
-        f"  FLOPs       {flops(found['flops_per_sample'])} a sample, forward and backward",
+        f"  parameters  {summary['parameters']:,} ({num_bytes(summary['parameter_bytes'])})",
+        f"  FLOPs       {flops(summary['flops_per_sample'])} a sample, forward and backward",
         f"  operators   {len(graph.ops)}, and {len(graph.prelude)} that depend on inputs and constants alone",
     ]
-    head += [f"  tied        {name} = {', '.join(aliases)}" for name, aliases in found["tied"].items()]
-    head += [f"  input       {n} {tuple(i['shape'])} {i['dtype']}" for n, i in found["inputs"].items()]
+    head += [f"  tied        {name} = {', '.join(aliases)}" for name, aliases in summary["tied"].items()]
+    head += [f"  input       {n} {tuple(i['shape'])} {i['dtype']}" for n, i in summary["inputs"].items()]
     blocks = plain_table(
         ("blocks", "count", "operators", "parameters", "FLOPs a sample"),
         [
@@ -225,11 +228,11 @@ def render_graph(graph: Graph) -> str:
                 f"{block['parameters']:,}",
                 flops(block["flops_per_sample"]),
             )
-            for block in found["blocks"]
+            for block in summary["blocks"]
         ],
         left=("blocks",),
     )
-    shown = list(found["operators"].items())
+    shown = list(summary["operators"].items())
     operators = plain_table(
         ("operator", "count", "rule"),
         [(target, str(number), "yes" if has_rule(target) else "no") for target, number in shown[:_SHOWN_OPERATORS]],
@@ -237,7 +240,7 @@ def render_graph(graph: Graph) -> str:
     )
     if len(shown) > _SHOWN_OPERATORS:
         operators += f"\n  and {len(shown) - _SHOWN_OPERATORS} more kinds: see --json"
-    missing = found["operators_without_rule"]
+    missing = summary["operators_without_rule"]
     rules = (
         "Operators without a rule (replicated; add one with autopar.register_rule)\n"
         + "\n".join(f"  {t}" for t in missing)

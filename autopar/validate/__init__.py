@@ -1,1 +1,1 @@
-"""Predictions against published and own measurements: the table, the errors, the fit of a profile's free parameters."""
+"""Predictions against measured runs: the table of runs, errors of the predictions, and the fit of a profile's free parameters."""

@@ -1,8 +1,8 @@
-"""A measured run as the planner sees it: a traced model, the layout of the run pinned, one rank's blocks.
+"""A measured run as the planner sees it: a traced model, the pinned layout of the run, and the blocks of one rank.
 
-Equal layers are solved once: a model of :data:`TRACED_LAYERS` is traced and its inner layer stands for all others. The
-typing on ``tp`` and ``cp`` is the planner's fastest among those that the run allows; work is kept apart from its price, so
-that one solution serves every profile that is tried.
+Equal layers are solved once: a model of :data:`TRACED_LAYERS` is traced, and its inner layer stands for all others. The typing on ``tp``
+and ``cp`` is the fastest of those that the run allows. The work of blocks is kept apart from its price, so that one solution serves every
+profile.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from autopar.validate.practice import (
 from autopar.validate.runs import Run
 
 TRACED_LAYERS = 4
-"""The fewest of which one has equal layers before and behind it, and another like it."""
+"""The fewest layers of which one has equal layers before and after it, and another one is equal to it."""
 PADDED_VOCABULARY = 128
 """Megatron pads the vocabulary to a multiple of 128 * tp (``--make-vocab-size-divisible-by``)."""
 
@@ -55,14 +55,21 @@ PRECISIONS = {
     "bf16_true": Precision(name="bf16", compute="bfloat16", storage="bfloat16", reduce="bfloat16"),
     "fp8": Precision(name="fp8", compute="bfloat16", storage="float32", reduce="bfloat16"),
 }
-"""By the column: dtypes of products and activations, of parameters at rest, of gradient sums."""
+"""Precisions by the column ``precision``: dtypes of products and activations, of parameters between steps, and of gradient sums."""
 
 QUANTIZED = {"fp8": "float8_e4m3fn"}
+"""Dtypes of quantized products by the column ``precision``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structure:
-    """The blocks of one rank: ``works`` of the compact graph, ``members`` that each stands for; no price yet."""
+    """The blocks of one rank in one layout, without prices.
+
+    Attributes:
+        works: work of each block of the compact graph.
+        members: how many blocks of the model each stands for.
+        block_flops: FLOPs of products of each block for a sample, forward and backward.
+    """
 
     works: tuple[BlockWork, ...]
     members: tuple[int, ...]
@@ -70,30 +77,33 @@ class Structure:
 
     @property
     def flops_per_sample(self) -> float:
-        """Products of matrices of the whole model, forward and backward."""
+        """FLOPs of products of the whole model for a sample, forward and backward."""
         return sum(flops * count for flops, count in zip(self.block_flops, self.members, strict=True))
 
 
 class Expressed:
-    """Runs as blocks; remembers solutions that runs share, by the first profile of each device that is given."""
+    """Runs as blocks. Solutions are shared by runs with equal graphs, and use the first profile that is given for a device."""
 
     def __init__(self) -> None:
         self._layouts: dict[object, Layouts] = {}
 
     def structures(self, run: Run, site: Site, profile: MachineProfile) -> tuple[Structure, ...]:
-        """The layouts that the run may have had: several where the sequence can be split in several ways.
+        """Return the layouts that the run may have had: several if the sequence can be split in several ways.
 
         Args:
-            profile: of the run's device.
+            run: the run.
+            site: its site.
+            profile: the profile of its device.
         """
         layouts = self._layouts_of(run, site, profile)
         split = LayoutKey(micro_batch_size=run.micro_batch, cp=run.cp, tp=run.tp)
-        found = {}
+        by_kind = {}
         for typed in layouts.typed(split, num_micro_batches=8, in_flight=1):
-            found[typed.kind] = layouts.price(typed)
-        return tuple(_structure(layouts, option, run, site) for option in found.values())
+            by_kind[typed.kind] = layouts.price(typed)
+        return tuple(_structure(layouts, option, run, site) for option in by_kind.values())
 
     def _layouts_of(self, run: Run, site: Site, profile: MachineProfile) -> Layouts:
+        """Return the layouts of the run's model on a single pipeline stage inside one node."""
         sizes, whole_vocabulary = sizes_of(run, site), "whole_vocabulary" in site.practices
         split_rows = run.sequence_parallel
         if split_rows is None and "sequence_parallel" in site.practices:
@@ -101,11 +111,11 @@ class Expressed:
         key = (sizes, run.device, None if run.tp == 1 else (split_rows, whole_vocabulary))
         if key not in self._layouts:
             inside = run.devices_per_node if run.devices_per_node % (run.tp * run.cp) == 0 else run.tp * run.cp
-            whole = replace(run, devices=inside, pp=1, dp=max(inside // (run.tp * run.cp), 1))
+            one_stage = replace(run, devices=inside, pp=1, dp=max(inside // (run.tp * run.cp), 1))
             space = replace(load_space("default"), price_ratios=(0.0,))
             self._layouts[key] = Layouts(
                 _graph_of(sizes),
-                CostModel(cluster_of(whole, profile, site), PRECISIONS[run.precision], "adamw"),
+                CostModel(cluster_of(one_stage, profile, site), PRECISIONS[run.precision], "adamw"),
                 global_batch_size=run.global_batch,
                 pins=Pins.parse(()),
                 space=space,
@@ -116,13 +126,13 @@ class Expressed:
 
 @cache
 def _graph_of(sizes: Sizes) -> Graph:
-    """The model of :data:`TRACED_LAYERS` layers: a graph depends on its sizes alone, and tracing takes most of the time."""
+    """Return the traced model of :data:`TRACED_LAYERS` layers. It depends on sizes alone, and tracing takes most of the time."""
     model, batch = build(sizes, TRACED_LAYERS)
     return trace(model, (), batch, name=sizes.family, repeats=True)
 
 
 def sizes_of(run: Run, site: Site = PLAIN) -> Sizes:
-    """What decides the graph of a run."""
+    """Return the sizes and choices of a run that determine its graph."""
     padded = PADDED_VOCABULARY * run.tp if run.tp * run.pp > 1 else 1
     return Sizes(
         family=run.family,
@@ -142,12 +152,13 @@ def sizes_of(run: Run, site: Site = PLAIN) -> Sizes:
 
 
 def precision_of(run: Run, site: Site = PLAIN) -> Precision:
-    """The dtypes of a run."""
-    found = PRECISIONS[run.precision]
-    return replace(found, storage=found.compute) if "plain_storage" in site.practices else found
+    """Return the dtypes of a run."""
+    precision = PRECISIONS[run.precision]
+    return replace(precision, storage=precision.compute) if "plain_storage" in site.practices else precision
 
 
 def _structure(layouts: Layouts, option: PricedLayout, run: Run, site: Site) -> Structure:
+    """Return the work of a layout's blocks, with the site's kernels and recompute."""
     graph, kind = layouts.local_graph(option), layouts.model.device.kernel_kind
     again: list[Callable[[Op], bool]] = [regathered] if "regathers" in site.practices else []
     if run.recompute == "selective":
@@ -161,7 +172,7 @@ def _structure(layouts: Layouts, option: PricedLayout, run: Run, site: Site) -> 
         block_work(graph, b, kind, again=lambda op: any(f(op) for f in again), kernels=kernels) for b in graph.blocks
     )
     if "deterministic" in site.practices:
-        works = tuple(filled(done, graph) for done in works)
+        works = tuple(filled(work, graph) for work in works)
     compact = layouts.compact
     members = scaled([len(m) for m in compact.members], run.layers)
     flops = tuple(flops_of_block(compact.graph, b, kind) for b in compact.graph.blocks)
@@ -169,17 +180,17 @@ def _structure(layouts: Layouts, option: PricedLayout, run: Run, site: Site) -> 
 
 
 def kernels_of(site: Site, run: Run) -> ForeignKernels | None:
-    """The kernels of a site's software, None for torch's eager mode; BLOOM's scores add to positions."""
-    found = site.practices & PRACTICES
+    """Return the kernels of a site's software, or None for torch's eager mode. Attention scores of BLOOM are added to positions."""
+    practices = site.practices & PRACTICES
     if run.attention != "scores":
-        found -= {"megatron_kernels"}
-    elif "megatron_kernels" in found and run.family == "bloom":
-        found |= {"biased_scores"}
-    return ForeignKernels(practices=found) if found else None
+        practices -= {"megatron_kernels"}
+    elif "megatron_kernels" in practices and run.family == "bloom":
+        practices |= {"biased_scores"}
+    return ForeignKernels(practices=practices) if practices else None
 
 
 def scaled(members: Sequence[int], layers: int) -> tuple[int, ...]:
-    """How many blocks each stands for in a model of ``layers``: the inner layer stands for more or fewer of them.
+    """Return how many blocks each block of the compact graph stands for in a model of ``layers``; only the inner layer's number changes.
 
     >>> scaled((1, 1, 3, 1, 1), 32), scaled((1, 1, 3, 1, 1), 1)
     ((1, 1, 30, 1, 1), (1, 0, 1, 0, 1))
@@ -194,14 +205,14 @@ def scaled(members: Sequence[int], layers: int) -> tuple[int, ...]:
 
 
 def predict(run: Run, structures: Sequence[Structure], cluster: Cluster, site: Site = PLAIN) -> Prediction:
-    """The prediction of a run on a cluster: the fastest of its structures, as much slower as its site says."""
+    """Return the prediction of a run on a cluster: the fastest of its structures, slowed down as its site says."""
     model = CostModel(cluster, precision_of(run, site), "adamw", runtime=runtime_of(run, site))
-    found = min((model.predict(*_laid_out(run, s, model, site)) for s in structures), key=lambda p: p.step_time_s)
-    return slower(found, 1.0 + site.slowdown)
+    fastest = min((model.predict(*_laid_out(run, s, model, site)) for s in structures), key=lambda p: p.step_time_s)
+    return slower(fastest, 1.0 + site.slowdown)
 
 
 def slower(prediction: Prediction, factor: float) -> Prediction:
-    """A prediction whose step takes ``factor`` times as long, each of its parts alike."""
+    """Return a prediction in which the step and each of its parts take ``factor`` times as long."""
     if factor == 1.0:
         return prediction
     parts, (low, high) = prediction.breakdown, prediction.step_time_interval_s
@@ -216,26 +227,26 @@ def slower(prediction: Prediction, factor: float) -> Prediction:
 
 
 def mesh_of(run: Run) -> Mesh:
-    """The mesh of a run; ZeRO shards over all data ranks, as those programs do."""
+    """Return the mesh of a run. ZeRO shards over all data ranks, as published programs do."""
     shards = run.dp if (run.zero if run.zero is not None else 1) else 1
     return Mesh(pp=run.pp, dp_replicate=run.dp // shards, dp_shard=shards, cp=run.cp, tp=run.tp)
 
 
 def _laid_out(run: Run, structure: Structure, model: CostModel, site: Site) -> tuple[list[StageCost], Step]:
-    """The priced stages of a run and how they are run."""
+    """Return the priced stages of a run and its step."""
     mesh = mesh_of(run)
     quantized = QUANTIZED.get(run.precision)
     costs: list[BlockCost] = []
-    for done, count in zip(structure.works, structure.members, strict=True):
+    for work, count in zip(structure.works, structure.members, strict=True):
         priced = price_block(
-            done, mesh, model.device, model.collectives, quantized=quantized,
+            work, mesh, model.device, model.collectives, quantized=quantized,
             exposed=partial(exposed, site=site, mesh=mesh, interference=model.device.interference),
         )  # fmt: skip
-        # the checkpoints of those programs run the whole forward again; torch's stops when nothing is left to keep
-        whole = replace(
+        # recompute in these programs runs all of forward; torch's stops after the last value that backward needs
+        recomputed = replace(
             priced, communication_again_s=priced.communication_forward_s, context_again_s=priced.context_forward_s
         )
-        costs += [whole] * count
+        costs += [recomputed] * count
     stops = stage_stops(run.layers, run.pp * run.virtual_stages, len(costs))
     full = run.recompute == "full"
     stages = []
@@ -243,7 +254,7 @@ def _laid_out(run: Run, structure: Structure, model: CostModel, site: Site) -> t
         layers: list[Recompute] = ["full" if full and 0 < i < len(costs) - 1 else "none" for i in range(start, stop)]
         stages.append(StageCost(blocks=tuple(costs[start:stop]), recompute=tuple(layers)))
     micro_batches = run.global_batch // (run.dp * run.micro_batch)
-    if "shards_over_context" in site.practices:  # the blocks' collectives are priced: what is left are the data axes
+    if "shards_over_context" in site.practices:  # blocks are priced by here: only the data axes still matter
         mesh = replace(mesh, dp_shard=mesh.dp_shard * mesh.cp, cp=1)
     step = Step(
         mesh=mesh,
@@ -259,7 +270,7 @@ def _laid_out(run: Run, structure: Structure, model: CostModel, site: Site) -> t
 
 
 def runtime_of(run: Run, site: Site) -> ForeignRuntime:
-    """How the site's program carries out the steps of a run: as its practices say, as far as they concern the run."""
+    """Return the runtime of the site's program, with those of its practices that concern the run."""
     concerned = {
         "partitioned_sends": run.sequence_parallel is False,
         "copied_sends": run.pp > 1,
@@ -270,11 +281,11 @@ def runtime_of(run: Run, site: Site) -> ForeignRuntime:
 
 
 def exposed(message: Message, *, site: Site, mesh: Mesh, interference: float) -> float:
-    """Seconds that a block waits for each second of one of its collectives, by the site's software.
+    """Return the exposed share of a collective inside a block with the site's software.
 
-    Transformer Engine's user buffers run collectives beside the products that make or read their values, in as many parts as there are
-    ranks, which copy engines move: one part has no product beside it, and the others take nothing from the multiprocessors. Megatron
-    sums a gradient over ``tp`` beside the product that makes the weight's.
+    User buffers of Transformer Engine split a collective into as many parts as there are ranks and run them at the same time as products
+    that make or read their values. Copy engines move them: one part overlaps no product, and the others take nothing from the
+    multiprocessors. Megatron sums a gradient over ``tp`` at the same time as the product that gives the weight's gradient.
     """
     if "overlapped_tensor_parallel" in site.practices:
         return 1.0 / mesh.size((message.axis,))
@@ -284,7 +295,7 @@ def exposed(message: Message, *, site: Site, mesh: Mesh, interference: float) ->
 
 
 def schedule_of(run: Run, micro_batches: int) -> str:
-    """The schedule that Megatron runs with these numbers."""
+    """Return the schedule that Megatron runs with these numbers."""
     if run.pp == 1:
         return "none"
     if run.virtual_stages > 1:
@@ -293,13 +304,14 @@ def schedule_of(run: Run, micro_batches: int) -> str:
 
 
 def stage_stops(layers: int, stages: int, blocks: int) -> tuple[int, ...]:
-    """Where stages stop among ``blocks`` blocks, the first and last of which are embedding and head.
+    """Return where stages stop among ``blocks`` blocks, of which the first is the embedding and the last the head.
 
-    Equal numbers of layers; where only layers with embedding and head divide, those count as layers (Megatron's
-    ``account_for_embedding``, DeepSpeed's ``type:transformer|embedding``), and the first and the last stage may have none
-    beside these (30 layers on 32 stages); else stages are filled one after the other to the least that is enough, and the
-    last has what is left, if only the head (DeepSpeed's ``partition_balanced``; BigScience, chronicles-prequel.md: "78/12=6.5 -
-    so the last stage has 1 block, while the rest have 7"). No other stage is without a layer.
+    - Stages have equal numbers of layers if these divide.
+    - If only layers with embedding and head divide, these count as layers (``account_for_embedding`` of Megatron,
+      ``type:transformer|embedding`` of DeepSpeed). The first and the last stage may then have no other layer (30 layers on 32 stages).
+    - Otherwise all stages but the last have the number of layers rounded up, and the last has the remainder, perhaps only the head
+      (``partition_balanced`` of DeepSpeed; BigScience, chronicles-prequel.md: "78/12=6.5 - so the last stage has 1 block, while the rest
+      have 7"). No other stage is without a layer.
 
     >>> stage_stops(4, 2, 6), stage_stops(6, 4, 8), stage_stops(7, 3, 9)
     ((3, 6), (2, 4, 6, 8), (3, 6, 9))

@@ -1,10 +1,11 @@
-"""The free parameters of profiles, few, named, bounded, each seen by many runs; and their fit: Gauss-Newton on logarithms.
+"""The free parameters of profiles, and their fit by Gauss-Newton on logarithms.
 
-A parameter belongs to an architecture (all devices with the same chip) or to all of them. Profiles hold the values; a
-fit starts from priors and is drawn back to them, so that it is the same whatever the profiles were fitted on before.
+Parameters are few, named and bounded, and many runs depend on each. One belongs to an architecture (all devices with the same chip) or is
+shared by all. Profiles hold the values. A fit starts from priors and is regularised towards them, so that earlier fits of the profiles do
+not matter.
 
-Minimises the sum over runs of rho(log(predicted / measured)) + sum over parameters of (log(x / start) / width)^2, where
-rho is the soft L1 loss (linear past :data:`OUTLIER`), by reweighted least squares.
+The fit minimises the sum over runs of rho(log(predicted / measured)) + sum over parameters of (DRAW * log(x / start))^2, where rho is the
+soft L1 loss (linear above :data:`OUTLIER`), by reweighted least squares.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ FLOAT8 = "float8_e4m3fn"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """One number of profiles that measured runs may tell.
+    """A number of profiles that can be fitted to measured runs.
 
     Attributes:
-        name: as ``--calibrate`` and the provenance print it.
-        architecture: empty: shared by all.
-        prior: to which every fit is drawn, whatever profiles say: a source left out leaves no trace.
+        name: the name in ``--calibrate`` and in provenances.
+        architecture: the architecture; empty if all share the parameter.
+        prior: the value that every fit is drawn to, whatever profiles have, so that a source that is left out has no effect.
         lower, upper: bounds.
-        meaning: for people.
+        meaning: what it is, as a text.
     """
 
     name: str
@@ -47,10 +48,11 @@ class Parameter:
 
     @property
     def key(self) -> str:
-        """Name and architecture: ``matmul@hopper``."""
+        """Name and architecture, such as ``matmul@hopper``."""
         return f"{self.name}@{self.architecture}" if self.architecture else self.name
 
 
+# name, prior, lower and upper bound, meaning
 _SHARED = (
     ("launch_s", 4e-6, 5e-7, 3e-5, "host and device overhead of one kernel"),
     ("blocking_launch_s", 4e-5, 2e-6, 1.5e-4, "the same where the host waits for each"),
@@ -58,6 +60,7 @@ _SHARED = (
     ("wave_loss", 0.3, 0.02, 3.0, "of one wave of tiles that stands idle on average"),
     ("interference", 0.15, 0.02, 1.0, "compute lost to communication beside it"),
 )
+# name, priors of Ampere, Hopper and Blackwell, lower and upper bound, meaning
 _BY_ARCHITECTURE = (
     (
         "matmul",
@@ -96,27 +99,27 @@ PARAMETERS = (
     ),
     Parameter(name="float8", architecture="hopper", prior=0.8, lower=0.3, upper=1.0, meaning="as matmul, in float8"),
 )
-"""Priors are round values assumed before any fit (their reasons stand in the provenance of uncalibrated profiles).
+"""All parameters.
 
-Where the host waits for each kernel nothing hides what eager PyTorch does between two of them: about 10 us of dispatch
-and autograd, as much of a module's Python, and as much again for launch, completion and wake-up, more on a busy node.
-Checked since: 80 A100s ran 200B parameters at 91.04 TFLOP/s where the host waited and at 97.20 where it did not
-(bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles-prequel.md; none of the runs of the table), which is
-39.5 us for each kernel that the model counts; at 160 they saw no difference.
+Priors are round values that were assumed before any fit; the provenance of uncalibrated profiles has their reasons.
 
-Rows that matrix units cannot load, in batched products (heads of 108 with written attention): sums of half precision are in single precision in PyTorch, so that the units beside
-them multiply in it: 19.5 TFLOP/s of an A100 (datasheet) over the ceiling of 271. Single products lose less, by measurements that no run of the
-table repeats (``unaligned_fraction`` of the profiles).
+``blocking_launch_s``: where the host waits for each kernel, nothing hides the work of eager PyTorch between two kernels. It is about 10 us
+of dispatch and autograd, as much of a module's Python, and as much again for launch, completion and wake-up; more on a busy node. A later
+check: 80 A100s ran 200B parameters at 91.04 TFLOP/s where the host waited and at 97.20 where it did not, and 160 showed no difference
+(bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles-prequel.md; none of the runs of the table). This is 39.5 us for each kernel
+that the model counts.
 
-Fused attention on Hopper: that of cuDNN, causal, at 128 and 8192 tokens (Shah et al. 2024, arXiv 2407.08608, figures 5
-and 6); backward without a mask there, times what a mask leaves forward.
+``unaligned``: in batched products matrix units cannot load rows that are no multiple of 16 bytes (heads of 108 in unfused attention).
+PyTorch accumulates half precision in single precision, so that the other units multiply in it: 19.5 TFLOP/s of an A100 (datasheet) over the
+ceiling of 271. Single products lose less, by measurements that no run of the table repeats (``unaligned_fraction`` of the profiles).
 
-No kernel published reaches more of the ceiling than FlashAttention-3 with causal masks, heads of 128 and 8192 tokens on an
-H100: 660 TFLOP/s forward and 575 backward of 795 (Dao-AILab/flash-attention, pull request 1893); bounds are these, rounded up.
+``attention`` on Hopper: cuDNN's, causal, at heads of 128 and 8192 tokens (Shah et al. 2024, arXiv 2407.08608, figures 5 and 6). Backward is
+that without a mask, times the ratio of forward with and without a mask. The upper bounds are FlashAttention-3's rates with causal masks,
+heads of 128 and 8192 tokens on an H100, 660 TFLOP/s forward and 575 backward of 795 (Dao-AILab/flash-attention, pull request 1893), rounded
+up: no published kernel reaches more of the ceiling.
 
-The first fused attention in Triton: that of FlashAttention-2 on the same chip over 1.8, the middle of "1.3-2.5x faster than
-FlashAttention in Triton" (Dao 2023, arXiv 2307.08691, section 4.1); ``flash2_fraction`` of the profiles has FlashAttention-2's.
-"""
+``triton``: the first fused attention in Triton has the rate of FlashAttention-2 on the same chip over 1.8, the middle of "1.3-2.5x faster
+than FlashAttention in Triton" (Dao 2023, arXiv 2307.08691, section 4.1). ``flash2_fraction`` of the profiles is FlashAttention-2's."""
 
 _RATE_FIELDS = {
     "wave_loss": "wave_loss",
@@ -131,91 +134,101 @@ HALVES = ("bfloat16", "float16")
 
 
 def architecture_of(name: str) -> str:
-    """The architecture of a device by its profile's name; empty where not known."""
+    """Return the architecture of a device by its profile's name; empty if it is unknown."""
     return next((chip for prefix, chip in ARCHITECTURES.items() if name.lower().startswith(prefix)), "")
 
 
 def parameters_of(name: str) -> tuple[Parameter, ...]:
-    """The parameters that the profile of a device takes."""
+    """Return the parameters that the profile of a device has."""
     return tuple(p for p in PARAMETERS if p.architecture in ("", architecture_of(name)))
 
 
 def write(profile: MachineProfile, values: Mapping[str, float], *, provenance: str = "") -> MachineProfile:
-    """A profile with other values of its parameters; others of ``values`` are left out.
+    """Return a profile with other values of its parameters; values of other profiles' parameters are ignored.
 
     Args:
-        provenance: what each number that changes says of where it comes from; appended to what is there.
+        profile: the profile.
+        values: values by parameter key.
+        provenance: is appended to the provenance of each number that changes.
     """
-    own = {p.name: values[p.key] for p in parameters_of(profile.device.name) if p.key in values}
-    device = _device(profile.device, own, provenance)
+    by_name = {p.name: values[p.key] for p in parameters_of(profile.device.name) if p.key in values}
+    device = _device(profile.device, by_name, provenance)
     link = profile.intra_node
-    if "link_fraction" in own:
-        link = replace(link, step_fraction=own["link_fraction"], provenance=noted(link.provenance, provenance))
+    if "link_fraction" in by_name:
+        link = replace(link, step_fraction=by_name["link_fraction"], provenance=noted(link.provenance, provenance))
     return replace(profile, device=device, intra_node=link)
 
 
-def _device(device: Device, own: Mapping[str, float], provenance: str) -> Device:
+def _device(device: Device, by_name: Mapping[str, float], provenance: str) -> Device:
+    """Return a device with other values of its parameters."""
     topics = {name: topic for topic, keys in TOPICS.items() for name in keys.values()}
     notes = dict(device.provenance)
-    for topic in {topics[name] for name in topics if name in own}:
+    for topic in {topics[name] for name in topics if name in by_name}:
         notes[topic] = noted(notes[topic], provenance)
     return replace(
         device,
-        matmul=tuple(_rate(rate, own, provenance) for rate in device.matmul),
+        matmul=tuple(_rate(rate, by_name, provenance) for rate in device.matmul),
         provenance=tuple(notes.items()),
-        **cast("dict[str, Any]", {name: own[name] for name in topics if name in own}),
+        **cast("dict[str, Any]", {name: by_name[name] for name in topics if name in by_name}),
     )
 
 
-def _rate(rate: MatmulRate, own: Mapping[str, float], provenance: str) -> MatmulRate:
+def _rate(rate: MatmulRate, by_name: Mapping[str, float], provenance: str) -> MatmulRate:
+    """Return a rate of products with other values of its parameters."""
     if rate.dtype not in (*HALVES, FLOAT8):
         return rate
-    changed: dict[str, float] = {field: own[name] for name, field in _RATE_FIELDS.items() if name in own}
-    efficiency = own.get("float8" if rate.dtype == FLOAT8 else "matmul")
+    changed: dict[str, float] = {field: by_name[name] for name, field in _RATE_FIELDS.items() if name in by_name}
+    efficiency = by_name.get("float8" if rate.dtype == FLOAT8 else "matmul")
     curve = rate.curve
     if efficiency is not None:
         curve = (*curve[:-1], CurvePoint(smallest_dim=curve[-1].smallest_dim, efficiency=min(efficiency, 1.0)))
     if not changed and curve == rate.curve:
         return rate
-    made = replace(rate, curve=curve, provenance=noted(rate.provenance, provenance), **changed)  # type: ignore[arg-type]
-    return replace(made, calibrated=made.calibrated or (bool(provenance) and efficiency is not None))
+    updated = replace(rate, curve=curve, provenance=noted(rate.provenance, provenance), **changed)  # type: ignore[arg-type]
+    return replace(updated, calibrated=updated.calibrated or (bool(provenance) and efficiency is not None))
 
 
 def noted(text: str, provenance: str) -> str:
-    """A provenance with another in place of the last fit's.
+    """Return a provenance with a note that replaces that of an earlier fit.
 
     >>> noted("measured; fitted on: a", "fitted on: b")
     'measured; fitted on: b'
     """
-    kept = text.split("; fitted on: ", maxsplit=1)[0]
-    return f"{kept}; {provenance}" if provenance else text
+    base = text.split("; fitted on: ", maxsplit=1)[0]
+    return f"{base}; {provenance}" if provenance else text
 
 
 OUTLIER = 0.05
-"""Relative error from which a run counts linearly: identical published runs differ by 4.6 % in the median."""
+"""Relative error from which the loss of a run is linear: identical published runs differ by 4.6 % in the median."""
 
 STEP = 0.03
+"""Relative change of a parameter in finite differences."""
 ROUNDS = 30
 FAR = 0.5
-"""Relative change of a parameter as far as which times are taken to be linear in logarithms."""
+"""Relative change of a parameter up to which log times are taken to be linear (a trust region)."""
 
 CLOSE = 1e-4
-"""Relative change of all parameters at which a fit has ended."""
+"""Relative change of all parameters below which a fit has converged."""
 
 SEEN = 1e-3
-"""Relative change of a run's time, by a parameter that changes by a factor e, from which the run sees it."""
+"""Relative change of a run's time per factor e of a parameter, from which the run counts as depending on the parameter."""
 
 DRAW = 0.03
-"""Relative error of one run that a change of a parameter by a factor e must be worth."""
+"""Weight of the priors: a change of a parameter by a factor e costs as much as this relative error of one run."""
 
 Array = NDArray[np.float64]
 Predictor = Callable[[Mapping[str, float], Sequence[int]], Sequence[float]]
-"""Predicted step times of runs by their indices, under values of parameters."""
+"""Returns the predicted step times of runs, given by index, under values of parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """``values`` by parameter key; ``num_seen``: runs whose time each one changes."""
+    """The result of a fit.
+
+    Attributes:
+        values: values by parameter key.
+        num_seen: the number of runs whose time depends on each parameter.
+    """
 
     values: dict[str, float]
     num_seen: dict[str, int]
@@ -224,26 +237,30 @@ class Fit:
 def sensitivity(
     predict: Predictor, values: Mapping[str, float], parameter: Parameter, runs: Sequence[int], log_times: Array
 ) -> Array:
-    """Derivative of the logarithm of each run's time by that of a parameter, by a finite difference.
+    """Return the derivative of the log time of each run with respect to the log of a parameter, by a finite difference.
 
     Args:
-        log_times: of ``runs`` at ``values``.
+        predict: the model.
+        values: values of all parameters.
+        parameter: the parameter that is changed.
+        runs: indices of runs.
+        log_times: log times of ``runs`` at ``values``.
     """
-    here = values[parameter.key]
-    step = STEP if here * math.exp(STEP) <= parameter.upper else -STEP
-    moved = np.log(np.array(predict({**values, parameter.key: here * math.exp(step)}, runs)))
-    found: Array = (moved - log_times) / step
-    return found
+    value = values[parameter.key]
+    step = STEP if value * math.exp(STEP) <= parameter.upper else -STEP
+    moved = np.log(np.array(predict({**values, parameter.key: value * math.exp(step)}, runs)))
+    slopes: Array = (moved - log_times) / step
+    return slopes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linearized:
-    """Step times near a point, linear in logarithms: what a fit steps on; the model itself judges the result.
+    """Log step times near a point, linear in the log parameters. A fit steps on them; the model itself judges the result.
 
     Attributes:
-        values: of the parameters at the point.
-        log_times: of each run there.
-        slopes: of each run (row) by each parameter (column), as :func:`sensitivity` gives them.
+        values: the parameters at the point.
+        log_times: log times of the runs at the point.
+        slopes: derivatives, runs by parameters, as :func:`sensitivity` returns them.
     """
 
     values: dict[str, float]
@@ -257,12 +274,13 @@ def fit(
     start: Mapping[str, float],
     parameters: Sequence[Parameter],
 ) -> Fit:
-    """The values that fit runs best.
+    """Return the values that fit runs best within the trust region.
 
     Args:
-        near: the runs' times, rows as ``measured``, columns as ``parameters``.
-        measured: step time of each run.
-        start: values to which the fit is drawn.
+        near: the linear model, rows as ``measured``, columns as ``parameters``.
+        measured: the step time of each run.
+        start: values that the fit is drawn to.
+        parameters: the fitted parameters.
     """
     target = np.log(np.array(measured))
     center = np.array([math.log(near.values[p.key]) for p in parameters])
@@ -271,14 +289,14 @@ def fit(
     high = np.array([math.log(p.upper) for p in parameters])
     low, high = np.maximum(low, center - FAR), np.minimum(high, center + FAR)
     low, high = np.minimum(low, high), np.maximum(low, high)
-    here = np.clip(center, low, high)
+    point = np.clip(center, low, high)
     for _ in range(ROUNDS):
-        error = near.log_times + near.slopes @ (here - center) - target
-        moved = _step(here, origin, low, high, near.slopes, error)
-        if np.max(np.abs(moved - here), initial=0.0) < CLOSE:
+        error = near.log_times + near.slopes @ (point - center) - target
+        next_point = _step(point, origin, low, high, near.slopes, error)
+        if np.max(np.abs(next_point - point), initial=0.0) < CLOSE:
             break
-        here = moved
-    values = {**start, **{p.key: math.exp(x) for p, x in zip(parameters, here, strict=True)}}
+        point = next_point
+    values = {**start, **{p.key: math.exp(x) for p, x in zip(parameters, point, strict=True)}}
     seen = {p.key: int(np.sum(np.abs(near.slopes[:, j]) > SEEN)) for j, p in enumerate(parameters)}
     return Fit(values=values, num_seen=seen)
 
@@ -286,33 +304,35 @@ def fit(
 def corrected(
     near: Linearized, values: Mapping[str, float], log_times: Array, parameters: Sequence[Parameter]
 ) -> Linearized:
-    """Times near another point: slopes are those known, and agree with what the step there changed (Broyden 1965).
+    """Return a linear model at another point, with slopes that are updated by the change of times there (Broyden 1965).
 
     Args:
-        values, log_times: of the point and there.
-        parameters: of the columns; those that ``values`` lack do not move.
+        near: the linear model so far.
+        values: the parameters at the other point.
+        log_times: the times there.
+        parameters: the columns; a parameter that ``near`` has no value of does not move.
     """
     step = np.array([math.log(values[p.key] / near.values[p.key]) if p.key in near.values else 0.0 for p in parameters])
     length = float(step @ step)
     if length < CLOSE**2:
         return Linearized(values=dict(values), log_times=log_times, slopes=near.slopes)
-    missed = log_times - near.log_times - near.slopes @ step
-    slopes = near.slopes + np.outer(missed, step) / length
+    residuals = log_times - near.log_times - near.slopes @ step
+    slopes = near.slopes + np.outer(residuals, step) / length
     return Linearized(values=dict(values), log_times=log_times, slopes=slopes)
 
 
 def robust_loss(error: Array) -> float:
-    """The sum of soft L1 losses of logarithmic errors."""
+    """Return the sum of soft L1 losses of log errors."""
     return float(2 * OUTLIER**2 * np.sum(np.sqrt(1 + (error / OUTLIER) ** 2) - 1))
 
 
-def _step(here: Array, origin: Array, low: Array, high: Array, slopes: Array, error: Array) -> Array:
-    """One step of reweighted least squares inside the bounds (``scipy.optimize.lsq_linear``)."""
+def _step(point: Array, origin: Array, low: Array, high: Array, slopes: Array, error: Array) -> Array:
+    """Return the next point by one step of reweighted least squares within the bounds (``scipy.optimize.lsq_linear``)."""
     from scipy.optimize import lsq_linear
 
     weight = (1 + (error / OUTLIER) ** 2) ** -0.25
-    matrix = np.vstack([slopes * weight[:, None], DRAW * np.eye(len(here))])
-    right = np.concatenate([-error * weight, DRAW * (origin - here)])
-    step = lsq_linear(matrix, right, bounds=(low - here - 1e-9, high - here + 1e-9)).x
-    moved: Array = np.clip(here + step, low, high)
-    return moved
+    matrix = np.vstack([slopes * weight[:, None], DRAW * np.eye(len(point))])
+    right = np.concatenate([-error * weight, DRAW * (origin - point)])
+    step = lsq_linear(matrix, right, bounds=(low - point - 1e-9, high - point + 1e-9)).x
+    next_point: Array = np.clip(point + step, low, high)
+    return next_point

@@ -1,7 +1,7 @@
-"""What published programs do otherwise than autopar's runtime: their sites, their software's choices, how they carry out a step.
+"""Differences of published programs from autopar's runtime: their clusters, the choices of their software, and how they run a step.
 
-``profiles/sites/*.toml`` has facts that published sources state, by a part of the column ``source``; rows of a user's
-own may say the same in optional columns.
+``profiles/sites/*.toml`` has facts that published sources state, by a part of the column ``source``. Users' rows may state the same in
+optional columns.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class Site:
     """A cluster and its software.
 
     Attributes:
-        source: part of the column ``source`` of the runs that it is for.
-        names: of these runs, where it is not for all of them.
-        family, attention, precision: the only ones that it is for; empty: any.
-        layout: ``megatron``: only for rows that split layers or stages and shard at most optimizer states, as Megatron does;
-            empty: any.
-        release: what tells these runs of a source from its others, where the source says that they do not compare.
-        link_bandwidth_bytes_per_s: 0: as the profile says; else what links inside a node reached, all of which arrives in a step.
-        nics_per_node, nic_bandwidth_bytes_per_s: 0: as the profile says; else as collectives reached on that cluster.
-        slowdown: by what part every step took longer, by the source's own words, than on the same machines later.
-        practices: what its software does otherwise than torch's eager mode and autopar's runtime; ``profiles/sites/practices.toml`` says
-            what each is.
+        source: a part of the column ``source`` of its runs.
+        names: names of its runs; empty: all of the source.
+        family, attention, precision: the only ones of its runs; empty: any.
+        layout: ``megatron``: only runs that split layers or stages and shard at most optimizer states, as Megatron does; empty: any.
+        release: marks its runs among those of the source, where the source says that they are not comparable with the others.
+        link_bandwidth_bytes_per_s: what links inside a node reached, without a further loss in a step; 0: as in the profile.
+        nics_per_node, nic_bandwidth_bytes_per_s: network cards and what collectives reached on them; 0: as in the profile.
+        slowdown: the part by which steps took longer than later on the same machines, as the source says.
+        practices: differences of its software from torch's eager mode and autopar's runtime; ``profiles/sites/practices.toml`` explains
+            each.
+        provenance: where the facts are from.
     """
 
     source: str
@@ -65,27 +65,28 @@ class Site:
 
 
 PLAIN = Site(source="")
+"""Eager PyTorch with autopar's runtime."""
 LAYOUTS = ("", "megatron")
 PRACTICES = "practices"
-"""The file that says what each practice is."""
+"""The file that explains each practice."""
 
 
 def load_sites() -> tuple[Site, ...]:
-    """The shipped sites.
+    """Return the shipped sites.
 
     Raises:
-        UsageError: a file is malformed; names file, line and key.
+        UsageError: a file is malformed; the error names file, line and key.
     """
-    found = data_files("profiles/sites")
-    known = frozenset(Table.load(found.pop(PRACTICES)).table(PRACTICES).names())
-    return tuple(site_from(item, known) for path in found.values() for item in Table.load(path).tables("site"))
+    files = data_files("profiles/sites")
+    practices = frozenset(Table.load(files.pop(PRACTICES)).table(PRACTICES).names())
+    return tuple(site_from(item, practices) for path in files.values() for item in Table.load(path).tables("site"))
 
 
 def site_from(table: Table, known_practices: frozenset[str]) -> Site:
-    """Read one ``[[site]]``.
+    """Return the site of one ``[[site]]``.
 
     Raises:
-        UsageError: a key is unknown or has a wrong value; names file, line and key.
+        UsageError: a key is unknown or has a wrong value; the error names file, line and key.
     """
     site = table.record(
         Site,
@@ -107,7 +108,7 @@ def site_from(table: Table, known_practices: frozenset[str]) -> Site:
 
 
 def released(run: Run, site: Site) -> Run:
-    """The run with the release that its site states, in parentheses behind the name of its source."""
+    """Return the run with the release of its site, in parentheses after the name of its source."""
     mark = f" ({site.release})"
     if not site.release or run.release.endswith(mark):
         return run
@@ -115,11 +116,12 @@ def released(run: Run, site: Site) -> Run:
 
 
 def site_of(run: Run, sites: tuple[Site, ...]) -> Site:
-    """The first site that is for the run, by source, name and columns; a plain one, eager PyTorch, where there is none."""
+    """Return the first site that a run belongs to, or :data:`PLAIN`."""
     return next((s for s in sites if _is_for(s, run)), PLAIN)
 
 
 def _is_for(site: Site, run: Run) -> bool:
+    """Return whether a run belongs to a site."""
     named = site.source.lower() in run.source.lower() and (not site.names or run.name in site.names)
     is_megatron = run.tp * run.pp > 1 and run.zero in (None, 0, 1)
     return (
@@ -132,7 +134,7 @@ def _is_for(site: Site, run: Run) -> bool:
 
 
 def cluster_of(run: Run, profile: MachineProfile, site: Site) -> Cluster:
-    """The cluster of a run: its nodes, with the site's cards and software; ``library``: read where None."""
+    """Return the cluster of a run: its nodes, with the cards and the software of its site."""
     num_nodes = max(run.devices // run.devices_per_node, 1)
     group = profile.group(num_nodes, min(run.devices, run.devices_per_node))
     group = replace(
@@ -151,16 +153,17 @@ def cluster_of(run: Run, profile: MachineProfile, site: Site) -> Cluster:
 
 
 def _reached(link: Link, bandwidth_bytes_per_s: float, site: Site) -> Link:
-    """The link with the bandwidth that a site's collectives reached; itself where that is 0."""
+    """Return a link with the bandwidth that a site's collectives reached; unchanged if that is 0."""
     if not bandwidth_bytes_per_s:
         return link
     return replace(link, bandwidth_bytes_per_s=bandwidth_bytes_per_s, step_fraction=1.0, provenance=site.provenance)
 
 
 def _as_run(device: Device, site: Site) -> Device:
+    """Return a device with the launches, memory allocator and kernels of a site's software."""
     if "blocking_launches" in site.practices and device.blocking_launch_s:
-        around = replace(device.overheads, collective_s=device.overheads.collective_s or device.blocking_launch_s)
-        device = replace(device, launch_s=device.blocking_launch_s, interference=1.0, overheads=around)
+        overheads = replace(device.overheads, collective_s=device.overheads.collective_s or device.blocking_launch_s)
+        device = replace(device, launch_s=device.blocking_launch_s, interference=1.0, overheads=overheads)
     if "fixed_segments" in site.practices and device.fixed_segments:
         device = replace(device, fragmentation=device.fixed_segments)
     if site.practices & {"triton_attention", "flash2_attention", "deterministic"}:
@@ -169,7 +172,7 @@ def _as_run(device: Device, site: Site) -> Device:
 
 
 def _as_computed(rate: MatmulRate, site: Site) -> MatmulRate:
-    """The rate with the site's kernel of fused attention, where the profile knows it."""
+    """Return a rate with that of the site's fused attention, if the profile has it."""
     forward, backward = rate.attention_fraction, rate.attention_backward_fraction
     if "triton_attention" in site.practices and rate.triton_fraction:
         forward, backward = rate.triton_fraction, rate.triton_backward_fraction
@@ -181,7 +184,7 @@ def _as_computed(rate: MatmulRate, site: Site) -> MatmulRate:
 
 
 TABLE = Ref("p_embedding_weight")
-"""The vocabulary of the models of ``families.py``."""
+"""The embedding of the models of ``families.py``."""
 
 HEAD = Ref("p_head_weight")
 
@@ -194,18 +197,18 @@ def as_megatron(
     *,
     whole_vocabulary: bool = False,
 ) -> tuple[Strategy, ...]:
-    """Keeps the strategies on ``tp`` that Megatron and torchtitan have; the planner's own are more.
+    """Return the strategies on ``tp`` that Megatron and torchtitan have, of those that the planner offers.
 
-    Weights of linear layers and the vocabulary are split; the planner may hold one whole and split rows of samples or of
+    They split the weights of linear layers and the vocabulary, where the planner may also replicate these and split rows of samples or of
     the sequence.
 
     Args:
         sequence: tokens of a sample.
-        split_rows: sequence parallelism: norms run on parts of the sequence [batch, sequence, ...]; False: no activation
-            is split along batch or sequence, and dropout has all of [batch, sequence, hidden]; None: as is fastest.
+        split_rows: True: sequence parallelism, in which norms run on parts of the sequence [batch, sequence, ...]. False: no activation is
+            split along batch or sequence, and dropout runs on all of [batch, sequence, hidden]. None: either.
         op: the operator.
         offered: its strategies.
-        whole_vocabulary: embedding and loss are not split, nor is the head with ``split_rows`` False.
+        whole_vocabulary: embedding and loss are not split, nor is the head if ``split_rows`` is False.
     """
     if whole_vocabulary and (
         op.target in LOSSES or TABLE in op.operands or (HEAD in op.operands and split_rows is False)
@@ -214,7 +217,7 @@ def as_megatron(
     if op.target in LINEAR or TABLE in op.operands:
         weight = 1 if op.target in LINEAR else op.operands.index(TABLE)
         offered = tuple(s for s in offered if s.inputs[weight].is_split)
-    if op.target == DROPOUT:  # of whole sums, not of each rank's part of one
+    if op.target == DROPOUT:  # dropout is not linear, and never runs on pending sums
         offered = tuple(s for s in offered if s.outputs[0].kind != "P")
     shape = op.spec.shape
     if _of_chained_norm(op):
@@ -230,87 +233,93 @@ def as_megatron(
 
 
 def _of_chained_norm(op: Op) -> bool:
-    """Whether an operator is of a norm, of whose weight and rows no rank has a part, as where it is one operator."""
+    """Return whether an operator is part of a norm that is several operators. As in a fused norm, its weight and its rows are not split."""
     if op.target in ("aten.mean.dim", "aten.to.dtype"):
         return len(op.spec.shape) == 3
     return op.target == "aten.mul.Tensor" and any("norm" in r.name and r.name.endswith("_weight") for r in op.operands)
 
 
 def cheap(op: Op) -> bool:
-    """What op-level selective checkpointing computes again: all but products, fused attention and collectives."""
+    """Return whether selective checkpointing by operator recomputes an operator: all but products, fused attention and collectives."""
     return op.target not in LINEAR and "attention" not in op.target and not op.target.startswith("autopar.")
 
 
 def second_products(graph: Graph) -> frozenset[str]:
-    """Names of every second linear layer of each block (torchtitan: "every second mm"), in order of the forward.
+    """Return the names of every second linear layer of each block in forward order (torchtitan: "every second mm").
 
-    The head, alone in its block, is none of them.
+    The head is alone in its block, and is none of them.
     """
     layers = ([op for op in graph.block_ops(block) if op.target in LINEAR] for block in graph.blocks)
     return frozenset(op.name for linear in layers for op in linear[1::2])
 
 
 def attention_core(op: Op) -> bool:
-    """What Megatron's selective recompute computes again: scores, softmax and their product with the values, or the fused kernel."""
+    """Return whether Megatron's selective recompute recomputes an operator.
+
+    It recomputes scores, softmax and their product with the values, or fused attention.
+    """
     scores = len(op.spec.shape) == 4 and op.target in ("aten.div.Tensor", "aten.masked_fill.Scalar", "aten.to.dtype")
     core = ("aten.softmax.int", "aten.matmul.default", "aten.dropout.default", DROPOUT)
     return scores or "attention" in op.target or op.target in core
 
 
 def regathered(op: Op) -> bool:
-    """Activations gathered over ``tp``, where linear layers keep their own part and gather it again in backward.
+    """Return whether an operator gathers activations over ``tp`` that linear layers keep as parts and gather again in backward.
 
-    Megatron does so with sequence parallelism, beside the product that gives the input's gradient (Korthikanti et al.
-    2022, section 4.2.2), so that its time is not counted twice.
+    Megatron does so with sequence parallelism. The second gather runs at the same time as the product that gives the input's gradient
+    (Korthikanti et al. 2022, section 4.2.2), so that its time does not count again.
     """
     return op.target == "autopar.all_gather" and op.args[1] == "tp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignRuntime(Runtime):
-    """A program by its practices (``profiles/sites/practices.toml``); without any of them autopar's own."""
+    """A program with the practices of a site (``profiles/sites/practices.toml``); without any it is autopar's runtime."""
 
     practices: frozenset[str] = frozenset()
 
     def data_parallel(self, step: Step, precision: Precision) -> DataParallel:
-        """Sums that are late wait for the last backward as those of a pipeline do."""
+        """Return the data parallelism of a step; late reductions wait for the last backward, as those of a pipeline do."""
         is_late = step.mesh.pp > 1 or "late_reductions" in self.practices
         return DataParallel(step.mesh, step.zero_stage, precision, is_late, "reduces_last" in self.practices)
 
     def gather_s(self, parts: Parts, data: DataParallel, collectives: CollectiveModel, device: Device) -> float:
-        """Each parameter by a broadcast, or all of them by one gather."""
+        """Return the seconds for gathering parameters: a broadcast for each, or one gather for all."""
         size = itemsize(data.precision.compute)
         if "broadcasts_parameters" in self.practices:
             sizes = [p.numel * size for p, _ in parts if p.shape]
-            return sum(collectives.time_s("broadcast", own, data.mesh, ("dp_shard",)) for own in sizes)
+            return sum(collectives.time_s("broadcast", num_bytes, data.mesh, ("dp_shard",)) for num_bytes in sizes)
         whole = data.padded(parts) * (1 if "quantized_gathers" in self.practices else size)
         moved_s = collectives.time_s("all_gather", whole, data.mesh, ("dp_shard",))
         return moved_s + 2 * whole / device.memory_bandwidth_bytes_per_s
 
     @property
     def reduction(self) -> str:
-        """An all-reduce or a reduce-scatter."""
+        """The collective that reduces gradients."""
         return "all_reduce" if "all_reduces_sums" in self.practices else "reduce_scatter"
 
     def adding_s(self, units: Sequence[Unit], data: DataParallel, num_micro_batches: int, device: Device) -> float:
-        """Where a kernel casts each gradient, the sums are there from the first micro-batch on, filled with zeros."""
-        whole, kept = data.accumulates(num_micro_batches), itemsize(data.precision.storage)
+        """Return the seconds for adding gradients.
+
+        If a kernel casts each gradient, the sums exist from the first micro-batch on, filled with zeros.
+        """
+        whole, sum_bytes = data.accumulates(num_micro_batches), itemsize(data.precision.storage)
         if data.uses_fsdp and whole:
-            kept = itemsize(data.precision.reduce)
-        if not ("casts_gradients" in self.practices and whole and kept > itemsize(data.precision.compute)):
+            sum_bytes = itemsize(data.precision.reduce)
+        if not ("casts_gradients" in self.practices and whole and sum_bytes > itemsize(data.precision.compute)):
             return Runtime.adding_s(self, units, data, num_micro_batches, device)
         moved, launches = data.added(units, num_micro_batches)
-        moved += 2 * sum(u.trained_numel + u.spread_numel for u in units) * kept
+        moved += 2 * sum(u.trained_numel + u.spread_numel for u in units) * sum_bytes
         return moved / device.memory_bandwidth_bytes_per_s + device.launch_s * (2 * launches)
 
     def message_bytes(self, num_bytes: int, mesh: Mesh) -> float:
-        """A rank's part of ``tp``, where messages are partitioned."""
+        """Return the bytes of a message; partitioned messages have a rank's part over ``tp``."""
         return num_bytes / mesh.tp if "partitioned_sends" in self.practices else num_bytes
 
     def stage_times(
         self, sums: StageSums, messages: StageMessages, mesh: Mesh, collectives: CollectiveModel, device: Device
     ) -> StageTimes:
-        """With what a stage waits for messages that block it, gathers what arrived in parts, and copies."""
+        """Return the times of a stage, with waits for blocking messages, gathers of partitioned messages, and copies."""
 
         def gather_s(size: int) -> float:
             is_gathered = "partitioned_sends" in self.practices
@@ -320,7 +329,7 @@ class ForeignRuntime(Runtime):
         if "blocking_sends" in self.practices:
             waits = messages.sent_s + messages.received_s
             forward_waits = waits + gather_s(messages.received_bytes)
-            # DeepSpeed gathers a stage's outputs, of which it kept its part, once more beside their gradients
+            # DeepSpeed keeps a part of a stage's outputs and gathers them again with their gradients
             backward_waits = waits + (2 if "copied_sends" in self.practices else 1) * gather_s(messages.sent_bytes)
         forward_host, backward_host = messages.forward_host_s, messages.backward_host_s
         if "copied_sends" in self.practices:
@@ -339,7 +348,7 @@ class ForeignRuntime(Runtime):
     def first_gathers_s(
         self, sums: Sequence[StageSums], units: Sequence[Unit], data: DataParallel, device: Device
     ) -> float:
-        """Where they follow the optimizer nothing runs beside them."""
+        """Return the exposed seconds of gathers before the first forward. After the optimizer nothing else runs at the same time."""
         if "gathers_after_step" not in self.practices:
             return Runtime.first_gathers_s(self, sums, units, data, device)
         if not data.uses_fsdp or data.gathers_always:
@@ -347,23 +356,22 @@ class ForeignRuntime(Runtime):
         return sum(unit.gather_s for unit in units) * self.late_share(device)
 
     def late_share(self, device: Device) -> float:
-        """What they slow the computation beside them by, where there is any."""
+        """Return the exposed share of late reductions: overlapped ones slow down computation, others are exposed entirely."""
         return device.interference if "overlapped_reductions" in self.practices else 1.0
 
 
 def copies_s(received: int, sent: int, ranks: int, device: Device) -> tuple[float, float]:
-    """What DeepSpeed's pipeline copies for one forward and one backward of a stage besides its messages, with their kernels.
+    """Return the seconds of DeepSpeed's pipeline copies for one forward and one backward of a stage, without its messages.
 
-    By deepspeed/runtime/pipe/engine.py and ``PartitionedTensor`` of deepspeed/runtime/utils.py (0.5 to 0.9): what arrives, a tensor
-    and a small one that describes it, is copied when it is received and once more before forward; the part that is sent is a
-    copy. A gather fills its output with zeros, copies the rank's part into it, gathers into a list, which c10d copies out of a
-    flat buffer one by one, and copies the whole; forward gathers the input, backward the output and its gradient. Nothing
-    is cut where ``ranks``, those of ``tp``, are one.
+    Sources: deepspeed/runtime/pipe/engine.py and ``PartitionedTensor`` of deepspeed/runtime/utils.py (0.5 to 0.9). A received tensor comes
+    with a small one that describes it; both are copied on arrival and again before forward. The part that is sent is a copy. A gather fills
+    its output with zeros, copies the rank's part into it, gathers into a list, which c10d copies out of a flat buffer one by one, and
+    copies the result. Forward gathers the input, backward the output and its gradient. With one rank on ``tp`` nothing is partitioned.
 
     Args:
-        received, sent: bytes of the whole input and the whole output; 0 where the stage has none.
-        ranks: of ``tp``.
-        device: whose memory copies.
+        received, sent: bytes of the complete input and output; 0 where the stage has none.
+        ranks: ranks of ``tp``.
+        device: the device whose memory copies.
     """
 
     def gathered(size: int) -> tuple[float, int]:
@@ -375,7 +383,7 @@ def copies_s(received: int, sent: int, ranks: int, device: Device) -> tuple[floa
     def seconds(moved: float, launches: int) -> float:
         return moved / device.memory_bandwidth_bytes_per_s + launches * device.launch_s
 
-    # what describes a part travels beside it
+    # a part comes with a tensor that describes it
     tensors = 2 if ranks > 1 else 1
     arrivals, leavings = tensors * (received > 0), tensors * (sent > 0)
     (bytes_in, launches_in), (bytes_out, launches_out) = gathered(received), gathered(sent)

@@ -1,4 +1,4 @@
-"""The answer of ``autopar validate``: runs of files predicted, the table of scores as text and Markdown, and one HTML file."""
+"""The report of ``autopar validate``: predictions of measured runs as a table in text and Markdown, and as one HTML page."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from autopar.validate.session import Session, predictable
 HEADER = ("source", "runs", "MAPE", "bias", "scaled", "rho", "inside", "pairs in order", "regret (worst)", "memory",
           "false fits", "false misfits")  # fmt: skip
 WORST = 12
+"""Runs with the largest errors that are listed."""
 
 
 def row_of(score: Score) -> tuple[str, ...]:
-    """The cells of :data:`HEADER`."""
+    """Return the cells of :data:`HEADER`."""
     regret = f"{percent(score.regret)} ({percent(score.worst_regret)}) of {score.groups}" if score.groups else "-"
     memory = f"{percent(score.memory_mape)} ({percent(score.memory_bias, sign=True)}) of {score.memory_runs}"
     return (
@@ -45,7 +46,7 @@ def row_of(score: Score) -> tuple[str, ...]:
 
 
 def markdown(scores: Sequence[Score]) -> str:
-    """The scores as a Markdown table, which a terminal shows as well."""
+    """Return the scores as a Markdown table that is aligned for terminals."""
     rows = [HEADER, *(row_of(score) for score in scores)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
     lines = [
@@ -56,10 +57,11 @@ def markdown(scores: Sequence[Score]) -> str:
 
 
 def failures(failed: Sequence[FailedRow], count: int) -> list[str]:
-    """Of how many rows nothing is predicted, and why; nothing where there is none.
+    """Return lines that say how many rows failed, and why each did; none if no row failed.
 
     Args:
-        count: of all rows.
+        failed: the rows that failed.
+        count: the number of all rows.
     """
     if not failed:
         return []
@@ -67,7 +69,7 @@ def failures(failed: Sequence[FailedRow], count: int) -> list[str]:
 
 
 def worst(runs: Sequence[Run], predictions: Sequence[Prediction]) -> list[str]:
-    """The runs that are missed most, with where their predicted time goes."""
+    """Return lines for the runs with the largest errors of step time, with the largest parts of their predicted time."""
     timed = [(r, p) for r, p in zip(runs, predictions, strict=True) if r.step_time_s]
     timed.sort(key=lambda pair: -abs(math.log(pair[1].step_time_s / (pair[0].step_time_s or 1.0))))
     lines = []
@@ -96,7 +98,7 @@ _SIDE, _MARGIN = 560, 56
 def render_html(
     scores: Sequence[Score], runs: Sequence[Run], predictions: Sequence[Prediction], failed: Sequence[FailedRow] = ()
 ) -> str:
-    """Scores and scatter plots on one page that needs nothing else; every text of the runs is escaped."""
+    """Return a self-contained page with scores and scatter plots. Every text of the runs is escaped."""
     names = list(dict.fromkeys(run.release for run in runs))
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
     times = [
@@ -122,7 +124,7 @@ def render_html(
 
 
 def scatter(points: Sequence[tuple[float, float, str, str]]) -> str:
-    """Predicted over measured, both logarithmic, with the line of equality.
+    """Return an SVG plot of predicted over measured values, both logarithmic, with the line of equality.
 
     Args:
         points: (measured, predicted, colour, name).
@@ -156,7 +158,7 @@ def scatter(points: Sequence[tuple[float, float, str, str]]) -> str:
 
 
 def parameters_table(values: Mapping[str, float], start: Mapping[str, float], seen: Mapping[str, int]) -> str:
-    """Fitted values beside priors, and how many runs see each."""
+    """Return a table of fitted values and priors, with the number of runs whose time depends on each parameter."""
     lines = ["| parameter | prior | fitted | runs that see it |", "|---|---|---|---|"]
     lines += [f"| {key} | {start[key]:.4g} | {values[key]:.4g} | {count} |" for key, count in seen.items()]
     return "\n".join(lines)
@@ -164,12 +166,13 @@ def parameters_table(values: Mapping[str, float], start: Mapping[str, float], se
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """What the runs of some files were predicted to take.
+    """The predictions for the runs of some files.
 
     Attributes:
-        session: the runs, under the profiles that they were predicted by.
-        fit: of the profiles' numbers; None where profiles are as they are.
-        profiles: those that were fitted, by name.
+        session: the runs, under the profiles of the predictions.
+        outcome: predictions and scores.
+        fit: the fit of the profiles' parameters; None if profiles are unchanged.
+        profiles: the fitted profiles by name.
     """
 
     session: Session
@@ -178,26 +181,26 @@ class Validation:
     profiles: Mapping[str, MachineProfile] = field(default_factory=dict)
 
     def to_dict(self, *, with_profiles: bool) -> dict[str, Any]:
-        """As JSON values."""
+        """Return JSON values."""
         fitted = {name: profile_to_dict(profile) for name, profile in self.profiles.items()}
         return self.outcome.to_dict(self.session) | ({"profiles": fitted} if with_profiles and fitted else {})
 
     def text(self, *, with_profiles: bool) -> str:
-        """Scores, what was fitted, what is missed most, what failed, and the profiles as their files."""
-        shown = [markdown(self.outcome.scores)]
+        """Return scores, fitted parameters, the largest errors, failed rows, and with ``with_profiles`` the fitted profiles as TOML."""
+        sections = [markdown(self.outcome.scores)]
         if self.fit is not None:
-            shown.append(parameters_table(self.fit.values, self.session.start, self.fit.num_seen))
-        shown.append(
+            sections.append(parameters_table(self.fit.values, self.session.start, self.fit.num_seen))
+        sections.append(
             "Missed most:\n\n" + "\n".join(f"- {line}" for line in worst(self.session.runs, self.outcome.predictions))
         )
         missing = failures(self.outcome.failed, len(self.session.runs) + len(self.outcome.failed))
-        shown += ["\n".join(missing)] if missing else []
+        sections += ["\n".join(missing)] if missing else []
         if with_profiles:
-            shown += [as_toml(profile_to_dict(p), comment=f"{name}.toml") for name, p in self.profiles.items()]
-        return "\n\n".join(shown)
+            sections += [as_toml(profile_to_dict(p), comment=f"{name}.toml") for name, p in self.profiles.items()]
+        return "\n\n".join(sections)
 
     def write_profiles(self, folder: Path) -> list[Path]:
-        """Each in a file of its name; gives the files."""
+        """Write each profile to a file of its name, and return the files."""
         paths = {folder / f"{name}.toml": profile for name, profile in self.profiles.items()}
         for path, profile in paths.items():
             write_toml(path, profile_to_dict(profile))
@@ -207,14 +210,16 @@ class Validation:
 def validated(
     files: Sequence[Path], *, sources: Sequence[str] = (), leave_one_out: bool = False, progress: Progress
 ) -> Validation:
-    """The runs of some files, predicted.
+    """Predict the runs of some files.
 
     Args:
-        sources: to which profiles are fitted before; none: they are as they are.
-        leave_one_out: each source is predicted with parameters that are fitted to the others.
+        files: CSV files of runs.
+        sources: the sources that profiles are fitted to first; none leaves the profiles unchanged.
+        leave_one_out: whether each source is predicted with parameters that are fitted to the others.
+        progress: called with the progress.
 
     Raises:
-        UsageError: a file that cannot be read, or a source of no run.
+        UsageError: a file cannot be read, or no run has one of the sources.
     """
     rows = tuple(row for path in files for row in read_rows(path))
     session, failed = predictable(rows, place=", ".join(map(str, files)), progress=progress)

@@ -1,4 +1,4 @@
-"""Measured runs: one row of a CSV file is one run, its header the schema."""
+"""Measured runs: each row of a CSV file is one run, and the header names its columns."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ MEASURED = ("step_time_s", "peak_memory_gib")
 TEXTS = ("name", "device", "source")
 MEMORY_KINDS = ("allocator", "nvidia-smi")
 COLUMNS = ("name", *COUNTS, *CHOICES, *MAY_BE_EMPTY, "device", *MEASURED, "memory_kind", "source")
-"""Others are passed over: remarks of one's own."""
+"""The columns of a run; other columns are ignored."""
 MOST = 10**9
-"""Of a count: what is beyond has lost its unit or a separator, and has no tensors of such sizes."""
+"""Largest value of a count: a larger one lacks its unit or a separator, and no tensor has such a size."""
 GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One measured run; the columns of the table in ``docs/evidence/accuracy.md``.
+    """One measured run; ``docs/evidence/accuracy.md`` describes the columns.
 
     Attributes:
-        file, line: where it stands, the header being line 1.
+        file, line: its place; the header is line 1.
         zero, sequence_parallel, recompute: None where the source does not say.
-        step_time_s, peak_memory_bytes: None where not known.
-        memory_kind: how memory was read: ``allocator`` or ``nvidia-smi``; may be empty.
+        step_time_s, peak_memory_bytes: None if unknown.
+        memory_kind: how memory was measured: ``allocator``, ``nvidia-smi`` or empty.
     """
 
     line: int
@@ -85,12 +85,12 @@ class Run:
 
     @property
     def publisher(self) -> str:
-        """The source whatever its release: what is left out together."""
+        """The source without its release; runs of one publisher are left out of a fit together."""
         return re.sub(r"\s*\([^)]*\)\s*$", "", self.release)
 
     @property
     def model(self) -> tuple[object, ...]:
-        """Equal for runs of one model and batch on equally many of one device: their plans can be compared."""
+        """Model, batch and devices: plans of runs with equal ones can be compared."""
         return (
             self.publisher, self.family, self.layers, self.hidden, self.ffn, self.heads, self.kv_heads, self.seq,
             self.device, self.devices, self.global_batch, self.precision,
@@ -99,7 +99,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedRow:
-    """A row of which nothing can be predicted, and why."""
+    """A row that cannot be predicted, and why."""
 
     file: str
     line: int
@@ -109,12 +109,12 @@ class FailedRow:
 
     @classmethod
     def of(cls, run: Run, error: AutoparError) -> FailedRow:
-        """A run that was read."""
+        """Return the failed row of a run that was read."""
         return cls(file=run.file, line=run.line, name=run.name, release=run.release, error=error)
 
 
 def read_rows(path: Path) -> tuple[Run | FailedRow, ...]:
-    """The rows of a file: those with a cell that has no sense, or with numbers that do not go together, as what is wrong.
+    """Return the rows of a file; rows with invalid or inconsistent cells are failed rows.
 
     Raises:
         UsageError: the file cannot be read, or a column is missing or unknown.
@@ -132,6 +132,7 @@ def read_rows(path: Path) -> tuple[Run | FailedRow, ...]:
 
 
 def _rows(text: str, path: Path) -> tuple[Run | FailedRow, ...]:
+    """Return the rows of a text."""
     reader = csv.DictReader(text.splitlines(keepends=True), strict=True)
     header = [name.strip() for name in reader.fieldnames or ()]
     _check_form(header, path)
@@ -152,6 +153,7 @@ def _rows(text: str, path: Path) -> tuple[Run | FailedRow, ...]:
 
 
 def _run_or_fault(cells: Mapping[str, str | None], path: Path, line: int) -> Run | FailedRow:
+    """Return a run, or a failed row."""
     try:
         return _run(cells, path, line)
     except UsageError as error:
@@ -160,7 +162,11 @@ def _run_or_fault(cells: Mapping[str, str | None], path: Path, line: int) -> Run
 
 
 def _check_form(header: Sequence[str], path: Path) -> None:
-    """Raises UsageError unless the first row names columns, with commas between them and each one once."""
+    """Check that the first row names columns, separated by commas, each once.
+
+    Raises:
+        UsageError: it does not.
+    """
     if not any(header):
         raise UsageError("The first row is empty", where=f"{path}, row 1", fix="Write the names of the columns there")
     other = next((mark for mark in ";\t|" if len(header) == 1 and mark in header[0]), None)
@@ -170,9 +176,9 @@ def _check_form(header: Sequence[str], path: Path) -> None:
             where=f"{path}, row 1",
             fix="Write the table as comma-separated values",
         )
-    twice = next((name for name in header if name in COLUMNS and header.count(name) > 1), None)
-    if twice is not None:
-        raise UsageError(f"The column {twice} is there twice", where=f"{path}, row 1", fix="Leave one of them out")
+    repeated = next((name for name in header if name in COLUMNS and header.count(name) > 1), None)
+    if repeated is not None:
+        raise UsageError(f"The column {repeated} is there twice", where=f"{path}, row 1", fix="Leave one of them out")
 
 
 class _Row:
@@ -190,6 +196,7 @@ class _Row:
             )
 
     def fault(self, column: str, expected: str, fix: str = "") -> UsageError:
+        """Return an error about a cell."""
         place = f"{self.path}, row {self.line}, column {column}"
         return UsageError(
             "The cell has a wrong value",
@@ -200,14 +207,16 @@ class _Row:
         )
 
     def count(self, column: str) -> int:
+        """Return a whole number from 1."""
         if not re.fullmatch(r"[1-9]\d*(\.0*)?", self.cells[column]):
             raise self.fault(column, "a whole number from 1")
-        whole = self.cells[column].partition(".")[0]
-        if len(whole) > len(str(MOST)) or int(whole) > MOST:
+        digits = self.cells[column].partition(".")[0]
+        if len(digits) > len(str(MOST)) or int(digits) > MOST:
             raise self.fault(column, f"at most {MOST:,}")
-        return int(whole)
+        return int(digits)
 
     def choice(self, column: str, known: tuple[str, ...], *, may_be_empty: bool = False) -> str:
+        """Return one of the known texts."""
         cell = self.cells[column]
         if cell not in known and (cell or not may_be_empty):
             expected = f"{'nothing or ' if may_be_empty else ''}one of {', '.join(known)}"
@@ -215,18 +224,24 @@ class _Row:
         return cell
 
     def measured(self, column: str) -> float | None:
+        """Return a number above zero, or None if the cell is empty."""
         if not self.cells[column]:
             return None
         try:
-            found = float(self.cells[column])
+            value = float(self.cells[column])
         except ValueError:
-            found = 0.0
-        if not 0 < found < float("inf"):
+            value = 0.0
+        if not 0 < value < float("inf"):
             raise self.fault(column, "nothing or a number above zero")
-        return found
+        return value
 
 
 def _run(cells: Mapping[str, str | None], path: Path, line: int) -> Run:
+    """Return the run of a row.
+
+    Raises:
+        UsageError: a cell is invalid or contradicts others.
+    """
     row = _Row(cells, path, line)
     counts = {column: row.count(column) for column in COUNTS}
     chosen = {column: row.choice(column, known) for column, known in CHOICES.items()}
@@ -251,7 +266,7 @@ def _run(cells: Mapping[str, str | None], path: Path, line: int) -> Run:
 
 
 def _check(run: Run, row: _Row) -> None:
-    """What numbers of one row must be to each other."""
+    """Check the numbers of a row against each other."""
     if run.tp * run.pp * run.cp * run.dp != run.devices:
         raise row.fault("devices", f"tp * pp * cp * dp = {run.tp * run.pp * run.cp * run.dp}")
     if run.devices % min(run.devices, run.devices_per_node):
@@ -262,9 +277,9 @@ def _check(run: Run, row: _Row) -> None:
         raise row.fault("heads", f"a divisor of the hidden size {run.hidden}")
     if run.heads % run.kv_heads:
         raise row.fault("kv_heads", f"a divisor of the {run.heads} heads")
-    for column, whole in (("tp", run.heads), ("tp", run.ffn), ("cp", run.seq)):
-        if whole % getattr(run, column):
-            raise row.fault(column, f"a divisor of heads, ffn or sequence {whole}")
+    for column, size in (("tp", run.heads), ("tp", run.ffn), ("cp", run.seq)):
+        if size % getattr(run, column):
+            raise row.fault(column, f"a divisor of heads, ffn or sequence {size}")
     if run.global_batch % (run.dp * run.micro_batch):
         raise row.fault("global_batch", f"a multiple of dp * micro_batch = {run.dp * run.micro_batch}")
     if run.layers + 2 < run.pp * run.virtual_stages:

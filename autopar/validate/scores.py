@@ -1,4 +1,4 @@
-"""How good predictions are: errors, ranks, intervals, pairs of plans, regret, fits that were none."""
+"""Scores of predictions against measured runs, tables of scores, and profiles that are calibrated to runs."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ from autopar.validate.runs import FailedRow, Run
 from autopar.validate.session import LEAST_SEEN, Session
 
 NOTABLE = 1.02
-"""Two plans of one model are told apart when their measured times differ by more than 2 %."""
+"""Ratio of measured times above which two plans of one model count as different."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Figures of one group of runs; fractions, not percent; None where there is nothing to count.
+    """Figures of one group of runs. They are fractions, not percent; None where nothing counts.
 
     Attributes:
-        mape, bias: mean absolute and mean signed relative error of step time.
-        scaled_mape: after one factor for each release.
+        mape, bias: mean absolute and mean signed relative error of step times.
+        scaled_mape: mean absolute relative error after one factor for each release.
         rho: Spearman's rank correlation of step times.
-        coverage: of measured times inside the predicted interval.
-        pairs, ordered: pairs of plans of one model that differ by over 2 %, and those that are predicted in order.
-        groups, regret, worst_regret: models with several plans; measured time of the plan predicted best over the best.
-        memory_runs, memory_mape, memory_bias: of peak memory where measured.
-        false_fits: predicted to fit, and measured above the device; false_misfits: ran, and predicted impossible.
+        coverage: share of measured times inside the predicted interval.
+        pairs, ordered: pairs of plans of one model whose times differ by over 2 %, and those that are predicted in order.
+        groups, regret, worst_regret: models with several plans, and the measured time of the plan that is predicted fastest over the
+            fastest, less 1.
+        memory_runs, memory_mape, memory_bias: the same errors of peak memory, where it was measured.
+        false_fits: runs that are predicted to fit and measured above the device's memory.
+        false_misfits: runs that are predicted not to fit.
     """
 
     name: str
@@ -59,16 +61,23 @@ class Score:
 
 
 def scales(runs: Sequence[Run], predictions: Sequence[Prediction]) -> dict[str, float]:
-    """One factor for each release: the median of measured over predicted time."""
+    """Return one factor for each release: the median of measured over predicted time."""
     ratios: dict[str, list[float]] = {}
     for run, prediction in zip(runs, predictions, strict=True):
         if run.step_time_s is not None:
             ratios.setdefault(run.release, []).append(run.step_time_s / prediction.step_time_s)
-    return {release: float(np.median(found)) for release, found in ratios.items()}
+    return {release: float(np.median(values)) for release, values in ratios.items()}
 
 
 def score(name: str, runs: Sequence[Run], predictions: Sequence[Prediction], widths: Sequence[float]) -> Score:
-    """The figures of a group of runs; ``widths``: of each one's interval of peak memory, relative to it."""
+    """Return the figures of a group of runs.
+
+    Args:
+        name: the name of the group.
+        runs: the runs.
+        predictions: their predictions.
+        widths: the relative half width of the interval of each one's peak memory.
+    """
     timed = [(run, p) for run, p in zip(runs, predictions, strict=True) if run.step_time_s is not None]
     measured = np.array([run.step_time_s for run, _ in timed], dtype=float)
     predicted = np.array([p.step_time_s for _, p in timed], dtype=float)
@@ -77,10 +86,10 @@ def score(name: str, runs: Sequence[Run], predictions: Sequence[Prediction], wid
     inside = [p.step_time_interval_s[0] <= (run.step_time_s or 0) <= p.step_time_interval_s[1] for run, p in timed]
     ordered, pairs = _pairs(timed)
     regrets = _regrets(timed)
-    known = [
+    sizes = [
         (r.peak_memory_bytes, as_read(r, p)) for r, p in zip(runs, predictions, strict=True) if r.peak_memory_bytes
     ]
-    off = np.array([found / size - 1 for size, found in known])
+    errors = np.array([predicted_size / size - 1 for size, predicted_size in sizes])
     return Score(
         name=name,
         runs=len(runs),
@@ -94,38 +103,38 @@ def score(name: str, runs: Sequence[Run], predictions: Sequence[Prediction], wid
         groups=len(regrets),
         regret=_mean(np.array(regrets)),
         worst_regret=max(regrets, default=None),
-        memory_runs=len(known),
-        memory_mape=_mean(np.abs(off)),
-        memory_bias=_mean(off),
+        memory_runs=len(sizes),
+        memory_mape=_mean(np.abs(errors)),
+        memory_bias=_mean(errors),
         false_fits=sum(_false_fit(r, p, w) for r, p, w in zip(runs, predictions, widths, strict=True)),
         false_misfits=sum(not may_fit(p, w) for p, w in zip(predictions, widths, strict=True)),
     )
 
 
 def as_read(run: Run, prediction: Prediction) -> float:
-    """The predicted peak as the run read it: an allocator's peak knows no context and no libraries' buffers."""
+    """Return the predicted peak as the run measured it: an allocator does not see the context and the buffers of libraries."""
     if run.memory_kind == "allocator":
         return max(m.total - m.reserved for m in prediction.memory)
     return float(prediction.peak_memory_bytes)
 
 
 def may_fit(prediction: Prediction, width: float) -> bool:
-    """Whether the lower end of the interval of memory fits: else the plan is called impossible."""
+    """Return whether the lower end of the interval of memory fits; otherwise the plan is predicted to be impossible."""
     return prediction.peak_memory_bytes / (1 + width) <= prediction.memory_limit_bytes
 
 
 def _false_fit(run: Run, prediction: Prediction, width: float) -> bool:
-    """Whether the upper end of the interval of memory fits, and what was measured does not."""
+    """Return whether the upper end of the interval of memory fits and the measured peak does not."""
     fits = prediction.peak_memory_bytes * (1 + width) <= prediction.memory_limit_bytes
     return fits and (run.peak_memory_bytes or 0) > prediction.memory_limit_bytes
 
 
 def _groups(timed: Sequence[tuple[Run, Prediction]]) -> list[list[tuple[float, float]]]:
-    """(predicted, measured) of the plans of each model."""
-    found: dict[object, list[tuple[float, float]]] = {}
+    """Return (predicted, measured) times of the plans of each model with several plans."""
+    by_model: dict[object, list[tuple[float, float]]] = {}
     for run, prediction in timed:
-        found.setdefault(run.model, []).append((prediction.step_time_s, run.step_time_s or 0.0))
-    return [plans for plans in found.values() if len(plans) > 1]
+        by_model.setdefault(run.model, []).append((prediction.step_time_s, run.step_time_s or 0.0))
+    return [plans for plans in by_model.values() if len(plans) > 1]
 
 
 def _notable(a: tuple[float, float], b: tuple[float, float]) -> bool:
@@ -133,12 +142,13 @@ def _notable(a: tuple[float, float], b: tuple[float, float]) -> bool:
 
 
 def _pairs(timed: Sequence[tuple[Run, Prediction]]) -> tuple[int, int]:
+    """Return the pairs that are predicted in order, and all pairs of different plans of one model."""
     pairs = [pair for plans in _groups(timed) for pair in combinations(plans, 2) if _notable(*pair)]
     return sum((a[0] - b[0]) * (a[1] - b[1]) > 0 for a, b in pairs), len(pairs)
 
 
 def _regrets(timed: Sequence[tuple[Run, Prediction]]) -> list[float]:
-    """Of models whose plans differ; of plans with one prediction the mean of their measured times counts."""
+    """Return the regret of each model whose plans differ; the measured times of plans with equal predictions are averaged."""
     regrets = []
     for plans in _groups(timed):
         best = min(measured for _, measured in plans)
@@ -150,7 +160,7 @@ def _regrets(timed: Sequence[tuple[Run, Prediction]]) -> list[float]:
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
-    """Spearman's; None where there are fewer than three values, or all are equal.
+    """Return Spearman's rank correlation; None if there are fewer than three values or all are equal.
 
     >>> round(rank_correlation([1, 2, 3, 4], [10, 20, 40, 30]), 3)
     0.8
@@ -171,13 +181,14 @@ def _mean(values: np.ndarray) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What is known of a table of runs.
+    """Predictions and scores of a table of runs.
 
     Attributes:
-        scores: of each release, then of all.
-        predictions: of each run.
-        fitted: values, by left out source.
-        failed: rows of the table that are no runs of the session.
+        scores: scores of each source and release, then of all.
+        predictions: the prediction of each run.
+        fitted: values of parameters, by the source that is left out.
+        scales: factors by release.
+        failed: rows of the table that are not in the session.
     """
 
     scores: tuple[Score, ...]
@@ -187,7 +198,7 @@ class Outcome:
     failed: tuple[FailedRow, ...] = ()
 
     def to_dict(self, session: Session) -> dict[str, Any]:
-        """The JSON of the command."""
+        """Return the JSON values of the command, rows in the order of their files."""
         predicted = [
             {
                 "row": run.line,
@@ -206,12 +217,12 @@ class Outcome:
         failed = [
             {"row": row.line, "name": row.name, "source": row.release, "error": str(row.error)} for row in self.failed
         ]
-        given = [*((run.file, run.line) for run in session.runs), *((row.file, row.line) for row in self.failed)]
-        files = list(dict.fromkeys(file for file, _ in given))
-        places = [(files.index(file), line) for file, line in given]
+        all_places = [*((run.file, run.line) for run in session.runs), *((row.file, row.line) for row in self.failed)]
+        files = list(dict.fromkeys(file for file, _ in all_places))
+        places = [(files.index(file), line) for file, line in all_places]
         rows = sorted(zip(places, (*predicted, *failed), strict=True), key=lambda pair: pair[0])
         return {
-            "summary": [asdict(found) for found in self.scores],
+            "summary": [asdict(score) for score in self.scores],
             "scales": dict(self.scales),
             "fitted": {group: dict(values) for group, values in self.fitted.items()},
             "failed_rows": len(self.failed),
@@ -220,20 +231,22 @@ class Outcome:
 
 
 def evaluate(session: Session, *, leave_one_out: bool = False, failed: Sequence[FailedRow] = ()) -> Outcome:
-    """Predictions of all runs: under the profiles as they are, or each source under what the others tell.
+    """Return predictions of all runs, under the profiles as they are, or of each source under a fit to the others.
 
-    Sources are left out whole: all releases of a publisher together.
+    All releases of a publisher are left out together.
 
     Args:
+        session: the runs.
+        leave_one_out: whether parameters are fitted to the other sources.
         failed: the other rows of the table.
     """
     groups = [run.publisher for run in session.runs]
     fitted: dict[str, dict[str, float]] = session.left_out(groups) if leave_one_out else {}
-    made: dict[int, Prediction] = {}
+    by_run: dict[int, Prediction] = {}
     for group in dict.fromkeys(groups):
-        rows = [i for i, found in enumerate(groups) if found == group]
-        made |= zip(rows, session.predictions(fitted.get(group), rows), strict=True)
-    predictions = [made[i] for i in range(len(groups))]
+        rows = [i for i, publisher in enumerate(groups) if publisher == group]
+        by_run |= zip(rows, session.predictions(fitted.get(group), rows), strict=True)
+    predictions = [by_run[i] for i in range(len(groups))]
     return Outcome(
         scores=tuple(scored(session, predictions)),
         predictions=tuple(predictions),
@@ -244,28 +257,29 @@ def evaluate(session: Session, *, leave_one_out: bool = False, failed: Sequence[
 
 
 def scored(session: Session, predictions: Sequence[Prediction]) -> list[Score]:
-    """Scores of each publisher, of its releases where there are several, and of all."""
-    found = []
+    """Return the scores of each publisher, of its releases if it has several, and of all runs."""
+    scores = []
     names = list(dict.fromkeys(name for run in session.runs for name in (run.publisher, run.release)))
     for name in (*names, "all"):
         rows = [i for i, run in enumerate(session.runs) if name in (run.publisher, run.release, "all")]
         widths = [session.profiles[session.runs[i].device].device.memory_uncertainty for i in rows]
-        found.append(score(name, [session.runs[i] for i in rows], [predictions[i] for i in rows], widths))
-    return found
+        scores.append(score(name, [session.runs[i] for i in rows], [predictions[i] for i in rows], widths))
+    return scores
 
 
 def calibrate(session: Session, sources: Sequence[str]) -> tuple[dict[str, MachineProfile], Fit, list[int]]:
-    """Profiles of the devices that the runs of ``sources`` ran on, with parameters fitted to these runs.
+    """Return profiles of the devices of some runs, with parameters fitted to these runs.
 
     Args:
-        sources: parts of the column ``source``; ``all`` for every run: shipped profiles of devices that none of them ran
-            on then get what is told of all devices, or of their chip.
+        session: all runs.
+        sources: parts of the column ``source``, or ``all`` for every run. With ``all``, shipped profiles of devices without runs also get
+            the parameters that all devices or their chip share.
 
     Returns:
-        Profiles by name, the fit, and the runs that it was made of.
+        Profiles by name, the fit, and the indices of the runs that it was fitted to.
 
     Raises:
-        UsageError: a source names no run.
+        UsageError: no run has one of the sources, or too few runs do.
     """
     for source in sources:
         if source != "all" and not any(source in run.source for run in session.runs):
@@ -275,14 +289,14 @@ def calibrate(session: Session, sources: Sequence[str]) -> tuple[dict[str, Machi
                 fix="Known: " + "; ".join(dict.fromkeys(run.release for run in session.runs)),
             )
     rows = [i for i in session.timed if any(s == "all" or s in session.runs[i].source for s in sources)]
-    found, chosen = session.fitted(rows)
+    fit, chosen = session.fitted(rows)
     releases = Counter(session.runs[i].release for i in rows)
     text = "fitted on: " + ", ".join(f"{name} ({count} runs)" for name, count in releases.items())
     keys = {p.key for p in chosen}
-    values = {key: float(f"{value:.4g}") for key, value in found.values.items() if key in keys}
+    values = {key: float(f"{value:.4g}") for key, value in fit.values.items() if key in keys}
     devices = {session.runs[i].device for i in rows}
     read = [i for i in rows if session.runs[i].peak_memory_bytes]
-    width = memory_width([session.runs[i] for i in read], session.predictions(found.values, read))
+    width = memory_width([session.runs[i] for i in read], session.predictions(fit.values, read))
     if not chosen and width is None:
         raise UsageError(
             f"{len(rows)} runs of these sources are too few to calibrate: each number needs {LEAST_SEEN} timed runs that see it",
@@ -291,18 +305,18 @@ def calibrate(session: Session, sources: Sequence[str]) -> tuple[dict[str, Machi
         )
     profiles = {}
     for name in sorted(devices):
-        made = free.write(session.profiles[name], values, provenance=f"{text}; by autopar validate --calibrate")
-        made = replace(made, device=_with_width(made.device, width, len(read)))
-        profiles[made.device.name] = made
+        profile = free.write(session.profiles[name], values, provenance=f"{text}; by autopar validate --calibrate")
+        profile = replace(profile, device=_with_width(profile.device, width, len(read)))
+        profiles[profile.device.name] = profile
     if "all" in sources:
         profiles |= others(profiles, values, f"{text}; none on this device; by autopar validate --calibrate")
-    return profiles, found, rows
+    return profiles, fit, rows
 
 
 def others(
     fitted: Mapping[str, MachineProfile], values: Mapping[str, float], provenance: str
 ) -> dict[str, MachineProfile]:
-    """Shipped profiles of accelerators without runs, with those of ``values`` that all devices or their chip share."""
+    """Return shipped profiles of accelerators without runs, with the shared values."""
     shipped = (load_profile(name) for name in known_devices() if name not in fitted)
     return {
         profile.device.name: free.write(profile, values, provenance=provenance)
@@ -312,15 +326,16 @@ def others(
 
 
 def memory_width(runs: Sequence[Run], predictions: Sequence[Prediction]) -> float | None:
-    """The half width of the interval of peak memory that holds 19 of 20 runs; None: too few have a measured peak."""
+    """Return the half width of the interval of peak memory that holds 19 of 20 runs; None if too few have a measured peak."""
     ratios = [
         as_read(r, p) / r.peak_memory_bytes for r, p in zip(runs, predictions, strict=True) if r.peak_memory_bytes
     ]
-    off = sorted(max(ratio, 1 / ratio) - 1 for ratio in ratios)
-    return off[math.ceil(0.95 * len(off)) - 1] if len(off) >= LEAST_SEEN else None
+    errors = sorted(max(ratio, 1 / ratio) - 1 for ratio in ratios)
+    return errors[math.ceil(0.95 * len(errors)) - 1] if len(errors) >= LEAST_SEEN else None
 
 
 def _with_width(device: Device, width: float | None, num_runs: int) -> Device:
+    """Return a device with the interval of peak memory."""
     if width is None:
         return device
     notes = dict(device.provenance)

@@ -1,4 +1,4 @@
-"""A table of runs predicted under profiles that may change: what the command, the fit and the tests share."""
+"""A table of runs and their predictions under profiles that may change, as the command, the fit and the tests use it."""
 
 from __future__ import annotations
 
@@ -29,19 +29,21 @@ from autopar.validate.practice import Site, cluster_of, load_sites, released, si
 from autopar.validate.runs import FailedRow, Run
 
 ROUNDS = 8
+"""Most rounds of a fit."""
 MEASURED_ROUNDS = (0, 1)
+"""Rounds of a fit after which slopes are measured anew, not corrected."""
 SETTLED = 1e-3
-"""Relative gain of a round below which no other follows."""
+"""Relative gain of a round below which the fit ends."""
 
 LEAST_SEEN = 4
-"""Runs that a parameter must be seen by, in order that it is fitted."""
+"""Fewest runs that must depend on a parameter for it to be fitted."""
 
 
 def profile_of(run: Run) -> MachineProfile:
-    """The profile of a run's device.
+    """Return the profile of a run's device.
 
     Raises:
-        UsageError: there is none; names file and row.
+        UsageError: there is none; the error names file and row.
     """
     try:
         return load_profile(run.device, relative_to=Path())
@@ -53,10 +55,10 @@ def profile_of(run: Run) -> MachineProfile:
 def predictable(
     rows: Sequence[Run | FailedRow], *, place: str = "runs", progress: Callable[[str, int, int], None] | None = None
 ) -> tuple[Session, tuple[FailedRow, ...]]:
-    """The session of those runs that can be predicted, and the other rows, each with what is wrong with it."""
+    """Return a session of the runs that can be predicted, and the other rows with their errors."""
     failed = [row for row in rows if isinstance(row, FailedRow)]
     profiles: dict[str, MachineProfile] = {}
-    known = []
+    runs = []
     for run in (row for row in rows if isinstance(row, Run)):
         try:
             if run.device not in profiles:
@@ -64,10 +66,10 @@ def predictable(
         except UsageError as error:
             failed.append(FailedRow.of(run, error))
         else:
-            known.append(run)
-    session = Session(known, place=place, profiles=profiles, progress=progress)
+            runs.append(run)
+    session = Session(runs, place=place, profiles=profiles, progress=progress)
     structures: dict[int, tuple[Structure, ...]] = {}
-    for i, run in enumerate(known):
+    for i, run in enumerate(runs):
         try:
             structures[i] = session.tried(i)
         except AutoparError as error:
@@ -76,17 +78,17 @@ def predictable(
 
 
 class Session:
-    """Runs with their layouts, and predictions of them.
+    """Runs with their layouts and predictions.
 
     Args:
-        runs: of one or several files.
-        place: of the file, for errors.
-        sites: facts of clusters; the shipped ones where None.
-        profiles: by device name; shipped ones or files where left out.
-        progress: told (text, done, total).
+        runs: runs of one or several files.
+        place: the file, for errors.
+        sites: facts on clusters; the shipped ones if None.
+        profiles: profiles by device name; missing ones are shipped ones or files.
+        progress: takes a text, the number done and the total.
 
     Raises:
-        UsageError: a run names a device without a profile, or cannot be laid out; names file and row.
+        UsageError: a run names a device without a profile; the error names file and row.
     """
 
     def __init__(
@@ -109,19 +111,19 @@ class Session:
                 self.profiles[run.device] = profile_of(run)
 
     def under(self, profiles: Mapping[str, MachineProfile]) -> Session:
-        """The same runs and layouts under other profiles of the devices named; layouts are those chosen here."""
+        """Return the same runs and layouts under other profiles of some devices; layouts are not chosen again."""
         return self.keeping(dict(enumerate(self.structures)), profiles)
 
     @cached_property
     def structures(self) -> tuple[tuple[Structure, ...], ...]:
-        """The layouts of every run; traced and solved once."""
+        """The layouts of every run, traced and solved once."""
         return tuple([self.laid_out(i) for i in range(len(self.runs))])
 
     def laid_out(self, index: int) -> tuple[Structure, ...]:
-        """The layouts of one run.
+        """Return the layouts of one run.
 
         Raises:
-            UsageError: it cannot be laid out; names file and row.
+            UsageError: the planner cannot express its layout; the error names file and row.
         """
         run = self.runs[index]
         if self.progress is not None:
@@ -139,24 +141,34 @@ class Session:
     def keeping(
         self, structures: Mapping[int, tuple[Structure, ...]], profiles: Mapping[str, MachineProfile] | None = None
     ) -> Session:
-        """Of these runs alone, by index, in these layouts; ``profiles``: in place of those here."""
-        known = {**self.profiles, **(profiles or {})}
-        other = Session([self.runs[i] for i in structures], place=self.place, profiles=known, progress=self.progress)
-        other.sites = tuple([self.sites[i] for i in structures])
-        other.__dict__["structures"] = tuple(structures.values())
-        return other
+        """Return a session of some runs, by index, in given layouts.
+
+        Args:
+            structures: layouts by index.
+            profiles: replace the profiles of some devices.
+        """
+        merged = {**self.profiles, **(profiles or {})}
+        session = Session([self.runs[i] for i in structures], place=self.place, profiles=merged, progress=self.progress)
+        session.sites = tuple([self.sites[i] for i in structures])
+        session.__dict__["structures"] = tuple(structures.values())
+        return session
 
     # --- predictions
 
     @cached_property
     def start(self) -> dict[str, float]:
-        """The priors of the parameters that the profiles of the runs take."""
+        """The priors of the parameters that the profiles of the runs have."""
         return {p.key: p.prior for name in self.profiles.values() for p in free.parameters_of(name.device.name)}
 
     def predictions(
         self, values: Mapping[str, float] | None = None, runs: Sequence[int] | None = None
     ) -> list[Prediction]:
-        """Predictions of runs, by index; of all where None. ``values``: of parameters; the profiles' where None."""
+        """Return predictions of runs.
+
+        Args:
+            values: values of parameters; those of the profiles if None.
+            runs: indices; all runs if None.
+        """
         profiles = self.profiles
         if values is not None:
             profiles = {name: free.write(profile, values) for name, profile in profiles.items()}
@@ -166,36 +178,37 @@ class Session:
     def _predicted(
         self, index: int, structures: Sequence[Structure], profiles: Mapping[str, MachineProfile]
     ) -> Prediction:
+        """Return the prediction of one run under some profiles."""
         run = self.runs[index]
         cluster = cluster_of(run, profiles[run.device], self.sites[index])
         return predict(run, structures, cluster, self.sites[index])
 
     def tried(self, index: int) -> tuple[Structure, ...]:
-        """The layouts of one run, of which a prediction can be made.
+        """Return the layouts of one run, after a prediction has succeeded.
 
         Raises:
-            AutoparError: it cannot be laid out, or not predicted under the profiles as they are; names file and row.
+            AutoparError: the run cannot be expressed, or not be predicted under the profiles; the error names file and row.
         """
-        found = self.laid_out(index)
+        structures = self.laid_out(index)
         try:
-            self._predicted(index, found, self.profiles)
+            self._predicted(index, structures, self.profiles)
         except AutoparError as error:
             raise error.within(self.runs[index].place) from error
-        return found
+        return structures
 
     def times_s(self, values: Mapping[str, float], runs: Sequence[int]) -> list[float]:
-        """Predicted step times."""
+        """Return predicted step times."""
         return [prediction.step_time_s for prediction in self.predictions(values, runs)]
 
     # --- fits
 
     @property
     def timed(self) -> list[int]:
-        """Runs whose step time is known."""
+        """Indices of the runs with a measured step time."""
         return [i for i, run in enumerate(self.runs) if run.step_time_s is not None]
 
     def touches(self, parameter: Parameter, index: int) -> bool:
-        """Whether a parameter can change the time of a run."""
+        """Return whether the time of a run can depend on a parameter."""
         run, site = self.runs[index], self.sites[index]
         if parameter.architecture not in ("", free.architecture_of(self.profiles[run.device].device.name)):
             return False
@@ -216,32 +229,33 @@ class Session:
                 return True
 
     def log_times(self, values: Mapping[str, float], runs: Sequence[int]) -> Array:
-        """Logarithms of the step times of ``runs``, as a column of all runs; zero for others."""
+        """Return log step times of ``runs`` as a column for all runs, zero for the others."""
         column = np.zeros(len(self.runs))
         column[list(runs)] = np.log(self.times_s(values, runs))
         return column
 
     def linearized(self, values: Mapping[str, float], runs: Sequence[int]) -> Linearized:
-        """The step times of ``runs`` near ``values``; rows of others are zero."""
-        known = [j for j, p in enumerate(PARAMETERS) if p.key in self.start]
+        """Return the linear model of ``runs`` near ``values``; rows of other runs are zero."""
+        columns = [j for j, p in enumerate(PARAMETERS) if p.key in self.start]
         log_times, slopes = self.log_times(values, runs), np.zeros((len(self.runs), len(PARAMETERS)))
-        for done, j in enumerate(known):
+        for done, j in enumerate(columns):
             parameter = PARAMETERS[j]
             if self.progress is not None:
-                self.progress(f"measuring what {parameter.key} changes", done, len(known))
+                self.progress(f"measuring what {parameter.key} changes", done, len(columns))
             rows = [i for i in runs if self.touches(parameter, i)]
             slopes[rows, j] = sensitivity(self.times_s, values, parameter, rows, log_times[rows])
         return Linearized(values=dict(values), log_times=log_times, slopes=slopes)
 
     def fitted(self, runs: Sequence[int], *, near: Linearized | None = None) -> tuple[Fit, tuple[Parameter, ...]]:
-        """Parameters fitted to ``runs`` alone: those that at least :data:`LEAST_SEEN` of them see.
+        """Return the parameters fitted to ``runs`` alone, and which they are: those that at least :data:`LEAST_SEEN` of the runs depend on.
 
-        Each round steps on the slopes known and prices the runs where it came to. Slopes are measured at the start, and
-        again in the rounds :data:`MEASURED_ROUNDS`; between they are corrected by what the step showed (:func:`corrected`).
-        The best values by the model itself count.
+        Each round steps on the linear model and predicts the runs at the new point. Slopes are measured at the start and in
+        :data:`MEASURED_ROUNDS`; in other rounds they are corrected by the change of times (:func:`corrected`). The values with the least
+        loss by the model itself are returned.
 
         Args:
-            near: ``runs`` at the start, where that is known already.
+            runs: indices.
+            near: the linear model at the start, if it is known.
         """
         rows = list(runs)
         chosen = tuple(
@@ -249,30 +263,30 @@ class Session:
         )
         measured = [self.runs[i].step_time_s or 1.0 for i in rows]
         columns = [PARAMETERS.index(p) for p in chosen]
-        here = near or self.linearized(self.start, rows)
+        point = near or self.linearized(self.start, rows)
         best: tuple[float, Fit] | None = None
-        for turn in range(ROUNDS):
+        for round_number in range(ROUNDS):
             part = Linearized(
-                values=here.values, log_times=here.log_times[rows], slopes=here.slopes[np.ix_(rows, columns)]
+                values=point.values, log_times=point.log_times[rows], slopes=point.slopes[np.ix_(rows, columns)]
             )
-            found = fit(part, measured, self.start, chosen)
-            if turn in MEASURED_ROUNDS:
-                here = self.linearized(found.values, rows)
+            step_fit = fit(part, measured, self.start, chosen)
+            if round_number in MEASURED_ROUNDS:
+                point = self.linearized(step_fit.values, rows)
             else:
-                here = corrected(here, found.values, self.log_times(found.values, rows), PARAMETERS)
-            loss = robust_loss(here.log_times[rows] - np.log(np.array(measured)))
+                point = corrected(point, step_fit.values, self.log_times(step_fit.values, rows), PARAMETERS)
+            loss = robust_loss(point.log_times[rows] - np.log(np.array(measured)))
             if best is None or loss < best[0]:
-                best = (loss, found)
+                best = (loss, step_fit)
             elif loss > best[0] * (1 - SETTLED):
                 break
         assert best is not None
         return best[1], chosen
 
     def left_out(self, groups: Sequence[str]) -> dict[str, dict[str, float]]:
-        """For each distinct group of runs the values fitted to the timed runs of all others.
+        """Return for each distinct group the values fitted to the timed runs of all other groups.
 
         Args:
-            groups: of each run.
+            groups: the group of each run.
         """
         near = self.linearized(self.start, self.timed)
         result = {}

@@ -1,1 +1,1 @@
-"""A plan against one device: losses, gradients and parameters compared, and where they first differ."""
+"""Comparison of a plan's program with one device: losses, gradients and parameters, and the first operator at which they differ."""

@@ -1,7 +1,7 @@
-"""Compares a plan's program with one device: losses, gradients and parameters, on every rank, in fp32 or fp64.
+"""Comparison of a plan's program with one device: losses, gradients and parameters on every rank, in fp32 or fp64.
 
-Worker processes on this machine play the ranks over gloo. The reference is the model itself, run
-on the whole batch in one process. Dropout is off in both: one device and many draw other numbers.
+Worker processes on this machine run as ranks over gloo. The reference is the model itself, trained on global batches in one process.
+Dropout is off in both, since one device and several ranks draw different random numbers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from autopar.verification.results import (
 )
 
 MAX_RANKS = 32
-"""Processes that are started at most."""
+"""Most processes that are started."""
 
 PRELOAD = (
     "torch",
@@ -63,6 +63,7 @@ PRELOAD = (
     "autopar.verification.compared_models",
     "autopar.verification.against_one_device",
 )
+"""Modules that workers share with the process that forks them."""
 
 
 def verify(  # noqa: PLR0913  keywords of the public call
@@ -77,39 +78,39 @@ def verify(  # noqa: PLR0913  keywords of the public call
     find: Literal["if it differs", "always", "never"] = "if it differs",
     loss_fn: LossFunction | None = None,
 ) -> VerifyReport:
-    """Runs the plan's program on local processes and compares it with one process.
+    """Run the plan's program on local processes and compare it with one process.
 
-    Where fp32 is past a limit the same plan runs again in fp64, and one device alone is compared between the two.
+    If an error in fp32 exceeds a tolerance, the same plan runs again in fp64, and one device is compared in fp32 with itself in fp64.
 
     Args:
         subject: makes the model and its batches.
-        plan: its own precision does not count.
-        graph: the traced model, for which the plan is.
-        steps: of AdamW.
-        run_timeout_s: for all ranks together; processes are killed after it.
-        pool: workers to use; otherwise made for this call.
-        precision: fp32, or fp64.
-        find: when the first operator that differs is sought, in float64: see :mod:`autopar.verification.first_difference`. Never where data
-            ranks take different numbers of samples: parts of tensors are compared by equal cuts.
+        plan: the plan; its precision is ignored.
+        graph: the traced model that the plan is for.
+        steps: steps of AdamW.
+        run_timeout_s: the time limit of a run of all ranks, after which processes are killed.
+        pool: workers to use; without it a pool is made for this call.
+        precision: fp32 or fp64.
+        find: when to search for the first operator that differs, in float64 (:mod:`autopar.verification.first_difference`). Plans whose
+            data ranks take different numbers of samples are never searched, since parts of tensors are compared by equal cuts.
         loss_fn: ``loss_fn(output, batch)``, with which the graph was traced; every rank imports it by its name.
 
     Raises:
-        UsageError: the plan has more ranks than this machine is asked to play.
-        AutoparError: a rank failed, or the time is up.
-        VerificationError: fp64 is asked for, and the model in float64 is another one; or results differ, and those of
-            one device differ as well from one time to the next.
+        UsageError: the plan has more ranks than :data:`MAX_RANKS`.
+        AutoparError: a rank failed or exceeded the time limit.
+        VerificationError: fp64 is wanted, and the model has other operators in float64; or results differ, and one device does not give the
+            same loss twice either.
     """
     _check_size(plan)
     compared = Compared(subject, loss_fn)
     graph = in_dtype(_without_dropout(graph), getattr(torch, plan.precision.compute), torch.float32)
     plan = replace(plan, precision=FP32)
-    lower(plan, graph)  # what is wrong with the plan is said here once, and not by every rank
+    lower(plan, graph)  # an invalid plan is reported here once, and not by every rank
     with WorkerPool(plan.mesh.world_size, preload=PRELOAD) if pool is None else nullcontext(pool) as workers:
         run = _Run(plan=plan, steps=steps, timeout_s=run_timeout_s, pool=workers)
         report = run.compared_in_double(compared, graph)[0] if precision == FP64 else run.compared(compared, graph)
         if find == "never" or (report.passed and find != "always") or plan.data_shares:
             return report
-        found = bisect(
+        bisection = bisect(
             compared,
             plan,
             in_dtype(graph, torch.float32, torch.float64),
@@ -119,10 +120,11 @@ def verify(  # noqa: PLR0913  keywords of the public call
             timeout_s=run_timeout_s,
             thorough=find == "always",
         )
-    return replace(report, bisection=found)
+    return replace(report, bisection=bisection)
 
 
 def _check_size(plan: Plan) -> None:
+    """Raise an error if the plan has too many ranks."""
     if plan.mesh.world_size > MAX_RANKS:
         raise UsageError(
             f"The plan has {plan.mesh.world_size} ranks, and verify starts at most {MAX_RANKS} processes on this machine",
@@ -131,17 +133,17 @@ def _check_size(plan: Plan) -> None:
 
 
 def _nudge(model: nn.Module, seed: int) -> None:
-    """Moves parameters by at most one unit in the last place, at random."""
+    """Move each parameter by at most one unit in the last place, at random."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            moves = torch.randint(-1, 2, parameter.shape, generator=generator)
-            parameter.mul_(1 + moves.to(parameter.dtype) * torch.finfo(parameter.dtype).eps)
+            signs = torch.randint(-1, 2, parameter.shape, generator=generator)
+            parameter.mul_(1 + signs.to(parameter.dtype) * torch.finfo(parameter.dtype).eps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """How a plan in fp32 is compared."""
+    """The comparison of a plan in fp32, and what it takes to run it."""
 
     plan: Plan
     steps: int
@@ -149,58 +151,63 @@ class _Run:
     pool: WorkerPool
 
     def compared(self, subject: Compared, graph: Graph) -> VerifyReport:
-        """In fp32; past the limits, in fp64 as well."""
+        """Compare in fp32; if an error exceeds a tolerance, in fp64 as well."""
         report, alone = self._report(subject, self.plan, graph)
         if report.is_within:
             return report
         self._check_repeats(subject)
         try:
-            double, truth = self.compared_in_double(subject, graph)
-            rows, why = double.rows, ""
+            double_report, double_reference = self.compared_in_double(subject, graph)
+            rows, why = double_report.rows, ""
         except VerificationError as error:
-            rows, why, truth = (), str(error), self._reference(replace(subject, is_double=True))
+            rows, why, double_reference = (), str(error), self._reference(replace(subject, is_double=True))
         confirmation = self._nudged_double(
-            subject, Confirmation(rows=rows, alone=errors(0, alone, truth), why=why), truth
+            subject, Confirmation(rows=rows, alone=errors(0, alone, double_reference), why=why), double_reference
         )
         if confirmation.agrees:
-            confirmation = self._nudged(subject, confirmation, report, truth)
+            confirmation = self._nudged(subject, confirmation, report, double_reference)
         return replace(report, confirmation=confirmation)
 
-    def _nudged_double(self, subject: Compared, confirmation: Confirmation, truth: Trained) -> Confirmation:
-        """With further runs of one device in fp64, where the plan is a little past the tolerances of fp64."""
+    def _nudged_double(self, subject: Compared, confirmation: Confirmation, double_reference: Trained) -> Confirmation:
+        """Add runs of one device in fp64 from moved parameters, where the plan exceeds the tolerances of fp64 by little."""
         if not confirmation.rows or confirmation.error > DOUBLE_CEILING:
             return confirmation
         for seed in range(DOUBLE_NUDGES):
             if confirmation.agrees:
                 break
-            own = errors(0, self._reference(replace(subject, is_double=True), nudge=seed), truth, FP64)
-            confirmation = replace(confirmation, nudged_double=(*confirmation.nudged_double, own))
+            row = errors(0, self._reference(replace(subject, is_double=True), nudge=seed), double_reference, FP64)
+            confirmation = replace(confirmation, nudged_double=(*confirmation.nudged_double, row))
         return confirmation
 
     def _nudged(
-        self, subject: Compared, confirmation: Confirmation, report: VerifyReport, truth: Trained
+        self, subject: Compared, confirmation: Confirmation, report: VerifyReport, double_reference: Trained
     ) -> Confirmation:
-        """With as many further runs of one device as it takes to explain what the plan is off by, or all of them."""
+        """Add runs of one device in fp32 from moved parameters, until they explain the errors of the plan or all are done."""
         for seed in range(NUDGES):
             if confirmation.is_rounding(report.rows):
                 break
-            own = errors(0, self._reference(subject, nudge=seed), truth)
-            confirmation = replace(confirmation, nudged=(*confirmation.nudged, own))
+            row = errors(0, self._reference(subject, nudge=seed), double_reference)
+            confirmation = replace(confirmation, nudged=(*confirmation.nudged, row))
         return confirmation
 
     def compared_in_double(self, subject: Compared, graph: Graph) -> tuple[VerifyReport, Trained]:
-        """In fp64, and what one device came to."""
+        """Compare in fp64; return the report and the results of one device.
+
+        Raises:
+            VerificationError: the model has other operators in float64.
+        """
         double = replace(subject, is_double=True)
-        wide = traced_in_double(double, graph)
-        if wide is None:
+        double_graph = traced_in_double(double, graph)
+        if double_graph is None:
             raise VerificationError(
                 "The model traces to other operators in float64 than in float32",
                 where=graph.name,
                 fix="Verify in fp32 (--compare-in fp32), or make the model's operators independent of its dtype",
             )
-        return self._report(double, replace(self.plan, precision=FP64), _without_dropout(wide))
+        return self._report(double, replace(self.plan, precision=FP64), _without_dropout(double_graph))
 
     def _report(self, subject: Compared, plan: Plan, graph: Graph) -> tuple[VerifyReport, Trained]:
+        """Return the report of one comparison, and the results of one device, which ranks read from a file."""
         reference = self._reference(subject)
         with tempfile.TemporaryDirectory(prefix="autopar-") as folder:
             path = Path(folder) / "reference.pt"
@@ -210,11 +217,15 @@ class _Run:
         return VerifyReport(steps=self.steps, reference_losses=reference["losses"], rows=rows), reference
 
     def batches(self, subject: Compared) -> list[dict[str, Tensor]]:
-        """Of every step."""
+        """Return the global batch of every step."""
         return [subject.make_batch(self.plan.global_batch_size, seed=step) for step in range(self.steps)]
 
     def _check_repeats(self, subject: Compared) -> None:
-        """One device gives the same loss twice, or nothing can be compared with it."""
+        """Check that one device gives the same loss twice; otherwise nothing can be compared with it.
+
+        Raises:
+            VerificationError: the two losses differ.
+        """
         batch = self.batches(subject)[0]
         with torch.no_grad():
             losses = [loss_of(model(**batch)).item() for model in (subject.build(), subject.build())]
@@ -225,8 +236,8 @@ class _Run:
             )
 
     def _reference(self, subject: Compared, *, nudge: int | None = None) -> Trained:
-        """What one device comes to; ``nudge``: the seed by which its parameters are moved before."""
-        model, batches = subject.build(), self.batches(subject)  # outside: random numbers depend on the dtype
+        """Return the results of one device. With a seed ``nudge`` its parameters are moved first."""
+        model, batches = subject.build(), self.batches(subject)  # before in_double: random numbers depend on the dtype
         if nudge is not None:
             _nudge(model, nudge)
         with in_double() if subject.is_double else nullcontext():
@@ -234,10 +245,10 @@ class _Run:
 
 
 def _without_dropout(graph: Graph) -> Graph:
-    """The same graph, fingerprint included, that drops nothing.
+    """Return the graph with dropout turned off and the same fingerprint.
 
     Raises:
-        VerificationError: it draws other random numbers besides.
+        VerificationError: the graph draws other random numbers.
     """
     drawn = next((op for op in graph.ops if draws_random(op.target) and op.target not in DROPOUT_ARGUMENT), None)
     if drawn is not None:
@@ -250,7 +261,7 @@ def _without_dropout(graph: Graph) -> Graph:
 
 
 def in_dtype(graph: Graph, compute: torch.dtype, wanted: torch.dtype) -> Graph:
-    """The same graph, fingerprint included, with ``wanted`` wherever it has the dtype ``compute``."""
+    """Return the graph with ``wanted`` in place of the dtype ``compute``, and the same fingerprint."""
     if compute == wanted:
         return graph
 
@@ -258,19 +269,19 @@ def in_dtype(graph: Graph, compute: torch.dtype, wanted: torch.dtype) -> Graph:
         return replace(old, dtype=wanted) if old.dtype == compute else old
 
     def op(old: Op) -> Op:
-        given = pytree.tree_map(lambda value: wanted if value is compute else value, (old.args, old.kwargs))
-        return replace(old, args=given[0], kwargs=given[1], outputs=tuple(map(spec, old.outputs)))
+        arguments = pytree.tree_map(lambda value: wanted if value is compute else value, (old.args, old.kwargs))
+        return replace(old, args=arguments[0], kwargs=arguments[1], outputs=tuple(map(spec, old.outputs)))
 
     def value(old: Tensor | None) -> Tensor | None:
         return old.to(wanted) if old is not None and old.dtype == compute else old
 
     return replace(
         graph,
-        inputs=tuple(replace(one, spec=spec(one.spec)) for one in graph.inputs),
-        parameters=tuple(replace(one, spec=spec(one.spec)) for one in graph.parameters),
-        buffers=tuple(replace(one, spec=spec(one.spec), value=value(one.value)) for one in graph.buffers),
-        prelude=tuple(op(one) for one in graph.prelude),
-        ops=tuple(op(one) for one in graph.ops),
+        inputs=tuple(replace(leaf, spec=spec(leaf.spec)) for leaf in graph.inputs),
+        parameters=tuple(replace(leaf, spec=spec(leaf.spec)) for leaf in graph.parameters),
+        buffers=tuple(replace(leaf, spec=spec(leaf.spec), value=value(leaf.value)) for leaf in graph.buffers),
+        prelude=tuple(op(leaf) for leaf in graph.prelude),
+        ops=tuple(op(leaf) for leaf in graph.ops),
     )
 
 
@@ -281,9 +292,9 @@ def _compare(
     batches: Sequence[Mapping[str, Tensor]],
     path: str,
 ) -> RankErrors:
-    """One rank's side."""
+    """Train one rank's part, and return its errors against the reference in the file at ``path``."""
     world = World(plan.mesh, "cpu")
     parallel = ParallelModel(lower(plan, graph, rank=world.rank), world, ModelWeights(subject.build(), 0))
-    with in_double() if subject.is_double else nullcontext():  # regions run as the user wrote them
-        mine = trained_in_parallel(parallel, batches)
-    return errors(dist.get_rank(), mine, torch.load(path, mmap=True), plan.precision)
+    with in_double() if subject.is_double else nullcontext():  # opaque regions run the user's code
+        results = trained_in_parallel(parallel, batches)
+    return errors(dist.get_rank(), results, torch.load(path, mmap=True), plan.precision)

@@ -1,4 +1,4 @@
-"""Models as they are compared: one of the command line or of a plan's file, or one's own, with their batches and their graphs."""
+"""The models that are compared with their batches and graphs: a model of the command line or of a plan file, or a user's module."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 
 _NOISE = 0.02
-"""Standard deviation of what is added to each parameter before ``verify``."""
+"""Standard deviation of the noise that is added to each parameter."""
 
 
 def with_noise(model: torch.nn.Module) -> torch.nn.Module:
-    """The same model, each parameter moved a little, in the same way each time."""
+    """Return the same model with noise added to each parameter in place, the same noise each time."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -52,16 +52,18 @@ def with_noise(model: torch.nn.Module) -> torch.nn.Module:
 
 @dataclass(frozen=True)
 class VerifiedModel:
-    """A model whose batches hold only the inputs that were traced; every process makes the same one.
+    """A model of the command line, whose batches hold only the inputs that were traced. Every process makes the same one.
 
-    With ``masked`` the padding mask is one of them; labels are ignored where a sample ends in any case.
+    Attributes:
+        source: the resolved model.
+        masked: whether the padding mask is one of the inputs. Labels after the end of a sample are ignored in either case.
     """
 
     source: ModelSource
     masked: bool
 
     def build(self, *, drops: bool = False) -> torch.nn.Module:
-        """The model on CPU; no parameter is left at zero or one, where a wrong sum or factor would not show."""
+        """Return the model on CPU. No parameter is left at zero or one, where a wrong sum or factor would not show."""
         return with_noise(self.source.build(drops=drops))
 
     def make_batch(self, batch_size: int, *, seed: int) -> dict[str, Any]:
@@ -78,15 +80,14 @@ class VerifiedModel:
         opaque: Sequence[str] = (),
         as_trained: bool = False,
     ) -> Graph:
-        """The graph on such batches.
+        """Return the graph on such batches.
 
         Args:
-            precision: of the plans that it is for.
-            global_batch_size: at which the model is traced where samples meet; without it they must be apart.
-            opaque: modules that are not looked into.
-            as_trained: with the noise that training draws, as plans are made for; otherwise a model that draws any
-                is traced without dropping anything: what two processes draw cannot be compared, and one device, in
-                float64 as well, runs without.
+            precision: the precision of the plans that the graph is for.
+            global_batch_size: the size at which a model is traced whose samples depend on each other; without it they must be independent.
+            opaque: modules that are not traced.
+            as_trained: whether to keep dropout, as plans for training do. By default a model that draws random numbers is traced without
+                dropout, since processes draw different ones.
         """
         from autopar.graph.operator_kinds import draws_random
         from autopar.planner.sharding.input_axes import samples_apart
@@ -104,16 +105,16 @@ class VerifiedModel:
 
 
 EXAMPLES = 8
-"""Samples that are made for a model whose config says how."""
+"""Samples that are made for a model whose config describes its inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnModel:
-    """A module, or a function that makes it; picklable where the class or the function can be imported.
+class UserModel:
+    """A user's module, or a function that builds it; picklable if the class or the function can be imported.
 
     Attributes:
-        source: stays as it is, and is copied.
-        examples: inputs by name, on the CPU.
+        source: the module or function; a module is copied and stays as it is.
+        examples: inputs by name, on CPU.
     """
 
     source: nn.Module | Callable[[], nn.Module]
@@ -125,14 +126,14 @@ class OwnModel:
         return _received, (file.getvalue(),)
 
     def build(self, *, drops: bool = False) -> nn.Module:
-        """The model on CPU in float32, without dropout unless it ``drops``; no parameter is left at zero or one."""
-        model = deep_copy(made(self.source)).float().cpu().train()
+        """Return the model on CPU in float32, without dropout unless ``drops``; no parameter is left at zero or one."""
+        model = deep_copy(build_module(self.source)).float().cpu().train()
         if not drops:
             without_dropout(model)
         return with_noise(model)
 
     def make_batch(self, batch_size: int, *, seed: int) -> dict[str, Any]:
-        """Samples of the examples: each as often as any other, in an order that depends on the seed alone."""
+        """Return samples of the examples, each about equally often, in an order that depends on the seed alone."""
         size = samples_of(self.examples) or 1
         order = order_of_samples(size, batch_size, torch.Generator().manual_seed(seed))
 
@@ -175,7 +176,7 @@ def made(source: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     """The module itself, or what the function makes, which is the same each time.
 
     Raises:
-        UsageError: neither.
+        UsageError: it is neither, or the function returns no module.
     """
     if isinstance(source, nn.Module):
         return source
@@ -197,57 +198,58 @@ def made(source: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
-def own_model(
+def user_model(
     source: nn.Module | Callable[[], nn.Module], model: nn.Module, plan: Plan, example_inputs: Any
-) -> OwnModel:
-    """A model that can be compared under a plan.
+) -> UserModel:
+    """Return a model that can be compared under a plan.
 
     Args:
-        source: a module, or a function that makes it.
-        model: what :func:`made` gives of it.
-        example_inputs: a batch, by name or in order; made from its config for a Hugging Face model.
+        source: a module, or a function that builds it.
+        model: the result of :func:`build_module` for it.
+        plan: the plan that it is compared under.
+        example_inputs: a batch by name or in order; without it one is made from the config of a Hugging Face model.
 
     Raises:
-        UsageError: the model is on meta; one sample is to stand for those of several ranks; the class of the model cannot
-            be imported by other processes.
+        UsageError: the model is on the meta device; one sample is given for several data ranks; or other processes cannot import the class
+            of the model.
     """
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise UsageError(
             "A model on the meta device has no weights to train with",
             fix="Build it on the CPU, or give a function that builds it there",
         )
-    given = random_example_for(model, batch_size=EXAMPLES) if example_inputs is None else example_inputs
-    if isinstance(given, Tensor):
-        given = (given,)
-    named = named_batch(model, (), given) if isinstance(given, Mapping) else named_batch(model, tuple(given), {})
+    inputs = random_example_for(model, batch_size=EXAMPLES) if example_inputs is None else example_inputs
+    if isinstance(inputs, Tensor):
+        inputs = (inputs,)
+    named = named_batch(model, (), inputs) if isinstance(inputs, Mapping) else named_batch(model, tuple(inputs), {})
     examples = pytree.tree_map_only(Tensor, lambda value: value.detach().cpu(), named)
     if plan.mesh.data > 1 and samples_of(examples) == 1:
         raise UsageError(
             f"One example is too few for {plan.mesh.data} data ranks, which would all train on it",
             fix="Give example inputs with several different samples",
         )
-    found = OwnModel(source=source, examples=examples)
-    _check_sent(found)
-    return found
+    user_model = UserModel(source=source, examples=examples)
+    _check_sent(user_model)
+    return user_model
 
 
 def _is_typed_in(source: nn.Module | Callable[[], nn.Module]) -> bool:
-    """Whether other processes would look in vain for the class of a module, or for a function, of this session."""
-    homes = {type(m).__module__ for m in source.modules()} if isinstance(source, nn.Module) else {source.__module__}
-    return "__main__" in homes and not Path(getattr(sys.modules["__main__"], "__file__", "")).is_file()
+    """Return whether a module's class, or a function, was defined in an interactive session, where other processes cannot import it."""
+    modules = {type(m).__module__ for m in source.modules()} if isinstance(source, nn.Module) else {source.__module__}
+    return "__main__" in modules and not Path(getattr(sys.modules["__main__"], "__file__", "")).is_file()
 
 
-def _check_sent(model: OwnModel) -> None:
-    """Refuse what the processes that play the ranks could not receive.
+def _check_sent(model: UserModel) -> None:
+    """Check that the model can be sent to the processes that run as ranks.
 
     Raises:
-        UsageError: says what cannot be pickled.
+        UsageError: the model cannot be pickled; the error says why.
     """
     try:
         if _is_typed_in(model.source):
             raise pickle.PicklingError(f"{type(model.source).__name__} was typed in, and stands in no file")
         pickle.dumps(model)
-    except Exception as error:  # classes of users, and of torch.nn.utils, say in their own words that they refuse
+    except Exception as error:  # classes of users and of torch.nn.utils refuse to be pickled by errors of any class
         raise UsageError(
             "The model cannot be sent to the processes that play the ranks",
             got=reason(error),
@@ -256,11 +258,11 @@ def _check_sent(model: OwnModel) -> None:
 
 
 DEFAULT_TOKENS, DEFAULT_SAMPLES = 32, 4
-"""Length of a sample and samples a rank: what is compared does not get righter with more."""
+"""Length of a sample in tokens, and samples of a rank; more would not make a comparison more certain."""
 
 
 def is_plan(text: str) -> bool:
-    """Whether PLAN or MODEL is a file; the description of a model may be longer than names can be."""
+    """Return whether the argument PLAN or MODEL is a file. The description of a model may be longer than file names can be."""
     try:
         return Path(text).suffix == ".json" or Path(text).is_file()
     except OSError:
@@ -268,10 +270,11 @@ def is_plan(text: str) -> bool:
 
 
 def of_file(path: Path, model: str | None) -> tuple[Plan, VerifiedModel, Graph]:
-    """A plan and the model that it is for, traced as the plan was: with or without a padding mask, in its dtype.
+    """Return a plan, the model that it is for, and the graph, traced as for the plan: with or without a padding mask, in its dtype.
 
     Args:
-        model: where the plan does not say it.
+        path: the plan file.
+        model: the model, where the plan does not name it.
 
     Raises:
         PlanError: the plan is for another model.
@@ -302,9 +305,12 @@ def of_model(
     opaque: Sequence[str],
     progress: Progress | None = None,
 ) -> tuple[Plan, VerifiedModel, Graph]:
-    """The best plan for the model traced with a padding mask, under the pins.
+    """Return the best plan under the pins for a model traced with a padding mask, the model, and its graph.
 
-    Links count as free: a small model on slow links is best not split at all, which would verify nothing.
+    Communication is free in this search. With the true links a small model would often not be split at all, which would verify nothing.
+
+    Raises:
+        UsageError: no cluster is given.
     """
     from autopar.planner.planner import Planner
     from autopar.planner.search import Limits, task_of
@@ -315,15 +321,15 @@ def of_model(
             f"No cluster to verify '{name}' on, and no plan file of that name",
             fix="Give a plan file, or write --cluster cpu:1x4",
         )
-    free = with_free_links(cluster)
+    free_links_cluster = with_free_links(cluster)
     opaque = [*opaque, *Pins.parse(pins).opaque]
     source = resolve_model(name, sequence_length=sequence)
     tokens = source.example_inputs.get("input_ids")
     if sequence is None and not is_factory(name) and tokens is not None and tokens.shape[1] > DEFAULT_TOKENS:
         source = resolve_model(name, sequence_length=DEFAULT_TOKENS)
     subject = VerifiedModel(source, masked=True)
-    samples = global_batch_size or DEFAULT_SAMPLES * free.world_size
+    samples = global_batch_size or DEFAULT_SAMPLES * free_links_cluster.world_size
     graph = subject.trace(global_batch_size=samples, opaque=opaque)
-    request = Request(cluster=free, global_batch_size=samples, opaque=opaque, pins=pins)
+    request = Request(cluster=free_links_cluster, global_batch_size=samples, opaque=opaque, pins=pins)
     plan = Planner(task_of(graph, request, progress)).search(limits=Limits(), progress=progress)
     return plan, subject, graph

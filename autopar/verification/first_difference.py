@@ -1,10 +1,10 @@
-"""Finds where a plan's program first differs from one device: the block, then the operator in it.
+"""Search for the first place where a plan's program differs from one device: the block, then the operator in it.
 
-Both sides run one step in float64, where rounding is no excuse. Each rank records values where they cross from block
-to block and the gradients that come back on the same ways; what the types say of them must be the values and gradients
-of one device. Forward order finds the first value that is wrong though all before it are right; if none is, backward
-order finds the first gradient. A second run records every operator of that block. What no operator does wrong is
-between them: what a stage receives, the sum of a parameter's gradient, the step of the optimizer.
+Both sides run one step in float64, where errors exceed rounding by far. In a first run each rank records the values that pass between
+blocks and the gradients that come back; they are compared with those of one device as their types say. Forward order finds the first wrong
+value, whose inputs are right. If all values are right, backward order finds the first wrong gradient. A second run records every operator
+of that block. A fault may also lie between operators: in what a stage receives, in the sum of a parameter's gradient, or in the step of the
+optimizer.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from autopar.verification.slices import TOLERANCE, Mismatch, largest
 from autopar.verification.walk import Spot, Trail
 
 LOSS_TOLERANCE = 1e-6
-"""Of the loss of the global batch, which a step returns in float32."""
+"""Relative error up to which losses of the global batch agree, which a step returns in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first difference, in the words of the model and of the plan; empty where nothing is to be said.
+    """The first difference in terms of the model and of the plan. Fields that do not apply are empty.
 
     Attributes:
-        step: of training, from 1 on.
-        what: is wrong.
+        step: the training step, from 1 on.
+        what: what is wrong.
         while_right: what agrees around it.
-        block, label, stage: where; None where it is no block's.
-        op, target, module, source: the operator; ``source`` is the line of the user's code.
-        strategies: by axis, as the plan names them.
-        reads, makes: types of operands and outputs, in order.
         mismatch: ranks, error, shapes and elements.
-        remedy: what to do about it.
+        remedy: what the user can do.
+        block, label, stage: the block and its stage; None where the difference is in no block.
+        op, target, module, source: the operator; ``source`` is the line of the user's code.
+        strategies: strategies of the operator by axis, as the plan names them.
+        reads, makes: types of operands and outputs, in order.
     """
 
     step: int
@@ -66,7 +66,7 @@ class Difference:
 
     @property
     def place(self) -> str:
-        """``block 2 (layers.1), operator linear_3 (aten.linear.default)``, as far as there is one."""
+        """The block and operator, such as ``block 2 (layers.1), operator linear_3 (aten.linear.default)``."""
         block = "" if self.block is None else f"block {self.block} ({self.label or '-'})"
         operator = f"operator {self.op} ({self.target})" if self.op else ""
         return ", ".join(part for part in (block, operator) if part)
@@ -74,9 +74,12 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bisection:
-    """What a search for the first difference came to; None: in float64 nothing differs in ``steps`` steps.
+    """The result of a search for the first difference.
 
-    ``graph_loss``: the largest relative error of the traced graph's own losses on one device against the model's.
+    Attributes:
+        difference: the first difference; None if nothing differs in float64.
+        steps: the steps that were compared.
+        graph_loss: the largest relative error of the losses of the traced graph against those of the model, both on one device.
     """
 
     difference: Difference | None
@@ -86,7 +89,7 @@ class Bisection:
 
 @dataclass(frozen=True, kw_only=True)
 class _Recorded:
-    """What one rank leaves of a step."""
+    """The results of one step on one rank."""
 
     tape: Tape
     loss: float
@@ -105,37 +108,37 @@ def bisect(
     timeout_s: float = 300.0,
     thorough: bool = False,
 ) -> Bisection:
-    """Runs steps until one differs, and finds the place in that one.
+    """Run steps until one differs, and find the first difference in that step.
 
     Args:
         subject: makes the model, the same in every process.
-        plan: its precision is taken as float64.
-        graph: that the plan is for, without dropout, in float64.
-        batches: of the global size, one for each step.
-        losses: of the model itself on one device.
-        pool: workers for the ranks.
-        timeout_s: for each run of all ranks.
-        thorough: compares values and gradients between blocks also in steps whose results agree.
+        plan: the plan, which is run in float64.
+        graph: the graph that the plan is for, without dropout, in float64.
+        batches: global batches, one for each step.
+        losses: losses of the model on one device.
+        pool: workers that run as ranks.
+        timeout_s: the time limit of each run of all ranks.
+        thorough: whether to compare values and gradients between blocks also in steps whose results agree.
 
     Raises:
-        AutoparError: a rank failed, or the time is up.
+        AutoparError: a rank failed or exceeded the time limit.
     """
     search = _Search(
         subject, replace(plan, precision=FP64), graph, [widened(batch) for batch in batches], pool, timeout_s
     )
     graph_loss = 0.0
     for step, expected in enumerate(losses):
-        found = search.step(step, thorough=thorough)
-        loss = float(search.one.loss)
+        difference = search.step(step, thorough=thorough)
+        loss = float(search.one_device.loss)
         graph_loss = max(graph_loss, abs(loss - expected) / abs(expected) if expected else abs(loss))
-        if found is not None:
-            return Bisection(difference=found, steps=step + 1, graph_loss=graph_loss)
+        if difference is not None:
+            return Bisection(difference=difference, steps=step + 1, graph_loss=graph_loss)
     return Bisection(difference=None, steps=len(batches), graph_loss=graph_loss)
 
 
 @dataclass
 class _Search:
-    """One device and the ranks, step by step."""
+    """One device and the ranks, which run step by step."""
 
     subject: Subject
     plan: Plan
@@ -146,19 +149,19 @@ class _Search:
 
     def __post_init__(self) -> None:
         self.trail = Trail(self.plan, self.graph)
-        self.one = OneDevice(self.trail.whole, self.subject.build())
-        self.optimizer = adamw(self.one.parameters.values())
+        self.one_device = OneDevice(self.trail.whole, self.subject.build())
+        self.optimizer = adamw(self.one_device.parameters.values())
 
     def step(self, step: int, *, thorough: bool) -> Difference | None:
-        """The first difference of one step; None when losses, gradients and parameters after it agree."""
+        """Return the first difference in one step, or None if losses, gradients and the parameters after it agree."""
         ranks = self._run(step, self.trail.boundaries())
-        gradients = {name: gradient.clone() for name, gradient in self.one.gradients().items()}
-        loss = self.one.loss
+        gradients = {name: gradient.clone() for name, gradient in self.one_device.gradients().items()}
+        loss = self.one_device.loss
         losses = [torch.tensor(rank.loss, dtype=torch.float64) for rank in ranks]
         wrong_loss = self._same_everywhere(losses, loss, tolerance=LOSS_TOLERANCE)
         wrong_gradient = self._worst([rank.gradients for rank in ranks], gradients)
         self.optimizer.step()
-        trained = {name: p.detach() for name, p in self.one.parameters.items() if name in gradients}
+        trained = {name: p.detach() for name, p in self.one_device.parameters.items() if name in gradients}
         wrong_parameter = self._worst([rank.parameters for rank in ranks], trained)
         wrong = wrong_loss or wrong_gradient or wrong_parameter
         spot = self._find(step, ranks) if wrong or thorough else None
@@ -179,41 +182,42 @@ class _Search:
         return Difference(step=step + 1, what=what, while_right=right, mismatch=mismatch, remedy=_REPORT)
 
     def _find(self, step: int, ranks: Sequence[_Recorded]) -> Spot | None:
-        spot = self.trail.first([rank.tape for rank in ranks], self.tape, self.one.values)
+        """Return the first difference of the recorded tapes; one inside a block is narrowed down to an operator by a second run."""
+        spot = self.trail.first([rank.tape for rank in ranks], self.tape, self.one_device.values)
         if spot is None or not spot.is_block:
             return spot
         with torch.no_grad():
             for name, value in self.before.items():
-                self.one.parameters[name].copy_(value)
-        again = self._run(step, self.trail.inside(spot.place))
-        return self.trail.first([rank.tape for rank in again], self.tape, self.one.values) or spot
+                self.one_device.parameters[name].copy_(value)
+        second_run = self._run(step, self.trail.inside(spot.place))
+        return self.trail.first([rank.tape for rank in second_run], self.tape, self.one_device.values) or spot
 
     def _run(self, step: int, watches: tuple[Watch, Watch]) -> Sequence[_Recorded]:
-        """Has one step recorded by all ranks, and by one device."""
-        watch, own = watches
-        self.before = {name: p.detach().clone() for name, p in self.one.parameters.items()}
-        job = (_record, self.subject, self.plan, self.graph, self.batches[: step + 1], watch)
-        found = self.pool.run(*job, size=self.plan.mesh.world_size, timeout_s=self.timeout_s)
-        self.tape = self.one.record(self.batches[step], own)
-        return found
+        """Record one step on all ranks and on one device."""
+        rank_watch, device_watch = watches
+        self.before = {name: p.detach().clone() for name, p in self.one_device.parameters.items()}
+        job = (_record, self.subject, self.plan, self.graph, self.batches[: step + 1], rank_watch)
+        recorded = self.pool.run(*job, size=self.plan.mesh.world_size, timeout_s=self.timeout_s)
+        self.tape = self.one_device.record(self.batches[step], device_watch)
+        return recorded
 
     def _same_everywhere(
-        self, found: Sequence[Tensor | None], whole: Tensor, *, scale: float = 0.0, tolerance: float = TOLERANCE
+        self, results: Sequence[Tensor | None], whole: Tensor, *, scale: float = 0.0, tolerance: float = TOLERANCE
     ) -> Mismatch | None:
-        """What of a step's results, whole on every rank, differs."""
-        pieces = {(rank, 0): value for rank, value in enumerate(found)}
+        """Return the difference of a result of the step that every rank has as a whole tensor."""
+        pieces = {(rank, 0): value for rank, value in enumerate(results)}
         wrong = self.trail.split.compare(pieces, whole, (), scale=scale, tolerance=tolerance)
         return None if wrong is None else replace(wrong, micro_batches=())
 
     def _worst(
-        self, found: Sequence[Mapping[str, Tensor]], expected: Mapping[str, Tensor]
+        self, by_rank: Sequence[Mapping[str, Tensor]], expected: Mapping[str, Tensor]
     ) -> tuple[str, Mismatch] | None:
-        """The tensor with the largest error; one that is missing counts as zero."""
+        """Return the tensor with the largest error, or None; a missing tensor counts as zero."""
         scale = largest(expected.values())
         wrong = [
             (name, mismatch)
             for name, whole in expected.items()
-            if (mismatch := self._same_everywhere([rank.get(name) for rank in found], whole, scale=scale))
+            if (mismatch := self._same_everywhere([rank.get(name) for rank in by_rank], whole, scale=scale))
         ]
         return max(wrong, key=lambda pair: pair[1].error, default=None)
 
@@ -221,7 +225,7 @@ class _Search:
 def _record(
     subject: Subject, plan: Plan, graph: Graph, batches: Sequence[Mapping[str, Tensor]], watch: Watch
 ) -> _Recorded:
-    """One rank's side: trains up to the last batch; what its step records."""
+    """Train one rank up to the last batch, and return the recorded last step."""
     parallel = ParallelModel(lower(plan, graph), World(plan.mesh, "cpu"), ModelWeights(subject.build(), 0))
     optimizer = adamw(parallel.parameters())
     for batch in batches[:-1]:
@@ -235,56 +239,56 @@ def _record(
     return _Recorded(tape=tape, loss=loss, gradients=gradients, parameters=parallel.full_state_dict())
 
 
-# --- in words ------------------------------------------------------------------------------------
+# --- texts ---------------------------------------------------------------------------------------
 
 _REPORT = "report it with this text and the plan file (`autopar show PLAN` prints it): a plan is right or refused"
 
 
 def _difference(trail: Trail, spot: Spot, step: int) -> Difference:
-    """A spot in the graph."""
-    said: dict[str, Any] = {"step": step + 1, "mismatch": spot.mismatch}
-    said["what"], said["while_right"] = trail.words(spot)
+    """Return the difference at a spot of the graph."""
+    fields: dict[str, Any] = {"step": step + 1, "mismatch": spot.mismatch}
+    fields["what"], fields["while_right"] = trail.words(spot)
     if spot.place >= 0:
         block = trail.local.blocks[spot.place]
-        said |= {"block": block.index, "label": block.label, "stage": trail.stage_of(block.index)}
+        fields |= {"block": block.index, "label": block.label, "stage": trail.stage_of(block.index)}
     if spot.op is not None:
-        said |= _operator(trail, spot.op)
-    return Difference(**said, remedy=_remedy(trail, spot))
+        fields |= _operator(trail, spot.op)
+    return Difference(**fields, remedy=_remedy(trail, spot))
 
 
 def _operator(trail: Trail, op: Op) -> dict[str, Any]:
-    """What a difference says of its operator."""
-    said = {"op": op.name, "target": op.target, "module": op.module, "source": op.source}
-    return {**said, "strategies": trail.strategies(op), "reads": trail.reads(op), "makes": trail.makes(op)}
+    """Return the fields of a difference that describe its operator."""
+    fields = {"op": op.name, "target": op.target, "module": op.module, "source": op.source}
+    return {**fields, "strategies": trail.strategies(op), "reads": trail.reads(op), "makes": trail.makes(op)}
 
 
 def _remedy(trail: Trail, spot: Spot) -> str:
-    """How to go round an operator until it is mended."""
+    """Return how to report the fault and which pins avoid the operator."""
     if spot.op is None:
         return _REPORT
     axes = [axis for axis, _ in trail.strategies(spot.op) if axis in ("cp", "tp")]
     parameters = [trail.local.parameter(r.name) for r in trail.operands(spot.op) if trail.local.is_parameter(r)]
-    ways = [f"--pin '{p.fqn}=tp:I'" for p in parameters if "tp" in axes][:1]
-    ways += [f"--pin {axis}=1" for axis in axes]
+    pins = [f"--pin '{p.fqn}=tp:I'" for p in parameters if "tp" in axes][:1]
+    pins += [f"--pin {axis}=1" for axis in axes]
     if "cp" in axes and "attention" in spot.op.target:
-        ways.insert(0, "another --pin cp_attention=gather|ulysses|ring")
-    return f"{_REPORT}; until then go round it: {' or '.join(ways)}" if ways else _REPORT
+        pins.insert(0, "another --pin cp_attention=gather|ulysses|ring")
+    return f"{_REPORT}; until then go round it: {' or '.join(pins)}" if pins else _REPORT
 
 
 def _of_sum(trail: Trail, name: str, mismatch: Mismatch, step: int) -> Difference:
-    """Every operator passes back the right gradient of a parameter: their sum is wrong."""
+    """Return the difference in a parameter's gradient whose summands are right on all ranks: their sum is wrong."""
     readers = trail.readers(name)
     axes = trail.sum_axes(name)
-    said: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if readers:
         index = trail.local.block_of(readers[0].name)
-        said = {"block": index, "label": trail.local.blocks[index].label, "stage": trail.stage_of(index)}
-        said |= _operator(trail, readers[0])
+        fields = {"block": index, "label": trail.local.blocks[index].label, "stage": trail.stage_of(index)}
+        fields |= _operator(trail, readers[0])
     return Difference(
         step=step + 1,
         what=f"the sum of the gradient of parameter {name} (over {', '.join(axes) or 'micro-batches'})",
         while_right="every operator passes back the right gradient on every rank in every micro-batch",
         mismatch=mismatch,
         remedy=f"{_REPORT}; until then another --pin zero=N or dp_replicate=N sums in another way",
-        **said,
+        **fields,
     )

@@ -1,8 +1,8 @@
-"""A pool of local worker processes that run jobs as the ranks of one gloo world.
+"""A pool of local worker processes that run jobs as the ranks of one gloo process group.
 
-Workers are forked from a server process that has imported torch once, so that a job costs its own
-work and not an import. Every job gets a process group of its own, over a fresh file, and a hard time
-limit: a job that exceeds it, or loses a rank, ends with its workers killed; the next one gets new ones.
+Workers are forked from a server process that has imported torch once, so that a job does not pay for imports. Each job gets a process group
+of its own, over a new file, and a time limit. If a job exceeds the limit or loses a rank, its workers are killed, and the next job starts
+new ones.
 """
 
 from __future__ import annotations
@@ -33,24 +33,32 @@ from autopar.errors import AutoparError
 _LOG = logging.getLogger(__name__)
 
 _CRASHES = frozenset((signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL))
-"""Of which a job is run once more: a thread of gloo has been seen to crash in one of thousands of jobs, and that says nothing
-of the job. One that crashes by itself does so again."""
+"""Signals after which a job runs a second time.
+
+Threads of gloo have been seen to crash in one of thousands of jobs, which says nothing about the job. A job that causes a crash does so
+again."""
 
 _GRACE_S = 3.0
-"""How long the others may still answer after one rank has failed: they say more than a time-out."""
+"""Seconds for which the other ranks may still answer after one has failed: their errors say more than a time-out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
-    """``died``: of which signal the process did, 0 if of none."""
+    """The answer of one rank.
+
+    Attributes:
+        value: what the function returned.
+        failure: the traceback of an error, or why there is no answer; empty on success.
+        signal: the signal that ended the process, or 0.
+    """
 
     value: Any = None
     failure: str = ""
-    died: int = 0
+    signal: int = 0
 
 
 MAX_JOBS = 8
-"""After so many jobs workers are replaced: torch's caches hold on to some of a job's groups, whose threads never sleep."""
+"""Jobs after which workers are replaced: torch's caches keep some process groups of past jobs, whose threads keep polling."""
 
 
 @dataclass(slots=True)
@@ -60,14 +68,13 @@ class _Worker:
 
 
 class WorkerPool:
-    """``size`` worker processes; :meth:`run` makes them the ranks of one world.
+    """``size`` worker processes that :meth:`run` makes the ranks of one process group.
 
     Args:
-        size: how many workers.
-        preload: modules that the server imports before it forks (those that jobs need and that start
-            no threads).
+        size: the number of workers.
+        preload: modules that the server imports before it forks: those that jobs need and that start no threads.
 
-    Use as a context manager, or call :meth:`close`.
+    Use it as a context manager, or call :meth:`close`.
     """
 
     def __init__(self, size: int, *, preload: Sequence[str] = ("torch",)) -> None:
@@ -86,21 +93,23 @@ class WorkerPool:
     def run(
         self, function: Callable[..., Any], *args: Any, size: int | None = None, timeout_s: float = 120.0
     ) -> tuple[Any, ...]:
-        """``function(*args)`` on each of the first ``size`` workers, in one process group: a value a rank.
+        """Call ``function(*args)`` on the first ``size`` workers, as one process group, and return the value of each rank.
+
+        A job in which a process crashed runs once more.
 
         Args:
-            function: importable by name; it finds its rank by ``torch.distributed.get_rank()``.
-            args: picklable.
-            size: ranks; all workers when None.
-            timeout_s: for the whole job, after which its workers are killed.
+            function: a function that can be imported by name; ``torch.distributed.get_rank()`` gives it its rank.
+            args: picklable arguments.
+            size: the number of ranks; all workers when None.
+            timeout_s: the time limit of the job, after which its workers are killed.
 
         Raises:
-            AutoparError: a rank failed (its traceback is in the message), crashed twice, or the time is up.
+            AutoparError: a rank failed (the message has its traceback), crashed twice, or exceeded the time limit.
         """
         size = self.size if size is None else size
         outcomes = self._attempt(function, args, size, timeout_s)
-        if any(o.died in _CRASHES for o in outcomes):
-            _LOG.warning("a worker crashed (signal %d): the job is run again", max(o.died for o in outcomes))
+        if any(o.signal in _CRASHES for o in outcomes):
+            _LOG.warning("a worker crashed (signal %d): the job is run again", max(o.signal for o in outcomes))
             outcomes = self._attempt(function, args, size, timeout_s)
         failures = [f"rank {rank}: {o.failure}" for rank, o in enumerate(outcomes) if o.failure]
         if failures:
@@ -114,6 +123,7 @@ class WorkerPool:
     def _attempt(
         self, function: Callable[..., Any], args: tuple[Any, ...], size: int, timeout_s: float
     ) -> list[_Outcome]:
+        """Run a job once and return the outcome of each rank; after a failure the workers are killed."""
         if self._jobs == MAX_JOBS:
             self.close()
         self._start()
@@ -129,10 +139,10 @@ class WorkerPool:
         return outcomes
 
     def close(self, *, kill: bool = False) -> None:
-        """Ends the workers; ``kill`` does not wait for what they do."""
+        """End the workers; with ``kill`` without waiting for their jobs."""
         for worker in self._workers:
             if not kill:
-                with suppress(OSError):  # the worker is gone, which is what was asked for
+                with suppress(OSError):  # the worker has already ended
                     worker.connection.send_bytes(b"")
             worker.connection.close()
         deadline = time.monotonic() + (0.0 if kill else _GRACE_S)
@@ -144,16 +154,18 @@ class WorkerPool:
         self._workers, self._jobs = [], 0
 
     def _start(self) -> None:
+        """Start the workers that are missing; if one has died, all are replaced."""
         if any(not worker.process.is_alive() for worker in self._workers):
             self.close(kill=True)
         while len(self._workers) < self.size:
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs, len(self._workers)), daemon=True)
+            pool_end, worker_end = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(worker_end, len(self._workers)), daemon=True)
             process.start()
-            theirs.close()
-            self._workers.append(_Worker(process, ours))
+            worker_end.close()
+            self._workers.append(_Worker(process, pool_end))
 
     def _collect(self, workers: list[_Worker], timeout_s: float) -> list[_Outcome]:
+        """Return the outcome of each worker. After the first failure the others have :data:`_GRACE_S` seconds left."""
         outcomes: dict[int, _Outcome] = {}
         deadline = time.monotonic() + timeout_s
         late = f"no answer within {timeout_s:g} s"
@@ -171,20 +183,21 @@ class WorkerPool:
 
 
 def _receive(worker: _Worker) -> _Outcome:
+    """Return the answer of a worker, or a failure if its process has ended."""
     try:
         answer = pickle.loads(worker.connection.recv_bytes())
     except (EOFError, ConnectionResetError):
         worker.process.join(_GRACE_S)
-        died = max(0, -(worker.process.exitcode or 0))
-        return _Outcome(failure="the process died" + (f" of signal {died}" if died else ""), died=died)
+        code = max(0, -(worker.process.exitcode or 0))
+        return _Outcome(failure="the process died" + (f" of signal {code}" if code else ""), signal=code)
     assert isinstance(answer, _Outcome)
     return answer
 
 
 def _serve(connection: Connection, rank: int) -> None:
-    """A worker's life: jobs from the pipe, one after the other, until an empty message."""
+    """Run jobs from the pipe, one after the other, until an empty message."""
     torch.set_num_threads(1)
-    gc.freeze()  # what the server imported stays: a job is not to look through it for garbage, nor to copy its pages
+    gc.freeze()  # no collection goes through the server's imports, which would take time and copy their pages
     while True:
         try:
             message = connection.recv_bytes()
@@ -196,6 +209,7 @@ def _serve(connection: Connection, rank: int) -> None:
 
 
 def _perform(message: bytes, rank: int) -> _Outcome:
+    """Run one pickled job in a new process group and return its outcome."""
     try:
         function, args, store, size, timeout_s = pickle.loads(message)
         dist.init_process_group(
@@ -206,10 +220,10 @@ def _perform(message: bytes, rank: int) -> _Outcome:
             timeout=timedelta(seconds=timeout_s),
         )
         value = function(*args)
-        dist.barrier()  # a rank that is done at once must not hang up on others that are still connecting
+        dist.barrier()  # a rank that ends early must not close connections that others are still opening
         dist.destroy_process_group()
-        gc.collect()  # modules hold themselves in circles, and with them groups, each of which has threads
-    except BaseException:  # noqa: BLE001  whatever a job raises belongs to the one who asked for it
+        gc.collect()  # modules in reference cycles keep process groups alive, and with them their threads
+    except BaseException:  # noqa: BLE001  every error of a job is reported to the caller of run()
         if dist.is_initialized():
             dist.destroy_process_group()
         return _Outcome(failure=traceback.format_exc())

@@ -1,7 +1,7 @@
-"""Records what a step computes: values, and gradients on every way from a value to an operator that reads it.
+"""Recording of one training step: the values of operators, and the gradient on each edge from a value to an operator that reads it.
 
-The same on a rank, whose emitted code is run node by node, and on one device, whose graph is. An operator reads
-an alias of each operand, so that the gradient that it passes back can be told from those of the other readers.
+A rank's emitted code runs node by node in an fx interpreter; on one device the graph itself is run. Both write to a :class:`Tape`. An
+operator reads an alias of each operand, so that the gradient that it passes back is apart from those of the operand's other readers.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.step.stage import BlockModule, StageModule
 
 PRELUDE = -1
-"""Stands for the index of a block where the prelude is meant."""
+"""The place of the prelude, where blocks have their index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
-    """What is recorded.
+    """The values and gradients that are recorded.
 
     Attributes:
-        values: of operators, with their gradients.
-        edges: operands, by operator name and position in ``Op.operands``: the gradient passed back to each.
-        places: blocks (or :data:`PRELUDE`) that record what they read.
+        values: outputs of operators; their gradients are recorded too.
+        edges: operands, by operator name and position in ``Op.operands``; the gradient that is passed back to each is recorded.
+        places: blocks (or :data:`PRELUDE`) that record the values that they read.
     """
 
     values: frozenset[Ref]
@@ -41,7 +41,15 @@ class Watch:
 
 @dataclass(slots=True, kw_only=True)
 class Tape:
-    """What was recorded, on CPU; the last part of each key is the micro-batch."""
+    """The recorded tensors, on CPU. The last part of each key is the micro-batch.
+
+    Attributes:
+        watch: the values and gradients to record.
+        values: outputs of operators.
+        gradients: sums of the gradients that the readers of an output pass back.
+        edges: gradients by operator name and position of the operand.
+        reads: values by the place that reads them.
+    """
 
     watch: Watch
     values: dict[tuple[Ref, int], Tensor] = field(default_factory=dict)
@@ -50,7 +58,7 @@ class Tape:
     reads: dict[tuple[int, Ref, int], Tensor] = field(default_factory=dict)
 
     def taken(self, op: str, position: int, value: Any, micro_batch: int) -> Any:
-        """What the operator reads in place of ``value``."""
+        """Return the operand that an operator reads in place of ``value``: an alias whose gradient is recorded, if the edge is watched."""
         if not isinstance(value, Tensor) or not value.requires_grad or (op, position) not in self.watch.edges:
             return value
         alias = value.view_as(value)
@@ -58,33 +66,34 @@ class Tape:
         return alias
 
     def made(self, op: str, result: Any, operands: Iterable[Any], micro_batch: int) -> Any:
-        """What others read in place of the operator's ``result``: one tensor, or several."""
-        several = isinstance(result, tuple | list)
-        values = list(result) if several else [result]
-        known = {id(operand) for operand in operands}
+        """Record the result of an operator (one tensor or several), and return the result that its readers get."""
+        is_sequence = isinstance(result, tuple | list)
+        values = list(result) if is_sequence else [result]
+        operand_ids = {id(operand) for operand in operands}
         for index, value in enumerate(values):
             ref = Ref(op, index)
             if not isinstance(value, Tensor) or ref not in self.watch.values:
                 continue
-            if id(value) in known:  # an operator that gives back what it got: the gradients of both are told apart
+            if id(value) in operand_ids:  # the operator returned its operand: an alias keeps their gradients apart
                 values[index] = value = value.view_as(value)
             self.values.setdefault((ref, micro_batch), _copy(value))
             if value.requires_grad:
                 value.register_hook(_keep(self.gradients, (ref, micro_batch)))  # type: ignore[no-untyped-call]
-        return values if several else values[0]
+        return values if is_sequence else values[0]
 
     def read(self, place: int, ref: Ref, value: Any, micro_batch: int) -> None:
-        """A place reads a leaf or what another place made."""
+        """Record a leaf or a value of another place that a place reads."""
         if isinstance(value, Tensor) and place in self.watch.places:
             self.reads.setdefault((place, ref, micro_batch), _copy(value))
 
 
 def _copy(value: Tensor) -> Tensor:
+    """Return a copy on CPU."""
     return value.detach().to("cpu", copy=True)
 
 
 def _keep(table: dict[Any, Tensor], key: Any) -> Callable[[Tensor], None]:
-    """A hook that stores a gradient."""
+    """Return a hook that stores a gradient in a table."""
 
     def hook(gradient: Tensor) -> None:
         table[key] = _copy(gradient)
@@ -96,7 +105,7 @@ def _keep(table: dict[Any, Tensor], key: Any) -> Callable[[Tensor], None]:
 
 
 def attach(parallel: ParallelModel, watch: Watch) -> Tape:
-    """Has the next training step of this rank recorded."""
+    """Record the next training step of this rank on the returned tape."""
     tape = Tape(watch=watch)
     for sums in parallel._program.sums:
         sums.module.forward = partial(_run_sums, sums.module, count(), tape)
@@ -107,11 +116,12 @@ def attach(parallel: ParallelModel, watch: Watch) -> Tape:
 
 
 def _run_sums(module: fx.GraphModule, micro_batches: Iterator[int], tape: Tape, *values: Tensor) -> Any:
+    """Run the code of sums over the global batch, recorded as part of the prelude."""
     return _Recorder(module, tape, PRELUDE, next(micro_batches)).run(*values)
 
 
 class _StageRecorder:
-    """Puts itself before the calls of a stage's modules. What checkpointing runs again is not recorded again."""
+    """Wraps the forward of a stage and of its blocks to record them. Recompute in backward is not recorded."""
 
     def __init__(self, stage: StageModule, indices: list[int], tape: Tape) -> None:
         self.tape, self.count = tape, count()
@@ -124,9 +134,11 @@ class _StageRecorder:
             self.replace(block.body, index)
 
     def replace(self, module: fx.GraphModule, place: int) -> None:
+        """Wrap the forward of the module of one place."""
         module.forward = partial(self.body, module, module.forward, place)
 
     def stage(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the stage's forward as the next micro-batch."""
         self.micro_batch = next(self.count)
         try:
             return forward(*args, **kwargs)
@@ -134,33 +146,35 @@ class _StageRecorder:
             self.micro_batch = None
 
     def body(self, module: fx.GraphModule, forward: Callable[..., Any], place: int, *values: Any) -> Any:
+        """Run one place, recorded in forward; ``micro_batch`` is None in backward, when recompute calls it."""
         if self.micro_batch is None:
             return forward(*values)
         return _Recorder(module, self.tape, place, self.micro_batch).run(*values)
 
 
 class _Recorder(fx.Interpreter):
-    """What the emitted module does, node by node."""
+    """Runs an emitted module node by node and records on a tape."""
 
     def __init__(self, module: fx.GraphModule, tape: Tape, place: int, micro_batch: int) -> None:
         super().__init__(module)
         self.tape, self.place, self.micro_batch = tape, place, micro_batch
 
     def run_node(self, n: fx.Node) -> Any:
-        """The value of a node, which the tape takes note of."""
-        made = self._call(n) if "op" in n.meta else super().run_node(n)
+        """Return the value of a node."""
+        value = self._call(n) if "op" in n.meta else super().run_node(n)
         if "reads" in n.meta:
-            self.tape.read(self.place, n.meta["reads"], made, self.micro_batch)
-        return made
+            self.tape.read(self.place, n.meta["reads"], value, self.micro_batch)
+        return value
 
     def _call(self, node: fx.Node) -> Any:
+        """Run the operator of a node on recorded operands."""
         name, positions, operands = node.meta["op"], count(), list[Any]()
 
         def value(source: fx.Node) -> Any:
-            found = self.env[source]
-            if source.name == SEED or not isinstance(found, Tensor):
-                return found
-            operands.append(self.tape.taken(name, next(positions), found, self.micro_batch))
+            operand = self.env[source]
+            if source.name == SEED or not isinstance(operand, Tensor):
+                return operand
+            operands.append(self.tape.taken(name, next(positions), operand, self.micro_batch))
             return operands[-1]
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
@@ -172,11 +186,11 @@ class _Recorder(fx.Interpreter):
 
 
 class OneDevice:
-    """The model of a graph, trained on whole batches.
+    """The model of a graph, trained on global batches.
 
     Args:
-        graph: for the global batch.
-        model: its parameters and buffers; taken in the dtypes of the graph.
+        graph: the graph for the global batch.
+        model: gives parameters and buffers, which are converted to the dtypes of the graph.
     """
 
     def __init__(self, graph: Graph, model: nn.Module) -> None:
@@ -191,11 +205,14 @@ class OneDevice:
 
     @property
     def loss(self) -> Tensor:
-        """Of the last batch."""
+        """The loss of the last batch."""
         return self.values[self.graph.loss]
 
     def record(self, batch: Mapping[str, Tensor], watch: Watch) -> Tape:
-        """Forward and backward of one batch; parameters have its gradients after it, and ``values`` all values."""
+        """Run forward and backward of one batch.
+
+        Afterwards parameters have its gradients, and ``values`` has all values, parameters as they were before the step.
+        """
         for parameter in self.parameters.values():
             parameter.grad = None
         tape = Tape(watch=watch)
@@ -216,10 +233,11 @@ class OneDevice:
         self._buffers |= self._changed
 
     def gradients(self) -> dict[str, Tensor]:
-        """By the model's names, those that the loss depends on."""
+        """Return gradients by the model's names; parameters that the loss does not depend on are left out."""
         return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
 
     def _run(self, op: Op, env: Mapping[Ref, Tensor], tape: Tape) -> Any:
+        """Run one operator on recorded operands."""
         positions, operands = count(), list[Any]()
 
         def taken(ref: Ref) -> Any:

@@ -1,4 +1,9 @@
-"""What is compared, a model with its batches in float64, and by what: a few steps of AdamW, and how far apart two such runs are."""
+"""The two runs that are compared, one device and one rank, and the errors between them.
+
+Both train a :class:`Subject`, a model with its batches, for a few steps of AdamW. :func:`errors` compares losses, the gradients of the
+first step, and parameters. :class:`Compared` adds a loss function or float64 to a subject, and :func:`traced_in_double` traces its graph in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -25,22 +30,31 @@ from autopar.tracing.trace import LossFunction, pick_loss, trace
 from autopar.verification.results import RankErrors
 
 LEARNING_RATE = 1e-3
+"""AdamW's learning rate in both runs."""
 ADAM_EPSILON = 1e-5
-"""Larger than rounding noise: a gradient that is zero but for rounding (of a key's bias) must not become a step."""
+"""AdamW's epsilon in both runs.
+
+It is larger than rounding noise, so that a gradient that is zero but for rounding (of a key's bias) does not become a step."""
 
 
 def adamw(parameters: Any) -> torch.optim.AdamW:
-    """The optimizer of both sides."""
+    """Return the optimizer of both runs."""
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, eps=ADAM_EPSILON)
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss in what a model returns: itself, its ``loss``, or its first scalar, as a trace takes it."""
+    """Return the loss in a model's output as a trace takes it: the output itself, its ``loss``, or its first scalar."""
     return pick_loss(output, "verify")
 
 
 class Trained(TypedDict):
-    """What a run leaves to compare."""
+    """The results of a run.
+
+    Attributes:
+        losses: one for each step.
+        gradients: those of the first step, by the model's names.
+        parameters: parameters after the last step, and buffers that the steps changed.
+    """
 
     losses: tuple[float, ...]
     gradients: dict[str, Tensor]
@@ -48,10 +62,10 @@ class Trained(TypedDict):
 
 
 def trained_alone(model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> Trained:
-    """One device's run.
+    """Train a model on one device.
 
     Raises:
-        VerificationError: the model cannot make these steps; names its line.
+        VerificationError: the model cannot make these steps; the error names the line of its code.
     """
     try:
         return _trained(model, batches)
@@ -65,6 +79,7 @@ def trained_alone(model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> 
 
 
 def _trained(model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> Trained:
+    """Train a model for a step on each batch, and return its results."""
     optimizer = adamw(model.parameters())
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     losses: list[float] = []
@@ -83,9 +98,9 @@ def _trained(model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> Train
 
 
 def trained_in_parallel(parallel: ParallelModel, batches: Sequence[Mapping[str, Tensor]]) -> Trained:
-    """One rank's run."""
+    """Train one rank's part of a model; the result has whole tensors."""
     optimizer = adamw(parallel.parameters())
-    found: list[float] = []
+    losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     for step, batch in enumerate(batches):
         optimizer.zero_grad()
@@ -93,11 +108,11 @@ def trained_in_parallel(parallel: ParallelModel, batches: Sequence[Mapping[str, 
         if step == 0:
             gradients = parallel.full_gradients()
         optimizer.step()
-    return {"losses": tuple(found), "gradients": gradients, "parameters": parallel.full_state_dict()}
+    return {"losses": tuple(losses), "gradients": gradients, "parameters": parallel.full_state_dict()}
 
 
 def errors(rank: int, found: Trained, reference: Trained, precision: Precision = FP32) -> RankErrors:
-    """How far one rank's run is from one device's."""
+    """Return the largest errors of one rank's run against that of one device."""
     gradient_name, gradient = worst(found["gradients"], reference["gradients"])
     parameter_name, parameter = worst(found["parameters"], reference["parameters"])
     return RankErrors(
@@ -113,24 +128,25 @@ def errors(rank: int, found: Trained, reference: Trained, precision: Precision =
 
 
 def worst(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> tuple[str, float]:
-    """The tensor with the largest relative error; one that is missing counts as infinitely wrong.
+    """Return the tensor with the largest relative error, and that error; a missing tensor has an infinite error.
 
-    A tensor that is nothing but rounding beside the others (1e-6 of the largest) is measured against that.
+    The error is relative to the tensor's largest element, or to 1e-6 of the largest element of all tensors where this is more: a tensor of
+    nothing but rounding noise has no scale of its own.
     """
     reference = {name: tensor for name, tensor in reference.items() if tensor.numel()}
     floor = 1e-6 * max((float(tensor.abs().max()) for tensor in reference.values()), default=0.0)
-    off = {
+    relative_errors = {
         name: _relative(float((found[name] - tensor).abs().max()), max(float(tensor.abs().max()), floor))
         if name in found
         else float("inf")
         for name, tensor in reference.items()
     }
-    name = max(off, key=lambda name: off[name])
-    return name, off[name]
+    name = max(relative_errors, key=lambda name: relative_errors[name])
+    return name, relative_errors[name]
 
 
 def _relative(difference: float, size: float) -> float:
-    """Their ratio; infinity for what is not a number."""
+    """Return the ratio of a difference to a size; infinity if it is not a number."""
     if difference == 0.0:
         return 0.0
     ratio = difference / size if size else float("inf")
@@ -138,22 +154,27 @@ def _relative(difference: float, size: float) -> float:
 
 
 class Subject(Protocol):
-    """What is verified; picklable, the same in every process."""
+    """A model with its batches. It is picklable, and makes the same model and batches in every process."""
 
     def build(self, *, drops: bool = False) -> nn.Module:
-        """The model on CPU with real weights, always the same ones; without dropout, unless it ``drops`` as plans are made for."""
+        """Return the model on CPU with real weights, the same ones each time.
+
+        Args:
+            drops: whether dropout stays on, as in the graphs that plans are made for.
+        """
 
     def make_batch(self, batch_size: int, *, seed: int) -> dict[str, Tensor]:
-        """Inputs by name; samples of different lengths, with ignored labels where they end, where the model knows such."""
+        """Return inputs by name. Samples differ in length and have ignored labels at their ends, where the model supports that."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A subject as it is compared; modules and parameters keep their names. Picklable if its parts are.
+    """A subject with a loss function or in float64. Modules and parameters keep their names. It is picklable if its parts are.
 
     Attributes:
-        loss_fn: ``loss_fn(output, batch)``, in place of what the model returns; a function that can be imported.
-        is_double: parameters, buffers and inputs are the float32 ones, held in float64.
+        subject: the model and its batches.
+        loss_fn: ``loss_fn(output, batch)``, used in place of the loss that the model returns; a function that can be imported.
+        is_double: whether the float32 values of parameters, buffers and inputs are converted to float64.
     """
 
     subject: Subject
@@ -161,57 +182,59 @@ class Compared:
     is_double: bool = False
 
     def build(self, *, drops: bool = False) -> nn.Module:
-        """The model on CPU; its forward takes all of a batch."""
+        """Return the model on CPU. With a loss function its forward takes all of a batch by name."""
         model = self.subject.build(drops=drops)
         if self.loss_fn is not None:
             model.forward = partial(_loss, model.forward, self.loss_fn)
         return model.double() if self.is_double else model
 
     def make_batch(self, batch_size: int, *, seed: int) -> dict[str, Tensor]:
-        """Inputs by name, those of the loss among them."""
+        """Return inputs by name, with those that the loss function reads."""
         batch = self.subject.make_batch(batch_size, seed=seed)
         return widened(batch) if self.is_double else batch
 
 
 def _loss(forward: Callable[..., Any], loss_fn: LossFunction, **batch: Any) -> Tensor:
+    """Return the loss of a batch by a loss function; the model gets those inputs that its forward takes."""
     positional, named = arguments(forward, batch)
     return loss_fn(forward(*(batch[k] for k in positional), **{k: batch[k] for k in named}), batch)
 
 
 def widened(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The batch with its floating point numbers in float64."""
-    wide: dict[str, Tensor] = pytree.tree_map_only(
+    """Return a batch with its floating-point tensors in float64."""
+    double: dict[str, Tensor] = pytree.tree_map_only(
         Tensor, lambda value: value.double() if value.is_floating_point() else value, dict(batch)
     )
-    return wide
+    return double
 
 
 def traced_in_double(subject: Compared, graph: Graph) -> Graph | None:
-    """The subject in float64 as the operators, names and blocks of ``graph``, so that its plans fit; None: they differ.
+    """Return the graph of the subject in float64, or None where its operators, names or blocks differ from those of ``graph``.
 
-    Traced anew: constants that were folded in float32 are rounded.
+    The result has the fingerprint and blocks of ``graph``, so that its plans fit. It is traced anew, since constants that a trace in
+    float32 has folded are rounded.
     """
     batch = subject.make_batch(max(graph.batch_size, 2), seed=0)
     example = pytree.tree_map_only(Tensor, lambda value: value.to("meta"), batch)
     model = subject.build(drops=any(op.target == "autopar.dropout" for op in graph.ops))
     try:
         with in_double():
-            found = trace(model, (), example, name=graph.name, opaque=_opaque_modules(graph), exact=graph.exact)
+            double_graph = trace(model, (), example, name=graph.name, opaque=_opaque_modules(graph), exact=graph.exact)
     except TraceError:
         return None
-    if _outline(found) != _outline(graph):
+    if _outline(double_graph) != _outline(graph):
         return None
-    return replace(found, fingerprint=graph.fingerprint, blocks=graph.blocks, mixing=graph.mixing)
+    return replace(double_graph, fingerprint=graph.fingerprint, blocks=graph.blocks, mixing=graph.mixing)
 
 
 def _opaque_modules(graph: Graph) -> tuple[str, ...]:
-    """Paths of the modules that run as they are written."""
+    """Return the paths of the modules that are opaque in a graph."""
     regions = (region_of(str(op.args[0])) for op in (*graph.prelude, *graph.ops) if op.target == OPAQUE)
     return tuple(dict.fromkeys(region.name for region in regions if region.kind == MODULE))
 
 
 def _outline(graph: Graph) -> tuple[object, ...]:
-    """What two graphs share that differ by dtypes alone."""
+    """Return the parts of a graph that do not depend on dtypes."""
     ops = (*graph.prelude, *graph.ops)
     return (
         tuple(p.name for p in graph.parameters),

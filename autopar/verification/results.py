@@ -1,4 +1,4 @@
-"""What a comparison with one device found, what it means (right, rounding or wrong), and the same as text, a row for each rank."""
+"""The results of a comparison with one device, the verdict (right, rounding or wrong), and both as text and as JSON values."""
 
 from __future__ import annotations
 
@@ -21,27 +21,42 @@ if TYPE_CHECKING:
 
 _WRONG = "Please report it with the plan file, and pin other degrees until it is corrected"
 LOSS_TOLERANCE = 1e-5
+"""Relative error up to which losses in fp32 agree."""
 TENSOR_TOLERANCE = 1e-4
+"""Relative error up to which gradients and parameters in fp32 agree."""
 DOUBLE_LOSS_TOLERANCE = 1e-10
+"""Relative error up to which losses in fp64 agree."""
 DOUBLE_TENSOR_TOLERANCE = 1e-9
-"""In fp64, whose rounding is 1e-16: of a tensor that is nothing but rounding that is 1e-10 of what it is measured against
-(see ``_worst``), and a few times as much after sums in another order."""
+"""Relative error up to which gradients and parameters in fp64 agree.
+
+Rounding in fp64 is 1e-16. The errors of a tensor of nothing but rounding are relative to 1e-6 of the largest one (see :func:`worst`), so
+that its rounding counts as 1e-10, and as a few times that after sums in another order."""
 _TOLERANCES = {
     "fp32": (LOSS_TOLERANCE, TENSOR_TOLERANCE),
     "fp64": (DOUBLE_LOSS_TOLERANCE, DOUBLE_TENSOR_TOLERANCE),
 }
 AMPLIFIED = 10.0
-"""By how much the fp32 error of a plan may exceed one device's own, fp32 against fp64, and count as rounding."""
+"""Factor by which a plan's error in fp32 may exceed that of one device (fp32 against fp64) and still count as rounding."""
 NUDGES = 16
-"""Runs of one device with parameters moved by a rounding of fp32 each, where its own error explains too little."""
+"""Most runs of one device in fp32 with parameters moved by a rounding each, where its error without explains too little."""
 DOUBLE_NUDGES = 4
+"""Most such runs in fp64."""
 DOUBLE_CEILING = 1e-7
-"""No error in fp64 above it is rounding, whatever one device does: faults are a thousand times as large and more."""
+"""Error in fp64 above which nothing counts as rounding, whatever the error of one device: faults are a thousand times as large and more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankErrors:
-    """The largest relative errors (largest difference over largest reference, by tensor) on one rank."""
+    """The largest relative errors on one rank: largest difference over largest element of the reference, by tensor.
+
+    Attributes:
+        rank: the rank.
+        losses: its loss in each step.
+        loss: the largest error of a loss.
+        gradient, gradient_name: the largest error of a gradient, and its parameter.
+        parameter, parameter_name: the largest error of a parameter or buffer, and its name.
+        precision: ``fp32`` or ``fp64``; it determines the tolerances.
+    """
 
     rank: int
     losses: tuple[float, ...]
@@ -54,33 +69,33 @@ class RankErrors:
 
     @property
     def tolerances(self) -> tuple[float, float]:
-        """Of losses, and of gradients and parameters."""
+        """The tolerance of losses, and that of gradients and parameters."""
         return _TOLERANCES[self.precision]
 
     @property
     def passed(self) -> bool:
-        """Within the tolerances."""
+        """Whether all errors are within the tolerances."""
         loss, tensor = self.tolerances
         return self.loss <= loss and max(self.gradient, self.parameter) <= tensor
 
     @property
     def error(self) -> float:
-        """The largest of the three."""
+        """The largest of the three errors."""
         return max(self.loss, self.gradient, self.parameter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confirmation:
-    """What a plan that is past the limits in fp32 does in fp64.
+    """Runs in fp64 that tell rounding from a fault, after a comparison in fp32 that exceeds a tolerance.
 
     Attributes:
-        rows: errors of the same plan in fp64 by rank; empty where it could not be run so.
-        alone: one device, fp32 against fp64.
-        why: what kept it from running.
-        nudged: one device in fp32, against fp64, from parameters that are moved by a rounding of fp32: where a unit lies
-            on a kink, a rounding decides on which side, and ``alone`` may lie on the right one by luck.
-        nudged_double: one device in fp64, against itself, from parameters that are moved by a rounding of fp64, where ``rows``
-            are past a tolerance: a tensor that is nothing but rounding has no other measure.
+        rows: errors of the same plan in fp64, by rank; empty if it could not run.
+        alone: errors of one device in fp32 against fp64.
+        why: the reason why the plan could not run in fp64.
+        nudged: errors of one device in fp32 against fp64, from parameters moved by a rounding of fp32, one for each run. Where a unit lies
+            on a kink, rounding decides on which side, and ``alone`` may be on the right side by luck.
+        nudged_double: errors of one device in fp64 against itself, from parameters moved by a rounding of fp64. They are measured where
+            ``rows`` exceed a tolerance, since a tensor of nothing but rounding has no other scale.
     """
 
     rows: tuple[RankErrors, ...]
@@ -91,12 +106,12 @@ class Confirmation:
 
     @property
     def error(self) -> float:
-        """The largest in fp64."""
+        """The largest error in fp64."""
         return max((row.error for row in self.rows), default=math.inf)
 
     @property
-    def own(self) -> RankErrors:
-        """One device, fp32 against fp64: the largest of each error in all its runs, each with its tensor."""
+    def one_device(self) -> RankErrors:
+        """The largest of each error of one device, fp32 against fp64, over all its runs, with its tensor."""
         runs = (self.alone, *self.nudged)
         gradient, parameter = (max(runs, key=lambda run: getattr(run, name)) for name in ("gradient", "parameter"))
         return replace(
@@ -110,19 +125,19 @@ class Confirmation:
 
     @property
     def agrees(self) -> bool:
-        """The plan ran in fp64, and is within the tolerances there, or off by what one device is off by in fp64."""
-        own = AMPLIFIED * max((run.error for run in self.nudged_double), default=0.0)
-        return bool(self.rows) and all(row.passed or row.error <= min(own, DOUBLE_CEILING) for row in self.rows)
+        """Whether the plan ran in fp64, and is within the tolerances there or off by at most :data:`AMPLIFIED` times what one device is."""
+        rounding = AMPLIFIED * max((run.error for run in self.nudged_double), default=0.0)
+        return bool(self.rows) and all(row.passed or row.error <= min(rounding, DOUBLE_CEILING) for row in self.rows)
 
     def is_rounding(self, rows: Sequence[RankErrors]) -> bool:
-        """Whether fp64 agrees, and what ``rows`` are off by in fp32 is what one device is off by as well."""
-        own = self.own
+        """Return whether fp64 agrees, and one device has errors in fp32 that explain those in ``rows``."""
+        one_device = self.one_device
         return self.agrees and all(
-            found <= max(limit, AMPLIFIED * mine)
+            error <= max(limit, AMPLIFIED * rounding)
             for row in rows
-            for found, mine, limit in zip(
+            for error, rounding, limit in zip(
                 (row.loss, row.gradient, row.parameter),
-                (own.loss, own.gradient, own.parameter),
+                (one_device.loss, one_device.gradient, one_device.parameter),
                 (LOSS_TOLERANCE, TENSOR_TOLERANCE, TENSOR_TOLERANCE),
                 strict=True,
             )
@@ -131,9 +146,14 @@ class Confirmation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """A row for each rank; ``reference_losses`` are those of one device.
+    """The result of a comparison with one device.
 
-    ``confirmation``: of a report in fp32 that is past the limits; ``bisection``: where it differs, if sought.
+    Attributes:
+        steps: steps of AdamW.
+        reference_losses: the losses of one device.
+        rows: errors by rank.
+        confirmation: runs in fp64, if the comparison was in fp32 and exceeded a tolerance.
+        bisection: the result of a search for the first difference, if there was one.
     """
 
     steps: int
@@ -147,38 +167,38 @@ class VerifyReport:
 
     @property
     def is_within(self) -> bool:
-        """Every rank is within the tolerances."""
+        """Whether every rank is within the tolerances."""
         return all(row.passed for row in self.rows)
 
     @property
     def passed(self) -> bool:
-        """Every rank is within the tolerances, or fp64 has shown that what is past them is rounding."""
+        """Whether every rank is within the tolerances, or fp64 has shown that the excess is rounding."""
         return self.is_within or (self.confirmation is not None and self.confirmation.is_rounding(self.rows))
 
     @property
     def verdict(self) -> str:
-        """One sentence, without its full stop."""
-        found = self.confirmation
+        """The result in one sentence, without its full stop."""
+        double = self.confirmation
         if self.is_within:
             return "every rank agrees"
-        if found is None or not found.rows:
-            why = "" if found is None or not found.why else f"; float64 cannot tell: {found.why}"
+        if double is None or not double.rows:
+            why = "" if double is None or not double.why else f"; float64 cannot tell: {double.why}"
             return f"wrong: the parallel program DIFFERS from one device{why}"
         if self.passed:
-            moved = "; one device is off by as much when its parameters move by a rounding" if found.nudged else ""
-            return f"rounding: the same plan agrees in float64 to {found.error:.0e}{moved}"
-        if found.agrees:
+            moved = "; one device is off by as much when its parameters move by a rounding" if double.nudged else ""
+            return f"rounding: the same plan agrees in float64 to {double.error:.0e}{moved}"
+        if double.agrees:
             return (
-                f"wrong in float32: the same plan agrees in float64 to {found.error:.0e}, but differs in float32 by "
+                f"wrong in float32: the same plan agrees in float64 to {double.error:.0e}, but differs in float32 by "
                 "more than the rounding of one device"
             )
-        return f"wrong: the parallel program DIFFERS from one device, in float64 too, by {found.error:.0e}"
+        return f"wrong: the parallel program DIFFERS from one device, in float64 too, by {double.error:.0e}"
 
     def check(self) -> None:
-        """Nothing when all is well.
+        """Do nothing if the report has passed.
 
         Raises:
-            VerificationError: names the worst rank and tensor.
+            VerificationError: the report has not passed; the error names the rank and tensor with the largest error.
         """
         if self.passed:
             return
@@ -203,17 +223,17 @@ class VerifyReport:
                 )
 
     def _place(self, row: RankErrors) -> str:
-        """The rank, and the first operator that differs where it was found."""
+        """Return the rank, with the first operator that differs if it is known."""
         first = self.bisection.difference if self.bisection is not None else None
         return f"rank {row.rank}" + (f", first in {first.place}" if first is not None and first.place else "")
 
 
 GRAPH_TOLERANCE = 1e-5
-"""Between the losses of the model in float32 and of its graph in float64, both on one device."""
+"""Relative error up to which the losses of the model in float32 and of its graph in float64 agree, both on one device."""
 
 
 def render_verification(report: VerifyReport, plan: Plan) -> str:
-    """The plan in two lines, and :func:`render_report`."""
+    """Return the plan in a few lines, followed by :func:`render_report`."""
     schedule = "" if plan.schedule == "none" else f", {plan.schedule}"
     batches = f"{plan.num_micro_batches} micro-batches of {micro_batch_text(plan)}"
     head = f"{plan.model.name} on {plan.cluster}: {plan.mesh}, ZeRO {plan.zero_stage}{schedule}, {batches}"
@@ -221,23 +241,23 @@ def render_verification(report: VerifyReport, plan: Plan) -> str:
 
 
 def render_report(report: VerifyReport) -> str:
-    """Relative errors by rank against one device; where they are past the limits, the same in float64."""
+    """Return a table of relative errors by rank against one device, with the runs in float64 if there were any."""
     head = ("rank", "loss", "gradient", "worst gradient", "parameter", "worst parameter", "")
     losses = ", ".join(f"{loss:.6f}" for loss in report.reference_losses)
     lines = [
         f"relative errors against one device over {report.steps} AdamW steps (losses {losses})",
         plain_table(head, [_cells(row) for row in report.rows], left=_LEFT, width=120),
     ]
-    found = report.confirmation
-    if found is not None:
-        if found.rows:
+    double = report.confirmation
+    if double is not None:
+        if double.rows:
             lines.append("the same plan in float64, against one device in float64")
-            lines.append(plain_table(head, [_cells(row) for row in found.rows], left=_LEFT, width=120))
+            lines.append(plain_table(head, [_cells(row) for row in double.rows], left=_LEFT, width=120))
         moved = (
-            f": the most in {1 + len(found.nudged)} runs, its parameters moved by a rounding" if found.nudged else ""
+            f": the most in {1 + len(double.nudged)} runs, its parameters moved by a rounding" if double.nudged else ""
         )
         lines.append(f"one device alone, float32 against float64{moved}")
-        lines.append(plain_table(head[1:-1], [_cells(found.own)[1:-1]], left=_LEFT, width=120))
+        lines.append(plain_table(head[1:-1], [_cells(double.one_device)[1:-1]], left=_LEFT, width=120))
     loss, tensor = report.rows[0].tolerances
     lines.append(f"{report.verdict} (allowed: loss {loss:g}, gradients and parameters {tensor:g})")
     if report.bisection is not None:
@@ -246,9 +266,11 @@ def render_report(report: VerifyReport) -> str:
 
 
 _LEFT = ("worst gradient", "worst parameter", "")
+"""Columns with text."""
 
 
 def _cells(row: RankErrors) -> tuple[str, ...]:
+    """Return a table's row."""
     return (
         str(row.rank),
         f"{row.loss:.1e}",
@@ -260,53 +282,58 @@ def _cells(row: RankErrors) -> tuple[str, ...]:
     )
 
 
-def _bisection(found: Bisection, passed: bool) -> list[str]:
-    """Where the program first differs, in float64."""
-    difference = found.difference
+def _bisection(bisection: Bisection, passed: bool) -> list[str]:
+    """Return lines that say where the program first differs in float64."""
+    difference = bisection.difference
     if difference is not None:
         return _difference(difference)
-    lines = [f"in float64 no loss, gradient or parameter differs in {found.steps} steps"]
-    if not passed and found.graph_loss > GRAPH_TOLERANCE:
+    lines = [f"in float64 no loss, gradient or parameter differs in {bisection.steps} steps"]
+    if not passed and bisection.graph_loss > GRAPH_TOLERANCE:
         lines.append(
-            f"but the traced graph's own loss is {found.graph_loss:.1e} off the model's: the trace differs, not the plan"
+            f"but the traced graph's own loss is {bisection.graph_loss:.1e} off the model's: the trace differs, not the plan"
         )
     elif not passed:
         lines.append("what differs above is rounding: see whether it grows with the depth of the model")
     return lines
 
 
-def _difference(found: Difference) -> list[str]:
-    at = f"block {found.block} ({found.label or '-'}), stage {found.stage}" if found.block is not None else "no block"
+def _difference(first: Difference) -> list[str]:
+    """Return the first difference as lines with a name and a text each."""
+    at = f"block {first.block} ({first.label or '-'}), stage {first.stage}" if first.block is not None else "no block"
     rows = [
         (
             "first difference",
-            f"step {found.step}, {at}" if found.op or found.block is not None else f"step {found.step}",
+            f"step {first.step}, {at}" if first.op or first.block is not None else f"step {first.step}",
         )
     ]
-    if found.op:
-        code = ", ".join(part for part in (found.module, found.source) if part)
-        rows.append(("operator", f"{found.op}: {found.target}{f' ({code})' if code else ''}"))
-    rows += [("wrong", found.what), ("right", found.while_right)]
-    rows.append(("strategies", ", ".join(f"{axis}: {name}" for axis, name in found.strategies)))
-    rows += [("reads" if i == 0 else "", text) for i, text in enumerate(found.reads)]
-    rows += [("makes" if i == 0 else "", text) for i, text in enumerate(found.makes)]
-    rows += [*_mismatch(found.mismatch), ("next", found.remedy)]
+    if first.op:
+        code = ", ".join(part for part in (first.module, first.source) if part)
+        rows.append(("operator", f"{first.op}: {first.target}{f' ({code})' if code else ''}"))
+    rows += [("wrong", first.what), ("right", first.while_right)]
+    rows.append(("strategies", ", ".join(f"{axis}: {name}" for axis, name in first.strategies)))
+    rows += [("reads" if i == 0 else "", text) for i, text in enumerate(first.reads)]
+    rows += [("makes" if i == 0 else "", text) for i, text in enumerate(first.makes)]
+    rows += [*_mismatch(first.mismatch), ("next", first.remedy)]
     return [f"{name:<17} {text}" for name, text in rows if text]
 
 
-def _mismatch(found: Mismatch) -> list[tuple[str, str]]:
-    ranks = ", ".join(map(str, found.ranks))
-    if found.micro_batches:
-        ranks += f" (micro-batch {', '.join(map(str, found.micro_batches))})"
-    shapes = f"{list(found.local_shape)} on a rank, {list(found.shape)} in all"
-    samples = "; ".join(f"{list(s.index)}: {s.found:.6g} instead of {s.expected:.6g}" for s in found.samples)
-    return [("ranks", ranks), ("shape", shapes), ("error", f"{found.error:.1e}"), ("elements", samples)]
+def _mismatch(mismatch: Mismatch) -> list[tuple[str, str]]:
+    """Return rows for the ranks, shape, error and elements of a mismatch."""
+    ranks = ", ".join(map(str, mismatch.ranks))
+    if mismatch.micro_batches:
+        ranks += f" (micro-batch {', '.join(map(str, mismatch.micro_batches))})"
+    shapes = f"{list(mismatch.local_shape)} on a rank, {list(mismatch.shape)} in all"
+    samples = "; ".join(f"{list(s.index)}: {s.found:.6g} instead of {s.expected:.6g}" for s in mismatch.samples)
+    return [("ranks", ranks), ("shape", shapes), ("error", f"{mismatch.error:.1e}"), ("elements", samples)]
 
 
 def verification(report: VerifyReport) -> dict[str, Any]:
-    """The same as JSON values; numbers that JSON has not, which wrong programs give, as the texts ``inf`` and ``nan``."""
-    found = report.confirmation
-    said: dict[str, Any] = {
+    """Return a report as JSON values.
+
+    Wrong programs may give infinity and NaN, which JSON does not have; they are the texts ``inf`` and ``nan``.
+    """
+    confirmation = report.confirmation
+    values: dict[str, Any] = {
         "passed": report.passed,
         "verdict": report.verdict,
         "steps": report.steps,
@@ -314,19 +341,20 @@ def verification(report: VerifyReport) -> dict[str, Any]:
         "bisection": None if report.bisection is None else asdict(report.bisection),
         "ranks": [_row(row) for row in report.rows],
     }
-    if found is not None:
-        said["float64_ranks"] = [_row(row) for row in found.rows]
-        said |= {"alone": _row(found.alone), "nudged": [_row(row) for row in found.nudged]}
-    finite: dict[str, Any] = pytree.tree_map_only(float, lambda x: x if math.isfinite(x) else str(x), said)
+    if confirmation is not None:
+        values["float64_ranks"] = [_row(row) for row in confirmation.rows]
+        values |= {"alone": _row(confirmation.alone), "nudged": [_row(row) for row in confirmation.nudged]}
+    finite: dict[str, Any] = pytree.tree_map_only(float, lambda x: x if math.isfinite(x) else str(x), values)
     return finite
 
 
 def _row(row: RankErrors) -> dict[str, Any]:
+    """Return the errors of a rank as JSON values."""
     return {**asdict(row), "losses": list(row.losses), "passed": row.passed}
 
 
 def _splits(plan: Plan) -> list[str]:
-    """How much the plan splits on each axis inside the model: nothing split would verify nothing."""
+    """Return lines that say how many operators and parameters the plan splits: a plan that splits nothing verifies nothing."""
     typings = [typing for block in plan.blocks for typing in plan.layouts[block.layout].typings]
     lines = []
     if plan.mesh.cp > 1:
