@@ -89,9 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         warnings.simplefilter("ignore")  # torch and transformers warn about themselves
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        is_json = "--json" in given[:end] and not {"--help", "-h"} & set(given)
+        is_json = "--json" in words[:end] and not {"--help", "-h"} & set(words)
         with json_alone() if is_json else nullcontext():
-            app(given, prog_name="autopar")
+            app(words, prog_name="autopar")
     except SystemExit as stop:
         if stop.code == INTERRUPTED:
             sys.stderr.write("interrupted before there was a result\n")

@@ -167,12 +167,12 @@ def _set(module: Any, state: dict[str, Any]) -> None:
         parametrize._inject_property(module, name)
 
 
-def _received(sent: bytes) -> OwnModel:
+def _received(sent: bytes) -> UserModel:
     source, examples = pickle.loads(sent)
-    return OwnModel(source=source, examples=examples)
+    return UserModel(source=source, examples=examples)
 
 
-def made(source: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+def build_module(source: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     """The module itself, or what the function makes, which is the same each time.
 
     Raises:

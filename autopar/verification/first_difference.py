@@ -177,7 +177,7 @@ class _Search:
             what = f"parameter {name} after the step of the optimizer"
             right = "it agreed before the step, and so does every gradient"
         else:
-            self.one.end_step()
+            self.one_device.end_step()
             return None
         return Difference(step=step + 1, what=what, while_right=right, mismatch=mismatch, remedy=_REPORT)
 

@@ -104,7 +104,7 @@ def trained_in_parallel(parallel: ParallelModel, batches: Sequence[Mapping[str, 
     gradients: dict[str, Tensor] = {}
     for step, batch in enumerate(batches):
         optimizer.zero_grad()
-        found.append(parallel.train_step(tensors_of(batch)).item())
+        losses.append(parallel.train_step(tensors_of(batch)).item())
         if step == 0:
             gradients = parallel.full_gradients()
         optimizer.step()
