@@ -249,7 +249,7 @@ def _refusal(program: Program, num_samples: int, problem: str, *, where: str, ot
 def _divided(num_samples: int, size: int, ranks: int) -> tuple[int, ...] | None:
     """Samples of each data rank, each a divisor of ``size`` or zero, in descending order; None if there is no such division.
 
-    >>> _at_once(11, 8, 4), _at_once(7, 8, 2)
+    >>> _divided(11, 8, 4), _divided(7, 8, 2)
     ((8, 2, 1, 0), None)
     """
     fewest, remaining, parts = _fewest_parts(size, size * ranks), num_samples, list[int]()
