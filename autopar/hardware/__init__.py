@@ -1,1 +1,1 @@
-"""Devices, links and clusters as data, read from ``profiles/``, from a line of text, or off the machine (``machine``)."""
+"""Devices, links and clusters as data: from profiles, from a line of text, or measured on this machine (``machine``)."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 NETWORK = "network"
 
 MAX_PERMUTED_GROUPS = 3
-"""Node groups of which all orders are tried as an order of ranks; of more the given one and its reverse."""
+"""Up to so many node groups all orders are tried as orders of ranks; of more only the given one and its reverse."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class NodeGroup:
     """Equal nodes.
 
     Attributes:
-        intra_node: the link from each device to the node's switch (or its peers).
+        intra_node: the link from each device to the node's switch (or to other devices).
         nic: one network card of a node.
         nics_per_node: device i of a node uses card ``i * nics_per_node // devices_per_node``.
     """
@@ -45,21 +45,21 @@ class NodeGroup:
 
     @property
     def num_devices(self) -> int:
-        """Devices of all nodes of the group."""
+        """The number of devices of all nodes of the group."""
         return self.num_nodes * self.devices_per_node
 
     def with_memory(self, num_bytes: int) -> NodeGroup:
-        """The same nodes with this much memory on every device, as the user states."""
+        """The same nodes with so many bytes of memory on every device, as the user states."""
         return replace(self, device=self.device.with_memory(num_bytes, "stated by the user"))
 
     def to_dict(self) -> dict[str, Any]:
-        """The group as plain data: a ``[[group]]`` of a cluster file with everything written out."""
+        """The group as plain data: a complete ``[[group]]`` of a cluster file."""
         return asdict(self) | {"device": self.device.to_dict()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """A layer of switches: each domain of ``num_nodes`` consecutive nodes shares one ``uplink`` to what lies above."""
+    """A layer of switches: each domain of ``num_nodes`` consecutive nodes shares one ``uplink`` to the next layer."""
 
     name: str
     num_nodes: int
@@ -102,17 +102,17 @@ class Cluster:
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
-        """A cluster from a TOML file; the schema stands in ``profiles/README.md``. :meth:`parse` reads such files too."""
+        """A cluster from a TOML file, whose schema is in ``profiles/README.md``. :meth:`parse` reads such files too."""
         from autopar.hardware import read as store
 
         return store.load_cluster(Path(path))
 
     @classmethod
     def detect(cls, *, num_ranks: int | None = None, cache_dir: Path | None = None, refresh: bool = False) -> Cluster:
-        """Measure this machine: matmul, memory and the link between two local ranks, in a few seconds.
+        """Measures this machine in a few seconds: matmul, memory, and the link between two local ranks.
 
         Args:
-            num_ranks: devices to plan for; ``None`` for the number of GPUs, or of CPU cores where there is none.
+            num_ranks: devices to plan for; ``None`` for the number of GPUs, or of CPU cores if there are none.
             cache_dir: where the measurement is kept; ``None`` for the user's cache directory.
             refresh: measure again even if a measurement is kept.
         """
@@ -122,17 +122,17 @@ class Cluster:
 
     @property
     def world_size(self) -> int:
-        """Devices in all."""
+        """The number of devices."""
         return sum(group.num_devices for group in self.groups)
 
     @property
     def num_nodes(self) -> int:
-        """Nodes in all."""
+        """The number of nodes."""
         return sum(group.num_nodes for group in self.groups)
 
     @property
     def devices_per_node(self) -> int:
-        """Devices of every node; of the smallest where the groups differ."""
+        """Devices of a node; of the smallest if groups differ."""
         return min(group.devices_per_node for group in self.groups)
 
     @property
@@ -147,15 +147,15 @@ class Cluster:
 
     @property
     def orders(self) -> tuple[tuple[int, ...], ...]:
-        """Orders of the groups in which ranks may count them, the given one first; those that look alike once.
+        """Orders of the groups in which ranks may count them, the given one first; of equivalent ones only one.
 
-        Switches stand for consecutive nodes, so that groups change places only where each is made of whole domains.
+        Switches connect consecutive nodes, so that groups can only be exchanged if each consists of complete domains.
         """
         given = tuple(range(len(self.groups)))
         if any(group.num_nodes % tier.num_nodes for group in self.groups for tier in self.tiers):
             return (given,)
-        found = permutations(given) if len(given) <= MAX_PERMUTED_GROUPS else (given, given[::-1])
-        different = {tuple(self.groups[i] for i in order): order for order in reversed(list(found))}
+        candidates = permutations(given) if len(given) <= MAX_PERMUTED_GROUPS else (given, given[::-1])
+        different = {tuple(self.groups[i] for i in order): order for order in reversed(list(candidates))}
         return tuple(sorted(different.values()))
 
     def reordered(self, order: tuple[int, ...]) -> Cluster:
@@ -163,7 +163,7 @@ class Cluster:
         return replace(self, groups=tuple(self.groups[i] for i in order))
 
     def group_of(self, rank: int) -> NodeGroup:
-        """The group that the rank's node belongs to."""
+        """The group of the rank's node."""
         return self._locate(rank)[0]
 
     def device_of(self, rank: int) -> Device:
@@ -181,19 +181,19 @@ class Cluster:
         return topology.Fabric(self).tier_of(ranks)
 
     def link_between(self, rank: int, other: int) -> Link:
-        """The link that a message from ``rank`` to ``other`` feels when it is alone: the narrowest, with all delays."""
+        """The link that limits a single message from ``rank`` to ``other``: the narrowest on the path, with the sum of the delays."""
         from autopar.hardware import topology
 
         return topology.Fabric(self).link_between(rank, other)
 
     def topology(self) -> networkx.Graph[str]:
-        """Devices, node switches, cards and switches as a graph of networkx; see :func:`autopar.hardware.topology.topology`."""
+        """Devices, node switches, cards and switches as a networkx graph; see :func:`autopar.hardware.topology.topology`."""
         from autopar.hardware import topology
 
         return topology.topology(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """The cluster as plain data with nothing left to look up; a cluster file as well once written as TOML."""
+        """The cluster as plain data without references to profiles; written as TOML it is a cluster file."""
         return {
             "name": self.name,
             "group": [group.to_dict() for group in self.groups],
@@ -203,10 +203,10 @@ class Cluster:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object], *, place: str = "cluster") -> Cluster:
-        """Read what :meth:`to_dict` gives.
+        """Reads the result of :meth:`to_dict`.
 
         Args:
-            place: what an error calls the source.
+            place: the name of the source in errors.
 
         Raises:
             UsageError: a key is missing, unknown or wrong.
@@ -216,15 +216,15 @@ class Cluster:
         return store.cluster_from_table(Table(data, file=place))
 
     def with_groups(self, change: Callable[[NodeGroup], NodeGroup]) -> Cluster:
-        """The same cluster with each group of nodes changed."""
+        """The same cluster with ``change`` applied to each group of nodes."""
         return replace(self, groups=tuple(map(change, self.groups)))
 
     def _locate(self, rank: int) -> tuple[NodeGroup, int]:
-        left, node = rank, 0
+        index, node = rank, 0
         for group in self.groups:
-            if 0 <= left < group.num_devices:
-                return group, node + left // group.devices_per_node
-            left, node = left - group.num_devices, node + group.num_nodes
+            if 0 <= index < group.num_devices:
+                return group, node + index // group.devices_per_node
+            index, node = index - group.num_devices, node + group.num_nodes
         raise UsageError(
             f"No rank {rank} in this cluster", where=self.name, fix=f"Take a rank from 0 to {self.world_size - 1}"
         )

@@ -1,4 +1,4 @@
-"""Devices and clusters by name: ``DEVICE:NODESxPER_NODE?options``, ``local``, a file, what a GPU's driver reports; numbers of them scaled."""
+"""Devices and clusters by name (``DEVICE:NODESxPER_NODE?options``, ``local``, a file, a GPU's reported name), and scaled clusters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OPTIONS = ("memory", "host_memory", "nics", "nic_bandwidth", "cores", "ranks", 
 
 
 def parse_cluster(text: str, *, cache_dir: Path | None = None) -> Cluster:
-    """See :meth:`Cluster.parse`."""
+    """Implements :meth:`Cluster.parse`."""
     base, _, query = text.partition("?")
     options = _options(text, query)
     if base == "local":
@@ -65,7 +65,7 @@ def machine_of(text: str, *, cache_dir: Path | None = None) -> MachineProfile:
     """The machine that a cluster's description names, at full speed and with all of its memory.
 
     Raises:
-        UsageError: as :func:`parse_cluster`; of a cluster's file the first group counts.
+        UsageError: as :func:`parse_cluster`; of a cluster's file the first group is used.
     """
     base = text.partition("?")[0]
     if base == "local":
@@ -107,10 +107,10 @@ def _overridden(cluster: Cluster, text: str, options: dict[str, str]) -> Cluster
 
 
 def _with_host_memory(group: NodeGroup, num_bytes: int, text: str) -> NodeGroup:
-    """The same nodes with this much host memory for every device.
+    """The same nodes with so much host memory for every device.
 
     Raises:
-        UsageError: the device's profile knows no host.
+        UsageError: the device's profile has no link to a host.
     """
     host = group.device.host
     if host is None:
@@ -156,15 +156,15 @@ def _bytes(text: str, key: str, value: str) -> int:
 def _with_links(
     cluster: Cluster, change: Callable[[Link], Link], *, node: bool = True, network: bool = True
 ) -> Cluster:
-    """The cluster with other links inside nodes, and other cards and uplinks."""
-    own = cluster.with_groups(
+    """The cluster with changed links inside nodes, and changed cards and uplinks."""
+    changed = cluster.with_groups(
         lambda group: replace(
             group,
             intra_node=change(group.intra_node) if node else group.intra_node,
             nic=change(group.nic) if network else group.nic,
         )
     )
-    return replace(own, tiers=tuple(replace(t, uplink=change(t.uplink)) if network else t for t in cluster.tiers))
+    return replace(changed, tiers=tuple(replace(t, uplink=change(t.uplink)) if network else t for t in cluster.tiers))
 
 
 def _links(field: str, *, node: bool = True, network: bool = True) -> Callable[[Cluster, float], Cluster]:
@@ -178,7 +178,7 @@ def _links(field: str, *, node: bool = True, network: bool = True) -> Callable[[
 
 
 def _latency(cluster: Cluster, factor: float) -> Cluster:
-    """Delays stand in links or in the steps of the collective library: both are scaled."""
+    """Delays are stated in links or in steps of the collective library: both are scaled."""
     cluster = _links("latency_s")(cluster, factor)
     steps = ("base_s", "intra_step_s", "inter_step_s")
     algorithms = tuple(times(algorithm, factor, *steps) for algorithm in cluster.library.algorithms)
@@ -209,14 +209,14 @@ SCALES: dict[str, tuple[str, Callable[[Cluster, float], Cluster]]] = {
     "device.matmul": ("ceilings of products", _devices(_matmul)),
     "device.launch": ("overhead of an operator", _devices(lambda d, f: times(d, f, "launch_s"))),
 }
-"""Names of numbers, what they are, and how a cluster is made with that number times a factor."""
+"""For each name of a number its description, and a function that returns a cluster with that number times a factor."""
 
 
 def scaled(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
     """``cluster`` with each named number times its factor.
 
     Raises:
-        UsageError: an unknown name, or a factor that is not above zero.
+        UsageError: a name is unknown, or a factor is not above zero.
 
     >>> h100 = Cluster.parse("h100-sxm5-80gb:2x8")
     >>> slow = scaled(h100, {"network.bandwidth": 0.5})
@@ -234,7 +234,7 @@ def scaled(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
 
 
 def with_free_links(cluster: Cluster) -> Cluster:
-    """The same devices, joined by links that take no time worth counting."""
+    """The same devices, with links whose time is negligible."""
 
     def free(link: Link) -> Link:
         return replace(
@@ -258,23 +258,25 @@ _REPORTED = (
     (r"V100-SXM2-32GB(-LS)?", "v100-sxm2-32gb"),
     (r"MI300X( OAM| VF)?", "mi300x-192gb"),
 )
-"""What stands behind the maker in the whole of a reported name. Boards that are not here have other clocks, links or memory than any
-profile: PCIe, NVL and SXM3 boards, A10, L40S, H800, GH200, workstations; and so have parts of a GPU, whose names go on (``MIG 1g.10gb``)."""
+"""Patterns of the complete reported name after the maker, with profiles.
+
+Boards that are not listed differ from every profile in clocks, links or memory: PCIe, NVL and SXM3 boards, A10, L40S, H800, GH200,
+workstations. So do parts of a GPU, whose names are longer (``MIG 1g.10gb``)."""
 
 _NEEDS_MEMORY = frozenset({"h100-hbm2e-96gb"})
-"""Profiles of devices whose reported name does not tell them from others."""
+"""Profiles of devices whose reported name is shared with other devices."""
 
 _MAKER = re.compile(r"(?:NVIDIA |AMD )?(?:Tesla |Instinct )?")
 _MEMORY_SPREAD = 0.08
-"""By what part the memory that drivers report of equal devices may differ: error correction and versions of the driver take some."""
+"""Relative difference that the reported memory of equal devices may have: error correction and driver versions take some."""
 
 
 def shipped_profile_name(device_name: str, memory_bytes: int | None = None) -> str | None:
-    """The shipped profile of a GPU; None where no shipped profile is certain to be that of this device.
+    """The shipped profile of a GPU; None if no shipped profile is certain to be of this device.
 
     Args:
         device_name: as its driver reports it.
-        memory_bytes: of the device; where it is not known, names that several devices share are of none.
+        memory_bytes: of the device; if it is None, names that several devices share have no profile.
 
     >>> shipped_profile_name("NVIDIA H100 80GB HBM3"), shipped_profile_name("A100-SXM4-40GB", 42_300_000_000)
     ('h100-sxm5-80gb', 'a100-sxm4-40gb')
@@ -290,19 +292,19 @@ def shipped_profile_name(device_name: str, memory_bytes: int | None = None) -> s
 
 @cache
 def _fits(name: str, memory_bytes: int | None) -> bool:
-    """Whether a device with so much memory can be that of the profile."""
+    """Whether a device with so much memory can be the one of the profile."""
     if memory_bytes is None:
         return name not in _NEEDS_MEMORY
     return has_memory(memory_bytes, load_profile(name).device.memory_bytes)
 
 
 def has_memory(memory_bytes: int, of_bytes: int) -> bool:
-    """Whether devices that report so much memory can be equal."""
+    """Whether devices that report these sizes of memory can be equal."""
     return abs(memory_bytes / of_bytes - 1.0) <= _MEMORY_SPREAD
 
 
 def multiplies_in_tf32() -> bool:
-    """Whether GPUs make products of float32 in TF32, however that was said: torch has an old and a new way since 2.9."""
+    """Whether GPUs compute products of float32 in TF32, by whichever of torch's two interfaces (since 2.9) it was set."""
     import torch
 
     matmul: Any = torch.backends.cuda.matmul
@@ -310,7 +312,7 @@ def multiplies_in_tf32() -> bool:
 
 
 def convolves_in_tf32() -> bool:
-    """Whether cuDNN makes convolutions of float32 in TF32: a mode of its own, and on unless somebody says otherwise."""
+    """Whether cuDNN computes convolutions of float32 in TF32: a separate mode, which is on by default."""
     import torch  # to list devices needs none
 
     cudnn: Any = torch.backends.cudnn
@@ -318,22 +320,22 @@ def convolves_in_tf32() -> bool:
 
 
 DTYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn"}
-"""Columns, and the dtypes of products that they show."""
+"""Columns of the table of devices, with the dtypes of their products."""
 
 
 def shipped_devices() -> tuple[Device, ...]:
-    """In the order of their names."""
+    """The devices of the shipped profiles, by name."""
     return tuple(load_profile(name).device for name in known_devices())
 
 
 def peaks(device: Device) -> dict[str, float]:
-    """Published dense peaks of products by precision, in FLOP/s; of a CPU what one core was measured to reach."""
+    """Published dense peaks of products by precision, in FLOP/s; of a CPU the measured rate of one core."""
     rates = {rate.dtype: rate.datasheet_flops_per_s for rate in device.matmul}
     return {name: rates[dtype] for name, dtype in DTYPES.items() if dtype in rates}
 
 
 def render_devices(devices: Sequence[Device]) -> str:
-    """A row for each device."""
+    """A text table with a row for each device."""
     head = ("device", "memory", *(f"{name} TFLOP/s" for name in DTYPES))
     rows = [
         (device.name, num_bytes(device.memory_bytes), *(_tera(peaks(device).get(name)) for name in DTYPES))
@@ -343,7 +345,7 @@ def render_devices(devices: Sequence[Device]) -> str:
 
 
 def devices_summary(devices: Sequence[Device]) -> dict[str, Any]:
-    """The same as JSON values."""
+    """The devices as JSON values."""
     return {device.name: {"memory_bytes": device.memory_bytes, "peak_flops_per_s": peaks(device)} for device in devices}
 
 

@@ -1,7 +1,7 @@
-"""Devices as plain data, read from profiles; ``links.py`` has what connects them.
+"""Devices as plain data, read from profiles; ``link.py`` describes what connects them.
 
-Every number is in SI units (bytes, seconds, FLOP/s) and every group of numbers names its provenance. The TOML files in
-``profiles/``, the dictionaries of :meth:`Device.to_dict` and the cluster files share one schema (``profiles/README.md``).
+Every number is in SI units (bytes, seconds, FLOP/s), and every group of numbers has a provenance. The TOML files in ``profiles/``, the
+dictionaries of :meth:`Device.to_dict` and cluster files share one schema (``profiles/README.md``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autopar.util.toml import Table
 Kind = Literal["cpu", "cuda"]
 
 KernelKind = Literal["cpu", "cuda", "cuda without flash"]
-"""Which fused kernels a device has."""
+"""Which fused kernels torch has for a device."""
 
 TOPICS: dict[str, dict[str, str]] = {
     "memory": {"num_bytes": "memory_bytes"},
@@ -27,31 +27,32 @@ TOPICS: dict[str, dict[str, str]] = {
     "interference": {"fraction": "interference"},
     "uncertainty": {"fraction": "uncertainty", "memory_fraction": "memory_uncertainty"},
 }
-"""What the scalar numbers of a device are about, a table of its profile each with its own provenance: its keys, and which fields they are."""
+"""The topics of a device's scalar numbers: each is a table of its profile with its own provenance, and maps keys to fields."""
 
 _MAY_BE_ZERO = ("launch_s", "fragmentation", "interference", "uncertainty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
-    """Host time of what surrounds operators, in seconds; 0 where it was not measured or hides behind the device.
+    """Host time of work around operators, in seconds; 0 if it was not measured or is hidden by the device.
 
     Attributes:
-        gradient_s: of one operator's backward, for each gradient that it makes; 0: as ``Device.launch_s``.
+        gradient_s: of one operator's backward, for each gradient that it computes; 0 means ``Device.launch_s``.
         view_s: of a view, forward, and again backward.
-        product_s, product_gradient_s: of one product of matrices, forward and in backward, besides its launch and what the
-            curve gives its operations: what a library does around small ones.
-        sharded_launch_s: of one operator of an optimizer on a parameter that is a DTensor; 0: as ``Device.launch_s``.
-        unit_s, unit_parameter_s: of FSDP's hooks around one unit, for a forward or backward, and more for each parameter.
-        gather_s, gather_parameter_s: of one gather of a unit besides collective and copies, and more for each parameter.
-        reduce_s, reduce_parameter_s: of one reduction of a unit's gradients, likewise.
-        collective_s: of calling a collective from emitted code, besides the collective.
-        action_s: of one action of a pipeline schedule where each rank has one stage, posting its messages included.
-        message_s: what other threads of the process do for each tensor that such a rank sends or receives; gloo's wake up
-            several times for each, and spin while the calling thread holds their lock.
-        interleaved_action_s, interleaved_message_s: likewise where ranks have several stages, which torch runs by another
-            engine; 0: as ``action_s``.
-        layers_s: of one pass of ``autopar.measure.timers.Layers``: how fast the machine was when it was measured.
+        product_s, product_gradient_s: of one matrix product, forward and in backward, in addition to its launch and the time by the curve:
+            the overhead of a library for small products.
+        sharded_launch_s: of one operator of an optimizer on a parameter that is a DTensor; 0 means ``Device.launch_s``.
+        unit_s, unit_parameter_s: of FSDP's hooks around one unit, for a forward or backward, and in addition for each parameter.
+        gather_s, gather_parameter_s: of one gather of a unit without collective and copies, and in addition for each parameter.
+        reduce_s, reduce_parameter_s: of one reduction of a unit's gradients without collective and copies, and in addition for each
+            parameter.
+        collective_s: of calling a collective from emitted code, without the collective.
+        action_s: of one action of a pipeline schedule with one stage on each rank, including posting its messages.
+        message_s: of other threads of the process for each tensor that such a rank sends or receives; gloo wakes them several times for
+            each, and they spin while the calling thread holds their lock.
+        interleaved_action_s, interleaved_message_s: the same if ranks have several stages, which torch runs by another engine; 0 means
+            ``action_s``.
+        layers_s: of one pass of ``autopar.measure.timers.Layers``: the speed of the machine when it was measured.
     """
 
     gradient_s: float = 0.0
@@ -74,20 +75,20 @@ class Overheads:
     provenance: str = "not measured"
 
     def of_actions(self, virtual_stages: int) -> tuple[float, float]:
-        """Seconds of one action, and of each tensor that it sends or receives, where a rank has so many stages."""
+        """Seconds of one action, and of each tensor that it sends or receives, if a rank has so many stages."""
         if virtual_stages > 1 and self.interleaved_action_s:
             return self.interleaved_action_s, self.interleaved_message_s
         return self.action_s, self.message_s
 
     def scaled(self, factor: float, note: str) -> Overheads:
-        """All of them times ``factor``."""
+        """The overheads times ``factor``."""
         times = {name: getattr(self, name) * factor for name in self.__slots__ if name != "provenance"}
         return Overheads(**times, provenance=self.provenance + note)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve:
-    """Device memory that no tensor of the program can have: a context, a library's buffers."""
+    """Device memory that tensors of the program cannot use: a context, buffers of a library."""
 
     name: str
     num_bytes: int
@@ -99,22 +100,22 @@ class Device:
     """One rank's device.
 
     Attributes:
-        memory_bytes: what the framework can address in all, reserves included.
-        memory_bandwidth_bytes_per_s: read plus write, as a large copy reaches it.
+        memory_bytes: bytes that the framework can address, including reserves.
+        memory_bandwidth_bytes_per_s: read plus write, of a large copy.
         launch_s: host and device overhead of one operator.
-        fragmentation: fraction of the tensors' bytes that the allocator adds on top.
-        interference: compute lost to each second of communication that runs beside it; 0 is free, 1 is no overlap.
+        fragmentation: memory that the allocator adds, as a fraction of the tensors' bytes.
+        interference: compute lost to each second of concurrent communication; 0 is none, 1 is no overlap.
         uncertainty: half width of the interval of a predicted step time, relative to it.
         provenance: by topic (:data:`TOPICS`).
-        kernel_fraction: of the memory bandwidth that operators other than copies reach.
-        blocking_launch_s: of one operator when the host waits for each (``CUDA_LAUNCH_BLOCKING``), and of one value that it
-            reads (``autopar.cost.operators.operator_times``); 0: as ``launch_s``.
-        fixed_segments: the fraction where the allocator cannot join its segments; 0: as ``fragmentation``.
+        kernel_fraction: fraction of the memory bandwidth that operators other than copies reach.
+        blocking_launch_s: of one operator if the host waits for each (``CUDA_LAUNCH_BLOCKING``), and of one value that it reads
+            (``autopar.cost.operators.operator_times``); 0 means ``launch_s``.
+        fixed_segments: the fragmentation if the allocator cannot join its segments; 0 means ``fragmentation``.
         memory_uncertainty: half width of the interval of a predicted peak memory, relative to it.
-        operators: whose time was measured at given shapes; None: all are priced by the roofline.
-        functions: elementwise functions that were measured; others take what their bytes take.
+        operators: operators that were measured at given shapes; None: all are priced by the roofline.
+        functions: elementwise functions that were measured; others are priced by their bytes.
         overheads: host time around operators.
-        host: what offloading can use; None: the profile has no link to a host, and nothing is offloaded.
+        host: the link to the host for offloading; None: nothing can be offloaded.
     """
 
     name: str
@@ -138,12 +139,12 @@ class Device:
     host: HostLink | None = None
 
     def function(self, name: str) -> FunctionRate | None:
-        """What was measured of an elementwise function."""
+        """The measured rate of an elementwise function, or None."""
         return next((rate for rate in self.functions if rate.name == name), None)
 
     @property
     def kernel_kind(self) -> KernelKind:
-        """GPUs that multiply bfloat16 are those that torch has flash kernels for: from compute capability 8.0 on."""
+        """GPUs that multiply bfloat16 have torch's flash kernels, which need compute capability 8.0."""
         if self.kind == "cpu" or any(rate.dtype == "bfloat16" for rate in self.matmul):
             return self.kind
         return "cuda without flash"
@@ -175,10 +176,10 @@ class Device:
         )
 
     def multiplying(self, dtype: str, products: str) -> Device:
-        """The same device, whose products of ``dtype`` are as fast as the profile says of ``products``.
+        """The same device, whose products of ``dtype`` have the rate of ``products`` in the profile.
 
         Raises:
-            UsageError: it does not say it.
+            UsageError: the profile has no such rate.
         """
         if dtype == products:
             return self
@@ -191,15 +192,15 @@ class Device:
         return replace(self, memory_bytes=num_bytes, provenance=tuple(notes.items()))
 
     def at_best(self) -> Device:
-        """A device on which no part of a product takes less than its share of the whole; see :meth:`MatmulRate.at_best`.
+        """A device on which parts of a product together take no less time than the product; see :meth:`MatmulRate.at_best`.
 
-        This one where that is so here.
+        It is this device if that already holds.
         """
         best = tuple(rate.at_best() for rate in self.matmul)
         return self if best == self.matmul else replace(self, matmul=best)
 
     def to_dict(self) -> dict[str, Any]:
-        """The profile's ``[device]`` table, as plain data."""
+        """The ``[device]`` table of the profile, as plain data."""
         notes = dict(self.provenance)
         measured = {} if self.operators is None else {"operators": asdict(self.operators)}
         host = {} if self.host is None else {"host": self.host.to_dict()}
@@ -220,7 +221,7 @@ class Device:
 
     @classmethod
     def from_table(cls, table: Table) -> Device:
-        """Read what :meth:`to_dict` gives.
+        """Reads the result of :meth:`to_dict`.
 
         Raises:
             UsageError: a key is missing, unknown or has a wrong value; names file, line and key.
@@ -265,11 +266,11 @@ class HostLink:
     """One device's share of its node's host while all devices of the node use it.
 
     Attributes:
-        to_host_bytes_per_s, to_device_bytes_per_s: of large copies out of the device and into it, page-locked on the host.
-        latency_s: of one copy, besides its bytes.
+        to_host_bytes_per_s, to_device_bytes_per_s: of large copies in each direction, page-locked on the host.
+        latency_s: of one copy, in addition to the time of its bytes.
         memory_bandwidth_bytes_per_s: of the host's memory, read plus write.
         launch_s: of one operator on the host.
-        memory_bytes: of the host's memory; None where the profile does not know it: then it limits nothing, and plans say so.
+        memory_bytes: of the host's memory; None if it is unknown: then it limits nothing, and plans say so.
     """
 
     to_host_bytes_per_s: float
@@ -287,6 +288,6 @@ class HostLink:
 
     @classmethod
     def from_table(cls, table: Table) -> HostLink:
-        """Read what :meth:`to_dict` gives."""
+        """Reads the result of :meth:`to_dict`."""
         memory = table.integer("num_bytes") if table.has("num_bytes") else None
         return table.record(cls, may_be_zero=("launch_s", "latency_s"), memory_bytes=memory)

@@ -1,6 +1,6 @@
-"""Links and collective libraries as plain data, read from profiles, and what was measured: times of operators and of collectives.
+"""Links and collective libraries as plain data, and measured times of operators and collectives.
 
-Units and provenance as in ``device.py``.
+Units and provenance are as in ``device.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class OperatorTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorTable:
-    """Operators measured on a device; ``scale``: what their times are multiplied by (ranks that share a core)."""
+    """Operators measured on a device; ``scale`` multiplies their times (for ranks that share a core)."""
 
     scale: float = 1.0
     provenance: str
@@ -39,7 +39,7 @@ class OperatorTable:
 
     @classmethod
     def from_table(cls, table: Table) -> OperatorTable:
-        """Read what ``asdict`` gives, or the ``file`` beside the profile that the table names.
+        """Reads the result of ``asdict``, or the ``file`` next to the profile that the table names.
 
         Raises:
             UsageError: a key is missing or unknown; the file is missing or damaged.
@@ -91,7 +91,7 @@ def load_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Up to ``up_to_bytes`` (0: without end) a collective takes ``latency_s + num_bytes * s_per_byte``."""
+    """A linear piece of a collective's time: ``latency_s + num_bytes * s_per_byte`` up to ``up_to_bytes`` (0: no limit)."""
 
     up_to_bytes: float = 0.0
     latency_s: float
@@ -102,7 +102,7 @@ class Piece:
 
 
 def pieces_time_s(pieces: Sequence[Piece], num_bytes: float) -> float:
-    """Time by pieces of rising size; never less than any smaller collective takes.
+    """Time by pieces of increasing size; never less than that of a smaller collective.
 
     >>> pieces_time_s((Piece(up_to_bytes=100, latency_s=1.0, s_per_byte=0.1), Piece(up_to_bytes=0, latency_s=0, s_per_byte=0.02)), 200)
     11.0
@@ -117,16 +117,16 @@ def pieces_time_s(pieces: Sequence[Piece], num_bytes: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveTime:
-    """A collective measured on groups of one shape while all groups of that shape did the same.
+    """A collective measured on groups of one shape, while all groups of that shape ran it.
 
     Attributes:
         kind: as ``autopar.cost.network.collectives.KINDS``.
         size: ranks of a group.
-        num_nodes: on which they stand.
-        ranks_per_node: fewest of the group on one of those nodes.
-        devices_per_node: ranks of a node in the job that measured: as many siblings share the node's links.
+        num_nodes: nodes of a group.
+        ranks_per_node: least number of ranks of the group on one of its nodes.
+        devices_per_node: ranks of a node in the measured job, which share the node's links.
         residual: largest relative distance of a measured point from the fit.
-        pieces: of the fit, by rising size; bytes count the full tensor, of one rank's part for ``all_to_all``.
+        pieces: of the fit, by increasing size; bytes count the full tensor, of one rank's part for ``all_to_all``.
     """
 
     kind: str
@@ -154,14 +154,14 @@ class CollectiveTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A kind of connection, one direction: between the devices of a node, one network card, or a switch's uplink.
+    """A kind of connection in one direction: between the devices of a node, one network card, or a switch's uplink.
 
     Attributes:
-        bandwidth_bytes_per_s: the bus bandwidth that large messages were measured to reach.
+        bandwidth_bytes_per_s: the measured bus bandwidth of large messages.
         latency_s: one-way delay of a small message, as the transport gives it to the collective library.
-        half_bandwidth_bytes: message size at which half of the bandwidth is reached; 0 where not measured.
-        step_fraction: of the bandwidth, what a training step reaches: neither its buffers nor its ranks are as ready as
-            those of a benchmark.
+        half_bandwidth_bytes: message size at which half of the bandwidth is reached; 0 if not measured.
+        step_fraction: fraction of the bandwidth that a training step reaches, as its buffers and ranks are less ready than those of a
+            benchmark.
     """
 
     name: str
@@ -173,7 +173,7 @@ class Link:
 
     @property
     def rate_bytes_per_s(self) -> float:
-        """What collectives reach inside of a training step."""
+        """The bandwidth of collectives in a training step."""
         return self.bandwidth_bytes_per_s * self.step_fraction
 
     @classmethod
@@ -184,16 +184,16 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """One way in which a library carries out collectives, and its latency.
+    """One algorithm of a library for collectives, and its latency.
 
-    A step inside a node costs ``intra_step_s + delays_per_step * link.latency_s``, a step between nodes
-    ``inter_step_s + delays_per_step * nic.latency_s``; the whole adds ``base_s + base_delays * latency_s``. How many
-    steps there are follows from ``name`` (``ring``, ``tree``, ``nvls``) and the collective.
+    A step inside a node costs ``intra_step_s + delays_per_step * link.latency_s``, a step between nodes ``inter_step_s + delays_per_step *
+    nic.latency_s``; the collective adds ``base_s + base_delays * latency_s``. The number of steps follows from ``name`` (``ring``,
+    ``tree``, ``nvls``) and the collective.
 
     Attributes:
         protocol: the library's name for how it moves data (``LL``, ``LL128``, ``Simple``).
-        bandwidth_fraction: what the protocol leaves of the link's bandwidth.
-        collectives: which ones it serves; empty for all.
+        bandwidth_fraction: fraction of the link's bandwidth that the protocol reaches.
+        collectives: the collectives that it serves; empty for all.
     """
 
     name: str
@@ -224,8 +224,8 @@ class CollectiveLibrary:
     """A collective library (``nccl``, ``gloo``): its algorithms, and which collectives it builds from others.
 
     Attributes:
-        implemented_as: (collective, collective): the first costs what the second costs.
-        measured: collectives on groups of given shapes, which go before the algorithms; any may be empty.
+        implemented_as: pairs of collectives: the first costs what the second costs.
+        measured: collectives on groups of given shapes, which take precedence over the algorithms; may be empty.
     """
 
     name: str
@@ -246,7 +246,7 @@ class CollectiveLibrary:
 
     @classmethod
     def from_table(cls, table: Table) -> CollectiveLibrary:
-        """Read what :meth:`to_dict` gives; numbers left out of an algorithm are zero, its fraction is one."""
+        """Reads the result of :meth:`to_dict`; numbers left out of an algorithm are zero, its fraction is one."""
         implemented = table.table("implemented_as") if table.has("implemented_as") else None
         library = cls(
             name=table.text("name"),

@@ -30,23 +30,25 @@ TIMEOUT_S = 120.0
 _CACHE_VERSION = 10
 
 MOST_WORKERS = 8
-"""Processes that measure a CPU at once at most: each takes seconds to start and 0.3 GiB. Assumed, not measured: that cores of larger
-machines are no slower while still more of them compute."""
+"""Largest number of processes that measure a CPU at once: each takes seconds to start and 0.3 GiB.
+
+It is assumed, not measured, that cores of larger machines do not get slower if still more of them compute."""
 
 STAND_IN = "l4-24gb"
-"""The shipped profile whose links count where a GPU has none and there is nothing to measure them with: PCIe without a way from device
-to device, and one card of 100 Gb/s a node."""
+"""The shipped profile whose links are assumed for a GPU without a profile if there are no two GPUs to measure them.
+
+Its GPUs are connected by PCIe without peer access, and a node has one card of 100 Gb/s."""
 _ASSUMED = "assumed"
-"""How the provenance of such a link begins."""
+"""Prefix of the provenance of such a link."""
 
 
 def detect(
     *, num_ranks: int | None = None, cores: int | None = None, cache_dir: Path | None = None, refresh: bool = False
 ) -> Cluster:
-    """See :meth:`autopar.hardware.cluster.Cluster.detect`.
+    """Implements :meth:`autopar.hardware.cluster.Cluster.detect`.
 
     Args:
-        cores: of the ranks together; None for those that were measured.
+        cores: cores of all ranks together; None for those that were measured.
 
     Raises:
         AutoparError: the measuring processes failed or took longer than ``TIMEOUT_S``.
@@ -61,10 +63,10 @@ def detect(
 
 
 def _check_alike() -> None:
-    """Nothing, where all GPUs that this process sees are of one kind.
+    """Checks that all GPUs that this process sees are of one kind.
 
     Raises:
-        UsageError: names those that there are.
+        UsageError: they are not; names the kinds.
     """
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     kinds = sorted({(device.name, device.total_memory) for device in found})
@@ -77,7 +79,7 @@ def _check_alike() -> None:
 
 
 def machine_profile(*, cache_dir: Path | None = None, refresh: bool = False) -> MachineProfile:
-    """The profile of this machine: kept, or measured now; a GPU that has a shipped profile is not measured."""
+    """The profile of this machine, from the cache or measured now; a GPU with a shipped profile is not measured."""
     shipped = _shipped_here()
     if shipped is not None:
         return load_profile(shipped)
@@ -98,7 +100,7 @@ def machine_profile(*, cache_dir: Path | None = None, refresh: bool = False) -> 
 
 
 def profile_path(cache_dir: Path | None = None) -> Path | None:
-    """Where :func:`machine_profile` keeps what it measures; None where it takes a shipped profile."""
+    """The cache file of :func:`machine_profile`; None if it uses a shipped profile."""
     if _shipped_here() is not None:
         return None
     return (cache_dir or default_cache_dir()) / f"machine-{fingerprint()}.toml"
@@ -109,19 +111,19 @@ def _shipped_here() -> str | None:
 
 
 def device_name() -> str:
-    """The GPU's name, or the processor's where there is none."""
+    """The GPU's name, or the processor's if there is no GPU."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
 
 
 def device_bytes() -> int:
-    """Memory of the GPU, or of this machine where there is none."""
+    """Memory of the GPU, or of this machine if there is no GPU."""
     if not torch.cuda.is_available():
         return host_memory_bytes()
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
 def identity() -> str:
-    """What measured times belong to: the device and the software."""
+    """The device and the software, to which measured times belong."""
     mode = ""
     if torch.cuda.is_available():
         mode += ", products in TF32" if multiplies_in_tf32() else ""
@@ -130,7 +132,7 @@ def identity() -> str:
 
 
 def fingerprint() -> str:
-    """What a kept measurement belongs to: machine, processor, cores, torch; with GPUs how many of them their links joined."""
+    """A hash that identifies a measurement: machine, processor, cores, torch; and for GPUs the number that its links joined."""
     parts: tuple[object, ...] = (platform.node(), device_name(), num_cores(), torch.__version__, _CACHE_VERSION)
     if torch.cuda.is_available():
         parts += (torch.cuda.device_count(), multiplies_in_tf32(), convolves_in_tf32())
@@ -138,7 +140,7 @@ def fingerprint() -> str:
 
 
 def profile_dict(measured: dict[str, Any]) -> dict[str, Any]:
-    """The profile file of what the workers measured."""
+    """The profile file, from the measurements of the workers."""
     cuda = torch.cuda.is_available()
     where = f"measured {time.strftime('%Y-%m-%d')} on {device_name()}, torch {torch.__version__}"
     loopback = {"name": "loopback", "provenance": f"{where}: gloo all-reduce over two local processes"}
@@ -194,7 +196,7 @@ def profile_dict(measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gpu_links(measured: dict[str, Any], where: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Inside the node as NCCL was timed, where there were two GPUs; else, and between nodes, those of :data:`STAND_IN`."""
+    """The links inside the node as NCCL was timed with two or more GPUs; otherwise, and between nodes, those of :data:`STAND_IN`."""
     stand_in = load_profile(STAND_IN)
     intra_node, nic = (
         {**asdict(link), "provenance": f"{_ASSUMED}, not measured here: as of {STAND_IN}, {link.provenance}"}
@@ -212,7 +214,7 @@ def _gpu_links(measured: dict[str, Any], where: str) -> tuple[dict[str, Any], di
 
 
 def measured_host(rates: dict[str, float], where: str) -> dict[str, Any]:
-    """The table ``[device.host]`` of what ``measure.host_link`` measured; the memory is divided among the node's devices."""
+    """The table ``[device.host]`` from the result of ``measure.host_link``; the memory is divided among the node's devices."""
     share = host_memory_bytes() // torch.cuda.device_count()
     note = (
         f"{where}: copies of 256 MiB, page-locked, one device and one thread of the host at a time; its memory divided"
@@ -236,7 +238,7 @@ def _reserves(cuda: bool) -> list[dict[str, Any]]:
 
 
 def _rate(points: list[dict[str, float]], where: str) -> dict[str, Any]:
-    """The curve: never falling, so that a disturbed sample cannot make a larger matmul slower than a smaller one."""
+    """The efficiency curve, made monotonic, so that a disturbed sample cannot make a larger matmul slower than a smaller one."""
     ceiling = max(point["flops_per_s"] for point in points)
     best, best_backward, curve = 0.0, 0.0, []
     for point in points:
@@ -253,7 +255,7 @@ def _rate(points: list[dict[str, float]], where: str) -> dict[str, Any]:
 
 
 def _attention(points: list[dict[str, float]], measured: list[list[float]]) -> dict[str, float]:
-    """Fraction of the ceiling and half width of a head, from two widths; see ``MatmulRate.attention_flops_per_s``."""
+    """The fraction of the ceiling and the half width of a head, from two widths; see ``MatmulRate.attention_flops_per_s``."""
     if len(measured) != 2:
         return {}
     ceiling = max(point["flops_per_s"] for point in points)
@@ -279,20 +281,20 @@ def _processor() -> str:
 
 
 def num_workers() -> int:
-    """Processes that measure: on a CPU one for each core, two at the least; one for each GPU, which measure their links together.
+    """The number of measuring processes: one for each GPU, which measure their links together; on a CPU one for each core, at least two.
 
-    On a CPU all compute at once, as ranks do in training: a core alone runs at a higher clock and has caches and memory for itself.
+    On a CPU all compute at once, as ranks do in training: a single busy core has a higher clock, and caches and memory for itself.
     """
     return torch.cuda.device_count() if torch.cuda.is_available() else max(2, min(num_cores(), MOST_WORKERS))
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _measure() -> dict[str, Any]:
-    """Start the workers, wait at most ``TIMEOUT_S``, read what rank 0 wrote."""
+    """Starts the workers, waits at most ``TIMEOUT_S``, and reads the result of rank 0."""
     count = num_workers()
     with tempfile.TemporaryDirectory(prefix="autopar-detect-") as name:
         folder = Path(name)

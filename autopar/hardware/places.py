@@ -1,4 +1,4 @@
-"""The cluster that a running job stands on, from what each of its ranks says of its place."""
+"""The cluster of a running job, from the places of its ranks."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _DESCRIBE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a rank stands.
+    """The place of a rank.
 
     Attributes:
-        host: name of the machine and number of its last start, by which NCCL tells machines apart as well: containers that have
-            host names of their own count as machines, for they do not reach each other's memory.
+        host: host name and boot id of the machine, by which NCCL distinguishes machines too. Containers with their own host names count as
+            machines, as they cannot access each other's memory.
         kind: ``cuda`` or ``cpu``.
-        device: as its driver reports it; the processor where the device is a CPU.
+        device: the name that its driver reports; of a CPU that of the processor.
         memory_bytes: of the device.
     """
 
@@ -46,13 +46,13 @@ class Place:
 
     @property
     def model(self) -> tuple[str, bool]:
-        """The same for equal devices: the shipped profile, or the reported name; and which of the two."""
+        """A key that is equal for equal devices: the shipped profile, or the reported name; and whether it is a profile."""
         name = shipped_profile_name(self.device, self.memory_bytes) if self.kind == "cuda" else None
         return (self.device, False) if name is None else (name, True)
 
 
 def place_here() -> Place:
-    """That of this rank, whose device is chosen."""
+    """The place of this rank, whose device must have been chosen."""
     try:
         boot = _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
@@ -62,21 +62,21 @@ def place_here() -> Place:
 
 
 def gathered_places() -> tuple[Place, ...]:
-    """Those of all ranks of the default process group, in order; all ranks call this."""
+    """The places of all ranks of the default process group, in order; all ranks call this."""
     places: list[Place | None] = [None] * dist.get_world_size()
     dist.all_gather_object(places, place_here())
     return tuple(place for place in places if place is not None)
 
 
 def cluster_at(places: Sequence[Place], *, cache_dir: Path | None = None) -> Cluster:
-    """The cluster of ranks that stand at ``places``; called on the first of them, whose machine is measured where no profile ships.
+    """The cluster of ranks at ``places``. It is called on the first of them, whose machine is measured if it has no shipped profile.
 
     Args:
         cache_dir: where the measurement is kept; None for the user's cache directory.
 
     Raises:
-        RuntimeMismatchError: the ranks of a node are not numbered one after the other, a node has different devices, or devices are
-            neither like those of the first rank nor of a shipped profile.
+        RuntimeMismatchError: the ranks of a node are not consecutive, a node has different devices, or devices have no shipped profile and
+            differ from those of the first rank.
     """
     nodes = _nodes(places)
     profiles = {model: _profile(model, places, cache_dir) for model in dict.fromkeys(place.model for place in places)}
@@ -85,7 +85,7 @@ def cluster_at(places: Sequence[Place], *, cache_dir: Path | None = None) -> Clu
         group = profiles[model].group(len(list(alike)), per_node)
         _, is_shipped = model
         if not is_shipped and len(nodes) > 1:
-            group = replace(group, nics_per_node=1)  # nobody has counted them
+            group = replace(group, nics_per_node=1)  # their number is unknown
             _LOGGER.warning(
                 "the network between the %d nodes of this job was not measured: the plan takes it for one card a node of %.3g GB/s; "
                 "%s",

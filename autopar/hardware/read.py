@@ -1,6 +1,6 @@
-"""Reads machine profiles, cluster files and files of measured links, and builds clusters from them. Schema: ``profiles/README.md``.
+"""Reads machine profiles, cluster files and files of measured links, and builds clusters. The schema is in ``profiles/README.md``.
 
-Clusters in one line of text are read by ``autopar.hardware.describe``.
+``autopar.hardware.describe`` reads clusters in one line of text.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from autopar.util.files import data_files
 from autopar.util.toml import Table
 
 RESERVED_TIERS = ("device", "node", "nic", "network")
-"""What else the topology of a cluster is made of."""
+"""Names of the other parts of a cluster's topology, which tiers must not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineProfile:
-    """A device and the node it stands in.
+    """A device and its node.
 
     Attributes:
         num_devices: devices of the node that ``num_nics`` cards belong to.
-        link_domain: devices that the node's links join, where they reach over several nodes (NVL72); 0: one node's.
-        num_cores: ranks that run at full speed; more of them share it. ``None`` where every rank has its own device.
+        link_domain: devices that the node's links connect if they span several nodes (NVL72); 0: those of one node.
+        num_cores: number of ranks that run at full speed; more ranks share it. ``None`` if every rank has its own device.
         shares_memory: whether ``device.memory_bytes`` is the node's, divided among its ranks.
     """
 
@@ -47,10 +47,10 @@ class MachineProfile:
     node_provenance: str = "stated by the caller"
 
     def group(self, num_nodes: int, devices_per_node: int, *, num_cores: float | None = None) -> NodeGroup:
-        """Equal nodes of this machine; nodes that its links join count as one, in equal domains.
+        """Equal nodes of this machine; nodes that its links connect count as one, in domains of equal size.
 
         Args:
-            num_cores: overrides the profile's; a fraction where ranks were measured to get less than their share.
+            num_cores: overrides the profile's; a fraction if ranks were measured to get less than their share.
         """
         joined = _joined(num_nodes, devices_per_node, self.link_domain)
         num_nodes, devices_per_node = num_nodes // joined, devices_per_node * joined
@@ -76,7 +76,7 @@ _NODE = ("num_devices", "num_nics", "link_domain", "shares_memory")
 
 
 def _joined(num_nodes: int, devices_per_node: int, link_domain: int) -> int:
-    """Nodes of one domain of links: as many as fit and divide all.
+    """Nodes in one domain of links: as many as fit and divide the number of nodes.
 
     >>> _joined(16, 4, 72), _joined(64, 4, 72), _joined(20, 4, 72), _joined(4, 8, 0)
     (16, 16, 10, 1)
@@ -104,7 +104,7 @@ def profile_to_dict(profile: MachineProfile) -> dict[str, Any]:
 
 
 def _slowed_link(link: Link, share: float) -> Link:
-    """The link where several ranks share a core: messages between processes of one node are work of its cores."""
+    """The link if several ranks share a core: messages between processes of one node are work of its cores."""
     if share == 1.0:
         return link
     return replace(
@@ -116,7 +116,7 @@ def _slowed_link(link: Link, share: float) -> Link:
 
 
 def slowed(device: Device, share: float, why: str = "the cores that each rank has") -> Device:
-    """The device at ``share`` of its speed: several ranks on one core."""
+    """The device at a fraction ``share`` of its speed, as several ranks share a core."""
     if share == 1.0:
         return device
     note = f"; times {share:.3g}, {why}"
@@ -200,7 +200,7 @@ def load_cluster(path: Path) -> Cluster:
 
 
 def cluster_from_table(table: Table, *, folder: Path | None = None, default_name: str | None = None) -> Cluster:
-    """Read a cluster file or what :meth:`Cluster.to_dict` gives; devices and the library may be names of profiles."""
+    """Reads a cluster file or the result of :meth:`Cluster.to_dict`; devices and the library may be names of profiles."""
     groups, libraries = [], []
     for item in table.tables("group"):
         group, library = _group(item, folder)
@@ -227,12 +227,12 @@ def cluster_from_table(table: Table, *, folder: Path | None = None, default_name
 
 
 def with_links(cluster: Cluster, path: Path) -> Cluster:
-    """``cluster`` with the links that ``autopar profile links`` measured."""
+    """``cluster`` with links from a file of ``autopar profile links``."""
     return Links.load(path).on(cluster)
 
 
 def _group(table: Table, folder: Path | None) -> tuple[NodeGroup, str | None]:
-    """A group, and the library of the profile that it names, if it names one."""
+    """A group, and the library of the profile that it names, or None."""
     num_nodes, per_node, library = table.integer("num_nodes"), table.integer("devices_per_node"), None
     if isinstance(table.raw("device"), str):
         try:
@@ -260,7 +260,7 @@ def _group(table: Table, folder: Path | None) -> tuple[NodeGroup, str | None]:
 
 
 def _check_tiers(table: Table, tiers: Sequence[Tier]) -> None:
-    """Tiers are a tree of switches, in which each is known by its name.
+    """Checks that tiers are a tree of switches with distinct names.
 
     Raises:
         UsageError: they are not.
@@ -298,13 +298,13 @@ def _library(table: Table, from_profiles: list[str | None]) -> CollectiveLibrary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """Links of a cluster and collectives on them, as measured.
+    """Measured links of a cluster and collectives on them.
 
     Attributes:
         library: name of the collective library that ran.
-        intra_node, nic: fitted; they price groups of shapes that were not measured.
-        measured: collectives on groups that were.
-        points: name of the file of raw points, beside this one.
+        intra_node, nic: fitted links, which price groups of shapes that were not measured.
+        measured: collectives on groups that were measured.
+        points: name of the file of raw points, next to this one.
     """
 
     library: str
@@ -316,7 +316,7 @@ class Links:
 
     @classmethod
     def load(cls, path: Path) -> Links:
-        """Read a file of what ``asdict`` gives.
+        """Reads a file with the result of ``asdict``.
 
         Raises:
             UsageError: names file, line and key.
@@ -330,6 +330,6 @@ class Links:
         )
 
     def on(self, cluster: Cluster) -> Cluster:
-        """The cluster with these links and collectives, and the library that ran as it is shipped."""
-        own = cluster.with_groups(lambda group: replace(group, intra_node=self.intra_node, nic=self.nic))
-        return replace(own, library=replace(load_library(self.library), measured=self.measured))
+        """The cluster with these links and collectives, and the shipped library that ran."""
+        linked = cluster.with_groups(lambda group: replace(group, intra_node=self.intra_node, nic=self.nic))
+        return replace(linked, library=replace(load_library(self.library), measured=self.measured))

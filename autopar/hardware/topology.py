@@ -1,11 +1,11 @@
-"""The topology of a cluster as a graph: what hangs on what, and what lies between some of its devices.
+"""The topology of a cluster as a graph of devices, cards and switches.
 
-:func:`topology` has every device, card and switch, for people and their tools. :class:`Fabric` is the tree of switches above the
-nodes; its tiers give the bottlenecks of groups of ranks (:mod:`autopar.cost.network.placement`). Both are graphs of networkx, which is
-imported when they are asked for: a search asks for tiers alone.
+:func:`topology` has every device, card and switch, for people and their tools. :class:`Fabric` is the tree of switches above the nodes; its
+tiers give the bottlenecks of groups of ranks (:mod:`autopar.cost.network.placement`). networkx is only imported for graphs, as a search
+needs only the tiers.
 
-A link's delay is that of a message which goes up through it and down through its like on the other side. So an edge of the graph for
-people has half of it, and the delays on a path add up to the one-way delay.
+The delay of a link is that of a message that goes up through it and down through an equal one on the other side. So an edge of
+:func:`topology` has half of it, and the delays on a path add up to the one-way delay.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NODE = "node"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Level:
-    """The domains of one tier, each of which has some equal links to what lies above it.
+    """The domains of one tier, each with a number of equal links to the next tier.
 
     Attributes:
         name: of the tier; ``node`` for the nodes themselves.
@@ -48,10 +48,10 @@ class Level:
 
 
 class Fabric:
-    """The tree of switches of a cluster; its leaves are the nodes, its root the network that joins everything.
+    """The tree of switches of a cluster; its leaves are the nodes, its root the network that connects everything.
 
     Attributes:
-        cluster: whose it is.
+        cluster: the cluster.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -66,7 +66,7 @@ class Fabric:
 
     @cached_property
     def tree(self) -> networkx.DiGraph[str]:
-        """From each node and switch an edge to what it hangs on, with ``link`` (:class:`Link`) and ``num_links``."""
+        """An edge from each node and switch to its parent, with ``link`` (:class:`Link`) and ``num_links``."""
         import networkx
 
         tree: networkx.DiGraph[str] = networkx.DiGraph()
@@ -84,7 +84,7 @@ class Fabric:
 
     @cached_property
     def levels(self) -> tuple[Level, ...]:
-        """The tiers below the network, nodes first: read off the cluster, as a search asks for them and networkx takes long to import."""
+        """The tiers below the network, nodes first; computed without the tree, as searches need them and networkx imports slowly."""
         per_node = [(group.nic, group.nics_per_node) for group in self.cluster.groups for _ in range(group.num_nodes)]
         nodes = np.arange(len(per_node))
         found = [_level(NODE, nodes, per_node)]
@@ -102,7 +102,7 @@ class Fabric:
         return next((level.name for level in self.levels if len(set(level.domains[nodes].tolist())) == 1), NETWORK)
 
     def link_between(self, rank: int, other: int) -> Link:
-        """The link that a message from ``rank`` to ``other`` feels when it is alone: the narrowest, with all delays."""
+        """The link that limits a single message from ``rank`` to ``other``: the narrowest on the path, with the sum of the delays."""
         ours, theirs = self.cluster.node_of(rank), self.cluster.node_of(other)
         if ours == theirs:
             return self.cluster.group_of(rank).intra_node
@@ -116,7 +116,7 @@ class Fabric:
 
 
 def _level(name: str, domains: NDArray[np.int64], up: Sequence[tuple[Link, int]]) -> Level:
-    """A tier of these domains, each with so many equal links up."""
+    """A tier of these domains, each with a number of equal uplinks."""
     links = [link for link, _ in up]
     return Level(
         name=name,

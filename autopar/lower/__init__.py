@@ -1,1 +1,1 @@
-"""From a plan and a graph to one rank's program, and the check of its types before it runs."""
+"""Lowers a plan and a traced graph to the program of one rank, and checks the program's types before it runs."""

@@ -1,15 +1,15 @@
-"""Sums in the checks of one rank's graph: each gradient is summed where it must be, and only there; which operators pass pending sums.
+"""Checks that every gradient of a program is summed exactly where it must be, and says which operators pass pending sums.
 
-**Gradients.** The check needs nothing of the strategies that were chosen, only what a plain operator does backward, one axis at a time: the
-gradient that it passes to an operand differs between ranks if the one that arrives does, if another operand differs, or
-if the operand itself is split. Such a gradient is a part (S) or a summand (R); any other is whole on every rank (I, P).
-What the types say must be that; of a parameter at rest the types say whether the runtime sums its gradient over the axis.
+**Gradients.** The check does not look at the chosen strategies. It follows what a plain operator does in backward, one axis at a time: the
+gradient of an operand differs between ranks if the gradient of the result does, if another operand differs, or if the operand itself is
+split. Such a gradient is a shard (S) or a summand (R); any other gradient is complete on every rank (I, P). The stated types must agree
+with this. The type of a parameter at rest says whether the runtime sums its gradient over the axis.
 
-The checker of emitted code infers types too, but not of operators that it does not know and that a pending sum on another
-axis passes, nor of those with several outputs.
+The checker of emitted code (:mod:`autopar.lower.check_types`) infers types too. It cannot follow operators that it does not know while a
+pending sum on another axis passes through them, nor operators with several outputs. This check covers them.
 
-**Pending sums.** An operator that is linear in an operand may be given ranks' summands of it: its results are summands of the result.
-The checker knows that of functions of torch. Of operators of our own, and of products with a bias, it is said here.
+**Pending sums.** An operator that is linear in an operand may take each rank's summand of it: its results are summands of the result.
+The checker knows the linear functions of torch. This module lists autopar's linear operators and handles products with a bias.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from autopar.rules.apply import BATCH, OVER_DATA
 
 
 def check_program(program: Program) -> None:
-    """:func:`check_gradients` on every axis of a program; quick enough to precede every run.
+    """Runs :func:`check_gradients` on every axis of a program; it is quick enough to precede every run.
 
     Raises:
-        InternalError: see there.
+        InternalError: as in :func:`check_gradients`.
     """
     plan = program.plan
     axes = [axis for axis in ("cp", "tp") if getattr(plan.mesh, axis) > 1]
@@ -45,23 +45,28 @@ def check_program(program: Program) -> None:
 
 
 def check_gradients(graph: Graph, axis: str) -> int:
-    """Checks every way from the loss to a parameter on one axis.
+    """Checks the gradients on all paths from the loss to the parameters, on one axis.
 
     Args:
-        graph: one rank's, with its types.
+        graph: the graph of one rank, with types.
         axis: ``cp``, ``tp`` or ``batch``.
 
     Returns:
-        The number of operands whose gradient was followed.
+        The number of operands whose gradients were checked.
 
     Raises:
-        InternalError: a gradient lacks its sum over the axis, or is summed though it is whole; names the operator.
+        InternalError: a gradient lacks its sum over the axis, or is summed although it is complete; the error names the operator.
     """
     return _Walk(graph, axis).run()
 
 
 class _Walk:
-    """The state of one :func:`check_gradients`."""
+    """The state of one :func:`check_gradients`.
+
+    Attributes:
+        names: the mesh axes behind ``axis``.
+        totals: values that are summed over samples before the step, and so are R on ``batch``.
+    """
 
     def __init__(self, graph: Graph, axis: str) -> None:
         self.graph, self.axis = graph, axis
@@ -71,16 +76,16 @@ class _Walk:
     def run(self) -> int:
         reached, count = {self.graph.loss}, 0
         for op in reversed(self.graph.ops):
-            made = [ref for ref in (Ref(op.name, i) for i in range(len(op.outputs))) if ref in reached]
-            if not made:
+            outputs = [ref for ref in (Ref(op.name, i) for i in range(len(op.outputs))) if ref in reached]
+            if not outputs:
                 continue
             trained = {ref for ref in op.operands if self.graph.spec(ref).requires_grad}
             reached |= trained
-            if self._works_over_axis(op):  # a change of type, or an operator that was executed against its types
+            if self._works_over_axis(op):  # a change of type, or an operator that communicates over the axis itself
                 continue
-            self._values(op, made)
+            self._check_values(op, outputs)
             for ref in trained:
-                self._gradient(op, made, ref)
+                self._check_gradient(op, outputs, ref)
             count += len(trained)
         return count
 
@@ -88,42 +93,45 @@ class _Walk:
         is_change = self.axis == BATCH and op.target == OVER_DATA
         return is_change or _mentions((op.args, tuple(value for _, value in op.kwargs)), self.names)
 
-    def _values(self, op: Op, made: list[Ref]) -> None:
-        """What differs between ranks makes nothing that is the same on all of them."""
+    def _check_values(self, op: Op, outputs: list[Ref]) -> None:
+        """Checks that no result is stated to be equal on all ranks if an operand differs between them."""
         different = [ref for ref in op.operands if _differs(self._type(ref))]
-        whole = [ref for ref in made if self._type(ref).kind in ("I", "R")]
-        if different and whole:
+        equal = [ref for ref in outputs if self._type(ref).kind in ("I", "R")]
+        if different and equal:
             raise InternalError(
-                f"A value of type {self._type(whole[0])} on {self.axis} is made of {different[0]}, "
+                f"A value of type {self._type(equal[0])} on {self.axis} is made of {different[0]}, "
                 f"which is {self._type(different[0])} and differs between ranks",
                 where=self._place(op),
             )
 
-    def _gradient(self, op: Op, made: list[Ref], ref: Ref) -> None:
-        """The gradient that ``op`` passes back to one operand is what the operand's type says."""
+    def _check_gradient(self, op: Op, outputs: list[Ref], ref: Ref) -> None:
+        """Checks that the gradient that ``op`` passes back to the operand ``ref`` is what the operand's type says."""
         kind = self._type(ref)
-        other = next((r for r in op.operands if r != ref and self._meets(kind, self._type(r))), None)
-        arrives = next((r for r in made if _has_own_gradient(self._type(r))), None)
-        found = other is not None or arrives is not None or kind.is_split
-        if found == _has_own_gradient(kind):
+        other = next((r for r in op.operands if r != ref and self._takes_up(kind, self._type(r))), None)
+        result = next((r for r in outputs if _gradient_differs(self._type(r))), None)
+        differs = other is not None or result is not None or kind.is_split
+        if differs == _gradient_differs(kind):
             return
-        if found:
-            beside = f"{op.name} of type {self._type(arrives)}" if arrives is not None else ""
-            beside = f"{other} of type {self._type(other)} beside it" if other is not None else beside
+        if differs:
+            source = f"{op.name} of type {self._type(result)}" if result is not None else ""
+            source = f"{other} of type {self._type(other)} beside it" if other is not None else source
             raise InternalError(
-                f"The gradient of {self._called(ref)}, {kind} on {self.axis}, lacks its sum over the ranks "
-                f"(it gets a summand on each by {beside})",
+                f"The gradient of {self._label(ref)}, {kind} on {self.axis}, lacks its sum over the ranks "
+                f"(it gets a summand on each by {source})",
                 where=self._place(op),
             )
         raise InternalError(
-            f"The gradient of {self._called(ref)}, {kind} on {self.axis}, is summed over the ranks although it is complete on each "
-            f"({made[0]} is {self._type(made[0])})",
+            f"The gradient of {self._label(ref)}, {kind} on {self.axis}, is summed over the ranks although it is complete on each "
+            f"({outputs[0]} is {self._type(outputs[0])})",
             where=self._place(op),
         )
 
     @staticmethod
-    def _meets(kind: Type, other: Type) -> bool:
-        """Whether a gradient takes up what differs in another operand; to a pending sum others are added (a bias of one)."""
+    def _takes_up(kind: Type, other: Type) -> bool:
+        """Whether the gradient of an operand takes up the differences of another one.
+
+        Nothing is taken up by a pending sum: other summands (a bias of one) are only added to it.
+        """
         return kind.kind != "P" and _differs(other)
 
     def _type(self, ref: Ref) -> Type:
@@ -133,7 +141,7 @@ class _Walk:
         layout = use_layout(graph.parameter(ref.name)) if graph.is_parameter(ref) else layout_of(graph, ref)
         return dict(layout).get(self.axis, R)
 
-    def _called(self, ref: Ref) -> str:
+    def _label(self, ref: Ref) -> str:
         return f"parameter {self.graph.parameter(ref.name).key}" if self.graph.is_parameter(ref) else str(ref)
 
     def _place(self, op: Op) -> str:
@@ -145,8 +153,8 @@ def _differs(kind: Type) -> bool:
     return kind.kind in ("S", "P")
 
 
-def _has_own_gradient(kind: Type) -> bool:
-    """Whether each rank has a gradient of its own: a part, or a summand."""
+def _gradient_differs(kind: Type) -> bool:
+    """Whether the gradient differs between ranks: each has a shard or a summand of it."""
     return kind.kind in ("S", "R")
 
 
@@ -167,21 +175,21 @@ CHANGES = frozenset(
         collectives.shard,
     )
 )
-"""Changes of type on one axis: linear, so that a pending sum on another one may pass; the checker does not know it."""
+"""Changes of type on one axis. They are linear, so that a pending sum on another axis may pass; the checker does not know this."""
 
 _LINEAR = frozenset(
     (
-        seeded.dropout,  # all summands lose the same elements
-        sequence_ops.attention_gathered,  # in the values
+        seeded.dropout,  # all summands share one mask
+        sequence_ops.attention_gathered,  # linear in the values
         sequence_ops.attention_ring,
         sharded_ops.change_over_data,
         sharded_ops.total,
     )
 )
-"""Operators of our own, besides, that are linear in what may be a pending sum on another axis."""
+"""Other operators of autopar that are linear in the operand that may be a pending sum on another axis."""
 
 _CHOOSE = frozenset((torch.gather, torch.index_select, torch.repeat_interleave))
-"""Linear in what is chosen from; the checker would have the indices be summands too."""
+"""Operators that are linear in the tensor that they select from; the checker would require that the indices are summands too."""
 
 
 def passes_by(target: Any, call: Callable[..., Any]) -> bool:
@@ -202,12 +210,12 @@ def _is_known(call: Callable[..., Any]) -> bool:
 
 
 def linear_call(target: Any) -> Callable[..., Any]:
-    """What the checker knows as linear in place of ``target``: it knows functions of torch, not overloads."""
+    """The function that replaces ``target`` in the check: a linear one that the checker knows, as it does not know overloads."""
     name = target_name(target)
     if name in ("aten.linear.default", "autopar.linear_t"):
-        return _product_t if name == "autopar.linear_t" else _product
+        return _linear_t if name == "autopar.linear_t" else _linear
     if target is sharded_ops.embedding_vocabulary:
-        return _looked_up
+        return _embedding_product
     if isinstance(target, torch._ops.OpOverload):
         public = getattr(torch, target._schema.name.partition("::")[2], None)
         if public in _checker._OP_REGISTRY and public not in _CHOOSE:
@@ -215,12 +223,12 @@ def linear_call(target: Any) -> Callable[..., Any]:
     return cast("Callable[..., Any]", target)
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return _product_t(x, torch.t(weight), bias)
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return _linear_t(x, torch.t(weight), bias)
 
 
-def _product_t(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """A product, and the addition of a bias of which each rank has a summand."""
+def _linear_t(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """A product plus a bias of which each rank may have a summand."""
     y = torch.matmul(x, weight)
     if bias is None:
         return y
@@ -230,14 +238,14 @@ def _product_t(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     return torch.add(y, bias)
 
 
-def _looked_up(weight: torch.Tensor, ids: torch.Tensor, axis: str, padding_idx: int = -1) -> torch.Tensor:
-    """A look-up as the product of who is chosen and the table, of which each rank of another axis may have a summand."""
+def _embedding_product(weight: torch.Tensor, ids: torch.Tensor, axis: str, padding_idx: int = -1) -> torch.Tensor:
+    """An embedding look-up as the product of one-hot rows and the table, whose ranks on another axis may have summands of it."""
     chosen = ids.unsqueeze(-1).expand(*ids.shape, weight.shape[0]).to(weight.dtype)
     return sharded_ops._pending(torch.matmul(chosen, weight), collectives.group(axis))
 
 
 def target_name(target: Any) -> str:
-    """What graphs call the function of a node."""
+    """The name by which graphs call the function of a node."""
     if target in TARGETS:
         return TARGETS[target]
     if isinstance(target, torch._ops.OpOverload):

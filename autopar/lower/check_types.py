@@ -1,18 +1,16 @@
-"""Checks a program's types before it runs: on this machine, for the whole world, without weights.
+"""Checks the types of a program before it runs: on this machine, for the complete world of ranks, without weights.
 
-Every distinct block runs operator by operator on meta tensors under a fake process group of the full
-world size, and ``spmd_types.checker`` infers types beside those that the program states:
+Every distinct block runs operator by operator on meta tensors, under a fake process group of the full world size.
+``spmd_types.checker`` infers types, which must agree with those that the program states:
 
-- *local, strict* for every operator: an I mixed with split work (a gradient that nobody sums), a
-  pending sum in an operator that is not linear, a wrong operand of a collective. It calls the
-  result of a split contraction varying; where the program states P there, P is what flows on, so
-  that a missing reduction is found at the next operator;
-- *global* for the operators that it has rules for (:data:`GLOBAL`): contractions, norms, attention,
-  elementwise operators and collectives, each on operands of the stated types and dims.
+- *local, strict* for every operator: it finds I mixed with split work (a gradient that nobody sums), a pending sum in an operator that is
+  not linear, and a wrong operand of a collective. It infers "varying" for the result of a split contraction. Where the program states P
+  there, the check goes on with P, so that a missing reduction is found at the next operator;
+- *global* for the operators that it has rules for (:data:`GLOBAL`): contractions, norms, attention, elementwise operators and collectives,
+  each on operands of the stated types and dims.
 
-Stated and inferred types must agree; operands have the types that their operator was lowered for;
-shapes are as stated, and so are block outputs and the loss: I on every axis of the program, a
-pending sum over samples. At last gradients are followed from the loss to the parameters
+Operands must have the types that their operator was lowered for, and results the stated shapes. The outputs of blocks are checked too. The
+loss must be I on every axis of the program and a pending sum over samples. Last, gradients are followed from the loss to the parameters
 (:mod:`autopar.lower.check_sums`).
 """
 
@@ -54,22 +52,22 @@ GLOBAL = frozenset(
 
 
 _NUMBERS = {SEED: 0, SHARE: 1.0, MICRO_BATCH_WEIGHT: 1.0}
-"""Inputs that are no tensors."""
+"""Values for the inputs that are not tensors."""
 
 
 def typecheck(program: Program, mesh: Mesh | None = None, *, rank: int = 0) -> int:
     """Checks every distinct block and prelude of ``program``.
 
     Args:
-        mesh: default that of the plan; another one must have the same degrees on sharded axes.
-        rank: which rank of the world this process stands for: what it sees of a causal mask depends on it.
+        mesh: the mesh to check for, by default that of the plan. Its degrees on sharded axes must be those of the plan.
+        rank: the rank of the world that this process stands for; the part of a causal mask that it sees depends on it.
 
     Returns:
         The number of operators checked.
 
     Raises:
-        InternalError: a violation; names block and operator.
-        UsageError: this process has a process group already.
+        InternalError: a type is wrong; the error names block and operator.
+        UsageError: this process already has a process group.
     """
     mesh = mesh or program.mesh
     with _fake_world(mesh, rank) as device_mesh, spmd_types.set_current_mesh(device_mesh):
@@ -78,7 +76,7 @@ def typecheck(program: Program, mesh: Mesh | None = None, *, rank: int = 0) -> i
 
 @contextmanager
 def _fake_world(mesh: Mesh, rank: int) -> Iterator[DeviceMesh]:
-    """A mesh over ranks that do not exist; pipeline ranks run other programs, so ``pp`` has no place in it."""
+    """A device mesh over ranks that do not exist. It leaves out ``pp``, as pipeline ranks run different programs."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
@@ -115,7 +113,7 @@ class _Check:
         return self.count
 
     def loss(self) -> None:
-        """The loss is I on every axis of the program and a pending sum over samples."""
+        """Checks that the loss is I on every axis of the program and a pending sum over samples."""
         layout = dict(layout_of(self.program.graph, self.program.graph.loss))
         for axis, kind in layout.items():
             if kind.kind != ("P" if axis == BATCH else "I"):
@@ -137,27 +135,27 @@ class _Check:
             elif node.op == "get_attr":
                 env[node] = self.tensor(node) if "spec" in node.meta else None  # None: the code of an opaque region
             elif node.target is operator.floordiv:
-                env[node] = 0  # the seed of a step, from that of a micro-batch
+                env[node] = 0  # the seed of the step, derived from that of a micro-batch
             elif node.op == "call_function":
-                with _named(here):
+                with _naming_errors(here):
                     env[node] = self.call(node, env, here)
             else:
-                self.returned(node, place, outputs)
+                self.check_outputs(node, place, outputs)
 
-    def returned(self, node: fx.Node, place: str, outputs: tuple[str, ...]) -> None:
-        """What comes out holds what later blocks take it for."""
+    def check_outputs(self, node: fx.Node, place: str, outputs: tuple[str, ...]) -> None:
+        """Checks that the outputs of a module have the types that later blocks expect."""
         graph = self.program.graph
         stated = {str_name(ref): layout_of(graph, ref) for ref in graph._index.refs if not graph.is_parameter(ref)}
         for name, value in zip(outputs, cast("tuple[fx.Node, ...]", node.args[0]), strict=True):
             for axis, kind in stated[name]:
-                found = dict(value.meta["types"]).get(axis, kind)
-                total = axis == BATCH and kind.kind == "P" and found.kind == "R"  # a sum, summed before the prelude
-                if found != kind and not total:
+                got = dict(value.meta["types"]).get(axis, kind)
+                total = axis == BATCH and kind.kind == "P" and got.kind == "R"  # a sum, summed before the prelude
+                if got != kind and not total:
                     raise InternalError(
                         f"{name} leaves with the wrong type",
                         where=f"{place}: {value.name}",
                         expected=f"{axis}: {kind}",
-                        got=f"{axis}: {found}",
+                        got=f"{axis}: {got}",
                     )
 
     def call(self, node: fx.Node, env: dict[fx.Node, Any], place: str) -> Any:
@@ -168,23 +166,23 @@ class _Check:
         stated = [node] if "types" in node.meta else list(node.users)  # several outputs: each getitem states its own
         partial = bool(pending) and all(self.kind(n, axis) in ("P", None) for n in stated for axis in pending)
         call = linear_call(node.target) if partial else cast("Callable[..., Any]", node.target)
-        if not operands and "types" in node.meta:  # a factory: what it makes has the types that it is stated to have
+        if not operands and "types" in node.meta:  # a factory: its result has the stated types
             self.count += 1
-            made = cast("Callable[..., Any]", node.target)(*args, **kwargs)
-            if node.target is operator.getitem and not node.meta["spec"].requires_grad:  # of I, where R is stated
-                self.compare(made, node, place)
-                made = _plain(made)
-            return self.annotate(made, node)
-        if node.target is opaque:  # unknown code: it gives what it is stated to give
+            value = cast("Callable[..., Any]", node.target)(*args, **kwargs)
+            if node.target is operator.getitem and not node.meta["spec"].requires_grad:  # inferred I where R is stated
+                self.compare(value, node, place)
+                value = _untyped(value)
+            return self.annotate(value, node)
+        if node.target is opaque:  # untraced code: its results have the stated types
             self.operands(node, operands, place)
-            parts = {cast("int", user.args[1]): _empty(user.meta["spec"]) for user in node.users}
-            return [parts.get(i) for i in range(1 + max(parts, default=-1))]
+            outputs = {cast("int", user.args[1]): _empty(user.meta["spec"]) for user in node.users}
+            return [outputs.get(i) for i in range(1 + max(outputs, default=-1))]
         passes = partial and passes_by(node.target, call)
         if node.target is operator.getitem or passes:
             with spmd_types.no_typecheck():  # the checker does not know that this operator is linear
                 result = cast("Callable[..., Any]", node.target)(*args, **kwargs)
             self.operands(node, operands, place)
-            return self.annotate(_plain(result), node) if "types" in node.meta else result
+            return self.annotate(_untyped(result), node) if "types" in node.meta else result
         self.count += 1
         with checking(strict_mode="strict", local=True):
             result = call(*args, **kwargs)
@@ -199,24 +197,24 @@ class _Check:
                     got=tuple(result.shape),
                 )
             if self.axes and _has_global_rule(node):
-                self.globally(node, call, place)
+                self.check_globally(node, call, place)
         return result
 
     def operands(self, node: fx.Node, operands: list[fx.Node], place: str) -> None:
-        """Each operand has the types that the operator was lowered for."""
-        for operand, wanted in zip(operands, node.meta.get("takes", ()), strict=False):
-            if operand.meta["types"] != wanted:
+        """Checks that each operand has the types that the operator was lowered for."""
+        for operand, expected in zip(operands, node.meta.get("takes", ()), strict=False):
+            if operand.meta["types"] != expected:
                 raise InternalError(
                     "An operand of the operator has the wrong type",
                     where=place,
-                    expected=_text(wanted),
+                    expected=_text(expected),
                     got=f"{operand.name} of {_text(operand.meta['types'])}",
                 )
 
     def compare(self, result: torch.Tensor, node: fx.Node, place: str) -> None:
-        """Inferred types against stated ones; P goes on where the checker sees a varying tensor.
+        """Compares inferred with stated types; where P is stated of a tensor that the checker sees as varying, the check goes on with P.
 
-        Without a gradient I is R, and the checker's R is enough.
+        Of a value without gradient I and R mean the same, and the checker's R is accepted.
         """
         has_gradient = node.meta["spec"].requires_grad
         for axis in self.axes:
@@ -233,8 +231,8 @@ class _Check:
             elif found is not _LOCAL[stated]:
                 raise _wrong_type(place, axis, stated, found)
 
-    def globally(self, node: fx.Node, call: Callable[..., Any], place: str) -> None:
-        """The operator once more on operands of the stated types, with dims."""
+    def check_globally(self, node: fx.Node, call: Callable[..., Any], place: str) -> None:
+        """Runs the operator again in global mode, on operands of the stated types and dims."""
         with checking(strict_mode="strict", local=False):
             fresh = {n: self.tensor(n, with_dims=True) for n in node.all_input_nodes}
             args, kwargs = _arguments(node, fresh)
@@ -271,14 +269,14 @@ class _Check:
         return cast("torch.Tensor", spmd_types.assert_type(tensor, types, partition_spec=spec))
 
     def type(self, node: fx.Node, axis: str) -> Type | None:
-        """The stated type on a mesh axis; without a gradient I is R."""
+        """The stated type on a mesh axis, None if there is none; I of a value without gradient is returned as R."""
         layout: Layout = node.meta["types"]
         if node.op == "call_function" and node.target is plain.local:
             layout = cast("fx.Node", node.args[0]).meta["types"]
-        known = dict(layout)
-        kind = known.get(BATCH if axis in DATA_AXES else axis)
-        if axis in DATA_AXES and SPREAD in known:  # other experts on other data ranks, of ep_data at least
-            kind = known[SPREAD]
+        types = dict(layout)
+        kind = types.get(BATCH if axis in DATA_AXES else axis)
+        if axis in DATA_AXES and SPREAD in types:  # data ranks of ep_data have different experts
+            kind = types[SPREAD]
         if kind is not None and kind.kind == "I" and not node.meta["spec"].requires_grad:
             return Type("R")
         return kind
@@ -289,15 +287,17 @@ class _Check:
 
 
 _FLATTENS = "Attempted to flatten multiple dimensions"
-"""Up to torch 2.11 (not in 2.13) the checker's rules of linears and attention view their rows, or samples and heads, as one
-dim, which they cannot where another than the first of these is split: there local types alone are checked."""
+"""The message by which the checker refuses to flatten dims, with torch up to 2.11 (not 2.13).
+
+Its rules of linears and attention flatten rows, or samples and heads, to one dim. They cannot if a dim but the first of these is split.
+There only local types are checked."""
 
 _LOCAL = {"I": spmd_types.I, "R": spmd_types.R, "S": spmd_types.V, "P": spmd_types.P}
 
 
-def _wrong_type(place: str, axis: str, stated: str, found: object, beside: str = "") -> InternalError:
+def _wrong_type(place: str, axis: str, stated: str, found: object, suffix: str = "") -> InternalError:
     return InternalError(
-        f"The result of the operator has the wrong type{beside}",
+        f"The result of the operator has the wrong type{suffix}",
         where=place,
         expected=f"{axis}: {stated}",
         got=f"{found}",
@@ -309,17 +309,18 @@ def _text(layout: Layout) -> str:
 
 
 def _has_global_rule(node: fx.Node) -> bool:
-    """Causal attention makes its mask inside, where the checker cannot follow; nor does it know grouped heads.
+    """Whether global mode has a rule that fits the node.
 
-    A linear whose inner dims have length one here becomes a batch of products, for which the checker has no rule, nor has
-    it one for truth values, which travel as bytes.
+    It has none for causal attention, which makes its mask inside where the checker cannot follow, nor for grouped heads. A linear whose
+    inner dims have length one becomes a batch of products, for which there is no rule. Truth values, which collectives send as bytes, have
+    none either.
     """
     target = target_name(node.target)
     is_attention = target == "aten.scaled_dot_product_attention.default"
-    beyond = is_attention and (node.args[5:6] == (True,) or node.kwargs.get("enable_gqa", False))
-    thin = "linear" in target and 1 in node.all_input_nodes[0].meta["spec"].shape[1:-1]
-    truth = target.startswith("autopar.") and node.meta["spec"].dtype == torch.bool
-    return target in GLOBAL and not beyond and not thin and not truth
+    is_unsupported = is_attention and (node.args[5:6] == (True,) or node.kwargs.get("enable_gqa", False))
+    has_unit_dims = "linear" in target and 1 in node.all_input_nodes[0].meta["spec"].shape[1:-1]
+    is_bool = target.startswith("autopar.") and node.meta["spec"].dtype == torch.bool
+    return target in GLOBAL and not is_unsupported and not has_unit_dims and not is_bool
 
 
 def _arguments(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -334,18 +335,18 @@ def _empty(spec: TensorSpec) -> torch.Tensor:
     return torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=spec.requires_grad)
 
 
-def _plain(result: torch.Tensor) -> torch.Tensor:
-    """The result without types that it may have taken over from an operand."""
-    made = torch.empty(result.shape, dtype=result.dtype, device=result.device)
-    return made.requires_grad_(result.requires_grad)
+def _untyped(result: torch.Tensor) -> torch.Tensor:
+    """The result without types that it may have inherited from an operand."""
+    untyped = torch.empty(result.shape, dtype=result.dtype, device=result.device)
+    return untyped.requires_grad_(result.requires_grad)
 
 
 @contextmanager
-def _named(place: str) -> Iterator[None]:
+def _naming_errors(place: str) -> Iterator[None]:
     try:
         yield
     except (spmd_types.SpmdTypeError, RuntimeError, ValueError, IndexError) as error:
-        # operators refuse shapes that a missing change of type leaves behind
+        # where a change of type is missing, shapes are wrong and operators refuse them
         raise InternalError(
             "The generated program is inconsistent", where=place, got=str(error).strip().partition("\n")[0]
         ) from error

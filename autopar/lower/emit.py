@@ -1,4 +1,4 @@
-"""Writes a sequence of operators as an fx module: names, parameters, random streams."""
+"""Emits a sequence of operators as an fx module: the names of values, the parameters, and the streams of random numbers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from autopar.rules.apply import BATCH, OVER_DATA
 from autopar.rules.local_graphs import AXIS as SPREAD
 
 SEED = "rng_seed"
-"""Name of the input that random operators draw from: a Python int, other for each step and micro-batch."""
+"""Name of the input that random operators draw from: a Python int that differs for each step and micro-batch."""
 
 SHARE = "batch_share"
-"""Name of the input that means over samples read: a Python float, the part of the plan's global batch that a step has."""
+"""Name of the input that means over samples read: a Python float, the share of the plan's global batch that the step computes."""
 
 MICRO_BATCH_WEIGHT = "micro_batch_weight"
-"""Name of the input that sums over the samples of all data ranks read: a Python float, by what a micro-batch counts in them."""
+"""Name of the input that sums over the samples of all data ranks read: a Python float, the weight of the micro-batch in them."""
 
 _KEYWORDS = {SHARE: "share", MICRO_BATCH_WEIGHT: "micro_batch_weight"}
 
@@ -59,10 +59,9 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "aten.silu.default": F.silu,
     "aten.view.default": torch.reshape,
 }  # fmt: skip
-"""Functions with the arguments of the operator: as people write them, and quicker to call than overloads.
+"""Functions that take the arguments of the operator: they read like ordinary PyTorch code, and calls are faster than those of overloads.
 
-Strides depend on kernels, which differ between devices and shapes: a view is a copy where it must be.
-"""
+A view becomes a reshape, which copies where it must: strides depend on kernels, which differ between devices and shapes."""
 
 TARGETS = {function: target for target, function in _FUNCTIONS.items() if target != "aten.view.default"}
 
@@ -86,7 +85,7 @@ def counts_samples(graph: Graph, op: Op) -> bool:
 
 
 def numbers_of_batch(graph: Graph, op: Op) -> tuple[str, ...]:
-    """Which of the inputs :data:`SHARE` and :data:`MICRO_BATCH_WEIGHT` the operator reads: what it computes depends on the batch's size."""
+    """The inputs among :data:`SHARE` and :data:`MICRO_BATCH_WEIGHT` that the operator reads, as its result depends on the batch size."""
     if op.target == OVER_DATA:
         return (MICRO_BATCH_WEIGHT,) if "P" in op.args[1:] and not moves_samples(op) else ()
     if op.target in _STATISTICS and any(axis in op.args for axis in DATA_AXES):
@@ -95,7 +94,7 @@ def numbers_of_batch(graph: Graph, op: Op) -> tuple[str, ...]:
 
 
 def moves_samples(op: Op) -> bool:
-    """Of a change of type over samples: whether it gathers or divides them, and does not just add up what data ranks have."""
+    """Whether a change of type over samples gathers or splits them, rather than only summing the values of data ranks."""
     return not {"P", "I", "R"}.issuperset(op.args[1:])
 
 
@@ -104,11 +103,12 @@ class Emitter:
     """One fx module under construction.
 
     Attributes:
-        salts: a number for each random operator of the program, by name.
-        period: by how much the seed of the next step is larger; between lie those of the micro-batches.
-        device: where tensors that depend on no other are made.
-        numbers: the inputs that are no tensors, by name.
-        read_numbers: which of these each operator reads besides the seed, by the operator's name.
+        salts: a number for each random operator of the program, by the operator's name.
+        period: the seed of a step exceeds that of the step before by this; the seeds of its micro-batches lie between.
+        device: the device of tensors that are made from no other tensor.
+        values: the node of each value.
+        numbers: the inputs that are not tensors, by name.
+        read_numbers: the inputs of :func:`numbers_of_batch` that each operator reads, by the operator's name.
     """
 
     name: str
@@ -122,14 +122,14 @@ class Emitter:
     read_numbers: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def input(self, ref: Ref, spec: TensorSpec, layout: Layout) -> str:
-        """Adds a tensor that the caller passes; gives its name."""
+        """Adds a tensor that the caller passes; returns its name."""
         node = _typed(self._placeholder(str_name(ref)), spec, layout)
         node.meta["reads"] = ref
         self.values[ref] = node
         return str_name(ref)
 
     def number_inputs(self, graph: Graph, ops: Iterable[Op]) -> list[str]:
-        """Adds the inputs of ``ops`` that are no tensors (the seed, :func:`numbers_of_batch`); gives their names."""
+        """Adds the inputs of ``ops`` that are not tensors (the seed, :func:`numbers_of_batch`); returns their names."""
         self.read_numbers = {op.name: numbers_of_batch(graph, op) for op in ops}
         names = [SEED] if any(is_random(op) for op in ops) else []
         names += sorted({name for read in self.read_numbers.values() for name in read})
@@ -137,19 +137,19 @@ class Emitter:
         return names
 
     def shared_parameter(self, parameter: Parameter) -> str:
-        """Adds a parameter that the caller passes; gives its name."""
+        """Adds a parameter that the caller passes; returns its name."""
         node = self._placeholder(parameter.name)
         self._local(parameter, node)
         return parameter.name
 
     def parameter(self, parameter: Parameter) -> None:
-        """Adds a parameter that the module owns, on meta, with its local shape."""
+        """Adds a parameter that the module holds, on meta, with its local shape."""
         tensor = torch.empty(parameter.spec.shape, dtype=parameter.spec.dtype, device="meta")
         self.root.register_parameter(parameter.name, torch.nn.Parameter(tensor, parameter.spec.requires_grad))
         self._local(parameter, self.graph.get_attr(parameter.name))
 
     def buffer(self, buffer: Buffer) -> str:
-        """Adds a constant that the module owns: its value, or on meta where the model has it."""
+        """Adds a buffer that the module holds and returns its name; it is on meta if the model has its value."""
         value = buffer.value
         if value is None:
             value = torch.empty(buffer.spec.shape, dtype=buffer.spec.dtype, device="meta")
@@ -160,13 +160,13 @@ class Emitter:
         return buffer.name
 
     def op(self, op: Op) -> None:
-        """Adds one call, of an operator that :meth:`number_inputs` was given; several outputs are taken apart."""
+        """Adds one call. :meth:`number_inputs` must have been given the operator. Each of several outputs becomes a node."""
         target, args = op.target, list(op.args)
         kwargs: dict[str, Any] = dict(op.kwargs)
         if takes_device(op):
             kwargs["device"] = self.device
         region: tuple[fx.Node, ...] = ()
-        if target == OPAQUE:  # the place of its code, which the runtime fills
+        if target == OPAQUE:  # the holder of untraced code, which the runtime fills
             self.root.add_module(f"{op.name}_region", Holder(region_of(str(args[0]))))
             region = (self.graph.get_attr(f"{op.name}_region"),)
         if is_random(op):
@@ -198,14 +198,14 @@ class Emitter:
             self.values[Ref(op.name, i)] = _typed(part, op.outputs[i], layouts[i])
 
     def _seed_of(self, op: Op) -> fx.Node:
-        """The micro-batch's seed; the step's for what all samples share: one device draws it once."""
+        """The seed of the micro-batch, or that of the step for a value that all samples share, which one device would draw once."""
         layout, seed = dict(op.layouts[0]) if op.layouts else {}, self.numbers[SEED]
         if self.period == 1 or layout.get(BATCH, P).kind not in ("I", "R"):
             return seed
         return self.graph.create_node("call_function", operator.floordiv, (seed, self.period), name=f"{op.name}_seed")
 
     def finish(self, outputs: Sequence[Ref]) -> fx.GraphModule:
-        """The module; it returns a tuple, one tensor for each of ``outputs``."""
+        """The finished module; it returns a tuple with one tensor for each of ``outputs``."""
         self.graph.output(tuple(self.values[ref] for ref in outputs))
         for node in tuple(self.graph.nodes):
             if node.target is operator.getitem and not node.users:
@@ -218,7 +218,7 @@ class Emitter:
     def _local(self, parameter: Parameter, node: fx.Node) -> None:
         _typed(node, parameter.spec, use_layout(parameter))
         name = f"{parameter.name}_local"
-        is_cast_here = not parameter.spec.shape or any(axis == SPREAD for axis, _ in parameter.layout)  # not by FSDP
+        is_cast_here = not parameter.spec.shape or any(axis == SPREAD for axis, _ in parameter.layout)  # FSDP does not
         args = (node, parameter.spec.dtype) if is_cast_here else (node,)
         local = self.graph.create_node("call_function", plain.local, args, name=name)
         local.meta["reads"] = Ref(parameter.name)
@@ -233,24 +233,24 @@ class Emitter:
 
 
 def random_axes(layout: Layout) -> tuple[str, ...]:
-    """Mesh axes on which ranks draw other numbers: those that split the tensor (parts of a sum share a mask)."""
+    """Mesh axes on which ranks draw different numbers: those that split the tensor. Ranks with summands of one tensor share a mask."""
     split = (DATA_AXES if axis == BATCH else (axis,) for axis, kind in layout if kind.is_split)
     return tuple(axis for axes in split for axis in axes)
 
 
 def str_name(ref: Ref, *, suffix_first: bool = False) -> str:
-    """An identifier for a value; no operator has such a name: a second ``topk`` is ``topk_1``."""
+    """An identifier for a value. It cannot be the name of an operator, as a second ``topk`` is called ``topk_1``."""
     return f"{ref.name}_out{ref.index}" if ref.index or suffix_first else ref.name
 
 
 def use_layout(parameter: Parameter) -> Layout:
-    """Types of a parameter where it is read: R where its gradient is left as a pending sum, and over samples."""
+    """The types of a parameter where it is read: R over samples, and on axes where its gradient is left as a pending sum."""
     pending = (*parameter.gradient_sum_axes, BATCH)
     return tuple((axis, R if axis in pending and kind == I else kind) for axis, kind in parameter.layout)
 
 
 def _typed(node: fx.Node, spec: TensorSpec, layout: Layout) -> fx.Node:
-    """Notes on a node what it holds, for comments and for the check."""
+    """Records the spec and the types of a node, for comments and for the check."""
     node.meta["spec"], node.meta["types"] = spec, layout
     return node
 
@@ -261,7 +261,7 @@ def _comment(node: fx.Node) -> str:
 
 
 def takes_device(op: Op) -> bool:
-    """Whether the operator makes a tensor of no other, on a device that it is told."""
+    """Whether the operator makes a tensor from no other one and has an argument ``device``."""
     if op.operands or not op.target.startswith("aten."):
         return False
     schema = getattr(resolve(op.target), "_schema", None)
@@ -277,42 +277,42 @@ _SHORT = (
 
 
 def readable(module: fx.GraphModule) -> str:
-    """The module's code with short names of modules.
+    """The code of the module for people to read.
 
-    Clean-up statements are left out, attributes stand where they are read, and each line says shape
-    and types of its result.
+    Names of modules are short, clean-up statements are left out, attributes stand where they are read, and each line has a comment with
+    shape and types of its result.
     """
     comments = {node.name: _comment(node) for node in module.graph.nodes if "types" in node.meta}
     attributes: dict[str, str] = {}
     lines: list[str] = []
     for line in module.code.strip().splitlines():
-        kept = re.sub(r";  .*= None$", "", line)
-        if match := re.fullmatch(r"\s+(\w+) = (self\.\w+)", kept):
+        text = re.sub(r";  .*= None$", "", line)
+        if match := re.fullmatch(r"\s+(\w+) = (self\.\w+)", text):
             attributes[match[1]] = match[2]
             continue
-        name, equals, call = kept.partition(" = ")
-        call = re.sub(r"(?<![\w.])\w+\b(?! = )", lambda word: attributes.get(word[0], word[0]), call or kept)
-        kept = f"{name}{equals}{call}" if equals else call
+        name, equals, value = text.partition(" = ")
+        value = re.sub(r"(?<![\w.])\w+\b(?! = )", lambda word: attributes.get(word[0], word[0]), value or text)
+        text = f"{name}{equals}{value}" if equals else value
         for long, short in _SHORT:
-            kept = kept.replace(long, short)
+            text = text.replace(long, short)
         comment = comments.get(name.strip())
-        lines.append(f"{kept}  # {comment}" if comment else kept)
+        lines.append(f"{text}  # {comment}" if comment else text)
     return "\n".join(lines)
 
 
 def ancestors(ops: Sequence[Op], wanted: Iterable[Ref], stop: frozenset[Ref] = frozenset()) -> tuple[Op, ...]:
-    """Those of ``ops`` that ``wanted`` depends on, in order; nothing behind the values in ``stop``."""
+    """The operators of ``ops`` that ``wanted`` depends on, in order; the search ends at the values in ``stop``."""
     needed = {ref.name for ref in wanted if ref not in stop}
-    found: list[Op] = []
+    reached: list[Op] = []
     for op in reversed(ops):
         if op.name in needed:
-            found.append(op)
+            reached.append(op)
             needed |= {ref.name for ref in op.operands if ref not in stop}
-    return tuple(reversed(found))
+    return tuple(reversed(reached))
 
 
 def layout_of(graph: Graph, ref: Ref) -> Layout:
-    """Types of any value but a parameter; axes that are left out are R."""
+    """The types of a value that is not a parameter; axes that are left out are R."""
     producer = graph.producer(ref)
     if producer is not None:
         return producer.layouts[ref.index] if producer.layouts else ()

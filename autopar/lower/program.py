@@ -1,15 +1,13 @@
 """The program: what each rank of a plan executes, as fx modules of plain PyTorch with typed collectives.
 
-Ranks of one pipeline stage run the same code; nothing here needs a process group, a device or the
-weights. One step on a data rank:
+Ranks of one pipeline stage run the same code. This module needs no process group, device or weights. One step on a data rank:
 
-1. before the first micro-batch :attr:`Program.sums` runs on every micro-batch; its results are
-   summed over micro-batches and data ranks (token counts);
-2. for each micro-batch a stage runs its prelude (from batch inputs and those totals), then its
-   blocks in order over one environment of named values: those received, those of the prelude, and
-   what earlier blocks made;
-3. it passes ``sends`` on; the last stage's environment holds ``Program.loss``: this rank's part of
-   the global loss, a sum over data ranks and micro-batches.
+1. before the first micro-batch, the modules of :attr:`Program.sums` run on every micro-batch, and their results are summed over
+   micro-batches and data ranks (counts of tokens);
+2. for each micro-batch a stage runs its prelude, which reads batch inputs and these totals. It then runs its blocks in order over one
+   environment of named values: those received, those of the prelude, and the outputs of earlier blocks;
+3. it sends ``sends`` to the next stage. In the last stage's environment ``Program.loss`` is this rank's part of the global loss, which is
+   the sum over data ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -36,10 +34,12 @@ _HEADER = "import torch\nimport torch.nn.functional as F\nfrom autopar.ops impor
 
 @dataclass(frozen=True, kw_only=True)
 class PreludeProgram:
-    """A module without parameters: from batch inputs (and totals of sums) to values, both by name.
+    """A module without parameters, from batch inputs (and totals of :attr:`Program.sums`) to named values.
 
-    ``buffers``: names of buffers registered in ``module``; those with a model's name behind them
-    (``Graph.buffers``, value None) are on meta and must be loaded.
+    Attributes:
+        inputs, outputs: names of the module's arguments and results, in order.
+        buffers: names of the buffers registered in ``module``. Those with a name in the model (``Graph.buffers`` with value None) are on
+            meta and must be loaded.
     """
 
     module: fx.GraphModule
@@ -55,15 +55,14 @@ class BlockProgram:
     Attributes:
         index, label: as in the plan.
         module: takes ``inputs`` in order and returns the tuple of ``outputs``. Parameters are on meta.
-        inputs: live values, prelude values, shared parameters, ``rng_seed`` (a Python int, there only when the
-            block draws random numbers), ``batch_share`` and ``micro_batch_weight`` (Python floats, where it takes means, or sums
-            over data ranks, of samples).
-        outputs: values that later blocks or stages read; the loss among them in the last block.
-        parameters: names of ``Graph.parameters`` that the module owns, registered under these names.
-        recompute: which activations are dropped and made again in backward.
-        again: names of the operators that are made again where that is ``selective``.
-        offload: whether what the block keeps for backward lives on the host.
-        kind: equal for blocks with equal code, names aside.
+        inputs: live values, prelude values and shared parameters; then ``rng_seed`` (a Python int) if the block draws random numbers,
+            ``batch_share`` and ``micro_batch_weight`` (Python floats) if it takes means of samples, or sums of them over data ranks.
+        outputs: values that later blocks or stages read; in the last block the loss is among them.
+        parameters: names of ``Graph.parameters`` that the module holds, registered under these names.
+        recompute: which activations are dropped and recomputed in backward.
+        again: names of the operators that are recomputed if ``recompute`` is ``selective``.
+        offload: whether activations that the block keeps for backward are in host memory.
+        kind: equal for blocks whose code is equal up to names.
     """
 
     index: int
@@ -84,13 +83,13 @@ class StageProgram:
 
     Attributes:
         index, pp_rank: as in the plan.
-        receives: live values from the stage before, those only passed through included.
-        sends: likewise to the stage after; empty for the last.
-        prelude: None if no block needs anything of the batch.
-        shared_parameters: parameters that several blocks of this stage read, passed to them as inputs.
-        state: buffers that steps change and this stage reads: inputs of its prelude.
+        receives: values that the stage before sends, including those only passed through.
+        sends: values that the stage sends to the next, including those only passed through; empty for the last stage.
+        prelude: None if no block reads a value of the prelude.
+        shared_parameters: parameters that several blocks of this stage read; they are passed to the blocks as inputs.
+        state: buffers that steps change and that the prelude of this stage reads as inputs.
         mutations: buffers that this stage changes, with the names of their new values.
-        is_last: its last block makes the loss.
+        is_last: whether its last block computes the loss.
     """
 
     index: int
@@ -110,16 +109,16 @@ class StageProgram:
         return (*(name for block in self.blocks for name in block.parameters), *self.shared_parameters)
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: the code is made when asked for
+@dataclass(frozen=True, kw_only=True)  # no slots: cached_property needs a dict
 class Program:
-    """See the module's text.
+    """What each rank of a plan executes; the text of this module describes one step.
 
     Attributes:
-        graph: one rank's graph for one micro-batch; its ``parameters`` say how each is laid out.
-        stages: in order of the model, all of them.
-        sums: over the batch, in rounds: a later one may read the totals of those before. Their outputs are inputs of preludes.
+        graph: the graph of one rank for one micro-batch; its ``parameters`` have the layouts.
+        stages: all stages, in order of the model.
+        sums: the sums over the batch, in rounds: a later one may read the totals of earlier ones. Their outputs are inputs of preludes.
         loss: name of the loss.
-        tied: parameters that several stages hold, with the stages: their gradients are summed.
+        tied: parameters that several stages hold, with the indices of the stages; their gradients are summed.
         state: buffers that steps change, in the order of the graph.
     """
 
@@ -133,27 +132,27 @@ class Program:
 
     @property
     def mesh(self) -> Mesh:
-        """The plan's."""
+        """The mesh of the plan."""
         return self.plan.mesh
 
     @cached_property
     def code(self) -> str:
-        """The program as PyTorch: sums, preludes, and every distinct block once."""
+        """The program as PyTorch code: the sums, the preludes, and every distinct block once."""
         parts = [f"# {self.graph.name} on {self.mesh}, micro-batch of {self.graph.batch_size}\n{_HEADER}"]
         title = "# sums over the global batch, before the first micro-batch"
         parts += [f"{title}\n{readable(sums.module)}" for sums in self.sums]
-        printed: dict[str, list[tuple[int, BlockProgram]]] = {}
+        uses_by_kind: dict[str, list[tuple[int, BlockProgram]]] = {}
         for stage in self.stages:
             if stage.prelude is not None:
                 parts.append(f"# prelude of stage {stage.index}\n{readable(stage.prelude.module)}")
             for block in stage.blocks:
-                printed.setdefault(block.kind, []).append((stage.index, block))
-        for uses in printed.values():
+                uses_by_kind.setdefault(block.kind, []).append((stage.index, block))
+        for uses in uses_by_kind.values():
             names = ", ".join(f"{block.index} {block.label or '-'} (stage {stage})" for stage, block in uses)
-            again = "; recomputed in backward" if any(block.recompute == "full" for _, block in uses) else ""
-            remade = next((block.again for _, block in uses if block.again), ())
-            again += f"; made again in backward: {', '.join(remade)}" if remade else ""
-            parts.append(f"# block {names}{again}\n{readable(uses[0][1].module)}")
+            note = "; recomputed in backward" if any(block.recompute == "full" for _, block in uses) else ""
+            recomputed = next((block.again for _, block in uses if block.again), ())
+            note += f"; made again in backward: {', '.join(recomputed)}" if recomputed else ""
+            parts.append(f"# block {names}{note}\n{readable(uses[0][1].module)}")
         return "\n\n\n".join(parts) + "\n"
 
 
@@ -161,9 +160,9 @@ def lower(plan: Plan, graph: Graph, *, device: torch.device | str = "cpu", rank:
     """The program of a plan for a traced model.
 
     Args:
-        graph: the whole model as traced; the plan's fingerprint names it.
+        graph: the complete model as traced; its fingerprint must be that of the plan.
         device: where preludes make tensors that depend on no input (positions).
-        rank: whose program; it matters where data ranks take different numbers of samples (``Plan.data_shares``).
+        rank: the rank whose program it is; it matters if data ranks take different numbers of samples (``Plan.data_shares``).
 
     Raises:
         PlanError: the plan is for another graph or names strategies that do not exist.
@@ -173,7 +172,7 @@ def lower(plan: Plan, graph: Graph, *, device: torch.device | str = "cpu", rank:
 
 
 def from_local_graph(plan: Plan, local: Graph, *, device: torch.device | str = "cpu") -> Program:
-    """The program of one rank's graph, cut into the plan's stages."""
+    """The program of the graph of one rank, cut into the stages of the plan."""
     build = _Builder(plan, local, torch.device(device))
     holders: dict[str, list[int]] = {}
     for stage in plan.stages:
@@ -192,7 +191,13 @@ def from_local_graph(plan: Plan, local: Graph, *, device: torch.device | str = "
 
 
 class _Builder:
-    """What all stages of one program share."""
+    """Builds the parts of one program.
+
+    Attributes:
+        salts, period: as in :class:`autopar.lower.emit.Emitter`.
+        changed: names of the buffers that steps change.
+        homes: for each of these the index of the stage that computes its new value.
+    """
 
     def __init__(self, plan: Plan, graph: Graph, device: torch.device) -> None:
         self.plan, self.graph, self.device = plan, graph, device
@@ -203,7 +208,7 @@ class _Builder:
         self.homes = self._homes()
 
     def _homes(self) -> dict[str, int]:
-        """For each buffer that steps change the stage that makes its new value: where its module runs, else the first."""
+        """For each buffer that steps change the stage that computes its new value: that of its module, otherwise the first."""
         graph, homes = self.graph, dict[str, int]()
         modules: dict[str, int] = {}
         for stage in self.plan.stages:
@@ -251,16 +256,16 @@ class _Builder:
         inputs += [emitter.shared_parameter(p) for p in parameters if p.name in shared]
         inputs += emitter.number_inputs(graph, ops)
         owned = {p.name: p for p in parameters if p.name not in shared}
-        waiting = dict(owned)
+        unread = dict(owned)
         for op in ops:
             for ref in op.operands:
-                if ref.name in waiting:
-                    emitter.parameter(waiting.pop(ref.name))
+                if ref.name in unread:
+                    emitter.parameter(unread.pop(ref.name))
             emitter.op(op)
         outputs = tuple(dict.fromkeys((*graph.block_outputs(block), *(m.value for m in graph.block_mutations(block)))))
-        shared_here = sorted(p.name in shared for p in parameters)
+        is_shared = sorted(p.name in shared for p in parameters)
         mode = self.plan.blocks[block.index].recompute
-        again = sorted(made_again(graph, block)) if mode == "selective" else ()
+        recomputed = sorted(made_again(graph, block)) if mode == "selective" else ()
         return BlockProgram(
             index=block.index,
             label=block.label,
@@ -269,18 +274,18 @@ class _Builder:
             outputs=tuple(str_name(ref) for ref in outputs),
             parameters=tuple(owned),
             recompute=mode,
-            again=tuple(ops[i].name for i in again),
-            kind=f"{block.hash} {digest(signature(ops, graph.spec))} {len(inputs)} {len(outputs)} {shared_here}",
+            again=tuple(ops[i].name for i in recomputed),
+            kind=f"{block.hash} {digest(signature(ops, graph.spec))} {len(inputs)} {len(outputs)} {is_shared}",
             offload=self.plan.blocks[block.index].offload,
         )
 
     def layout(self, ref: Ref) -> Layout:
-        """Types of a value where a block or the prelude reads it: a total is whole."""
-        found = layout_of(self.graph, ref)
-        return tuple((axis, R if axis == BATCH else kind) for axis, kind in found) if ref in self.graph.sums else found
+        """Types of a value where a block or the prelude reads it: a total is R on ``batch``."""
+        types = layout_of(self.graph, ref)
+        return tuple((axis, R if axis == BATCH else kind) for axis, kind in types) if ref in self.graph.sums else types
 
     def sums(self) -> tuple[PreludeProgram, ...]:
-        """Sums over the batch, those that depend on totals in the round after these."""
+        """The sums over the batch. A sum that depends on totals is one round later than these."""
         rounds: dict[str, int] = {}
         for op in self.graph.prelude:
             rounds[op.name] = max((rounds.get(r.name, 0) + (r in self.graph.sums) for r in op.operands), default=0)
@@ -295,14 +300,14 @@ class _Builder:
         )
 
     def prelude(self, name: str, wanted: Iterable[Ref], totals: frozenset[Ref]) -> PreludeProgram:
-        """The operators behind ``wanted``; values of ``totals`` come from outside."""
+        """The module of the operators that ``wanted`` depends on; values of ``totals`` are inputs."""
         graph, outputs = self.graph, tuple(wanted)
         ops = ancestors(graph.prelude, outputs, totals)
         reads = dict.fromkeys((*(ref for op in ops for ref in op.operands), *outputs))
         emitter = Emitter(name, self.salts, self.device, self.period)
         batch = {leaf.name for leaf in graph.inputs} | self.changed
-        given = [ref for ref in reads if ref.name in batch or ref in totals]
-        inputs = [emitter.input(ref, graph.spec(ref), self.layout(ref)) for ref in given]
+        external = [ref for ref in reads if ref.name in batch or ref in totals]
+        inputs = [emitter.input(ref, graph.spec(ref), self.layout(ref)) for ref in external]
         inputs += emitter.number_inputs(graph, ops)
         buffers = tuple(emitter.buffer(b) for b in graph.buffers if Ref(b.name) in reads and b.name not in self.changed)
         for op in ops:

@@ -1,4 +1,4 @@
-"""Reads a plan's typings back: names of strategies become strategies for each operator of a graph."""
+"""Applies the typings of a plan to a traced graph: names of strategies in the plan become strategies of operators."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from autopar.rules.strategy import Strategy, Typing
 _AGAIN = "Search again with this model and this version of autopar"
 
 SHARDED_AXES = ("cp", "tp")
-"""Axes that are carried out by operators in the program, in the order in which they are applied."""
+"""Axes that the operators of the program carry out, in the order in which their typings are applied."""
 
 
 def local_graph(plan: Plan, graph: Graph, data_rank: int = 0) -> Graph:
-    """One rank's graph for one micro-batch: the traced ``graph`` with every typing of the plan applied.
+    """The graph of one rank for one micro-batch: the traced ``graph`` with every typing of the plan applied.
 
     Args:
-        data_rank: whose micro-batch, where they differ (``Plan.data_shares``).
+        data_rank: the data rank whose micro-batch it is; it matters if their sizes differ (``Plan.data_shares``).
 
     Raises:
-        PlanError: the plan is for another graph, or names a strategy that no rule gives.
+        PlanError: the plan is for another graph, or names a strategy that no rule offers.
         RuleError: a typing does not hold.
     """
     return local_graph_and_typings(plan, graph, data_rank)[0]
 
 
 def local_graph_and_typings(plan: Plan, graph: Graph, data_rank: int = 0) -> tuple[Graph, tuple[Typing, ...]]:
-    """:func:`local_graph` with the typings that it applies, in their order: ``batch``, then the sharded axes."""
+    """The result of :func:`local_graph`, and the typings in the order in which it applies them: ``batch``, then the sharded axes."""
     if plan.model.fingerprint != graph.fingerprint:
         raise PlanError(
             f"This plan was made for model '{plan.model.name}' ({plan.model.fingerprint}), "
@@ -45,18 +45,18 @@ def local_graph_and_typings(plan: Plan, graph: Graph, data_rank: int = 0) -> tup
             fix="Search a plan for this model",
         )
     _check_number("blocks of the plan", len(graph.blocks), len(plan.blocks))
-    complete(graph)  # a plan may name strategies of rules that were found when it was made
+    complete(graph)  # the plan may name strategies of rules that were derived when it was searched
     size = plan.micro_batch_of(data_rank)
     typings = [batch_typing(plan, graph, size)]
     result = shard(graph, typings[0], global_batch_size=plan.global_batch_size, micro_batch_size=size)
-    totalled = crosses_samples(result)
-    if totalled and plan.num_micro_batches > 1:
-        raise _one_micro_batch(plan, totalled[0])
-    if totalled and plan.data_shares:
-        raise _equal_shares(plan, f"{totalled[0].name} ({totalled[0].target}), {totalled[0].module}")
+    crossing = crosses_samples(result)
+    if crossing and plan.num_micro_batches > 1:
+        raise _one_micro_batch(plan, crossing[0])
+    if crossing and plan.data_shares:
+        raise _equal_shares(plan, f"{crossing[0].name} ({crossing[0].target}), {crossing[0].module}")
     if plan.mesh.ep_data > 1:
         result = local_graphs.spread(result, plan.mesh.ep_data, _spread_mixtures(plan, graph))
-    result = _padded(plan, result)
+    result = _pad(plan, result)
     for axis in SHARDED_AXES:
         if getattr(plan.mesh, axis) > 1:
             typings.append(axis_typing(plan, result, axis))
@@ -70,9 +70,9 @@ def _check_number(what: str, expected: int, got: int, place: str = "") -> None:
 
 
 def whole_graph(plan: Plan, graph: Graph) -> Graph:
-    """The traced ``graph`` for the plan's global batch on one device: every operator as traced, shapes aside."""
-    one = replace(plan, mesh=Mesh(), micro_batch_size=plan.global_batch_size, data_shares=())
-    typing = batch_typing(one, graph)
+    """The traced ``graph`` for the plan's global batch on one device: every operator as traced, with other shapes."""
+    single_device = replace(plan, mesh=Mesh(), micro_batch_size=plan.global_batch_size, data_shares=())
+    typing = batch_typing(single_device, graph)
     as_traced = {
         name: replace(strategy, target="", extra=(), communication=()) for name, strategy in typing.strategies.items()
     }
@@ -83,7 +83,7 @@ def whole_graph(plan: Plan, graph: Graph) -> Graph:
 
 def _spread_mixtures(plan: Plan, graph: Graph) -> frozenset[str]:
     """Names of the mixtures of the traced ``graph`` whose experts the plan splits over ``ep_data``."""
-    found: list[str] = []
+    mixtures: list[str] = []
     for block, planned in zip(graph.blocks, plan.blocks, strict=True):
         place = f"block {block.index} ({block.label})"
         typing = _chosen(plan, planned.layout, local_graphs.AXIS, place)
@@ -91,7 +91,7 @@ def _spread_mixtures(plan: Plan, graph: Graph) -> frozenset[str]:
         _check_number(f"strategies on axis {local_graphs.AXIS}", len(ops), len(names), place)
         for op, name in zip(ops, names, strict=True):
             if name == local_graphs.DISPATCH and op.target == local_graphs.EXPERTS:
-                found.append(op.name)
+                mixtures.append(op.name)
             elif name != local_graphs.SAMPLES:
                 raise PlanError(
                     f"{op.target} has no strategy '{name}' on axis {local_graphs.AXIS}",
@@ -99,11 +99,11 @@ def _spread_mixtures(plan: Plan, graph: Graph) -> frozenset[str]:
                     expected=local_graphs.SAMPLES,
                     fix=_AGAIN,
                 )
-    return frozenset(found)
+    return frozenset(mixtures)
 
 
-def _padded(plan: Plan, graph: Graph) -> Graph:
-    """With the vocabularies that the plan pads."""
+def _pad(plan: Plan, graph: Graph) -> Graph:
+    """The graph with the vocabularies that the plan pads."""
     try:
         return pad(graph, {entry.parameter: entry.length for entry in plan.padding})
     except ValueError as error:
@@ -111,16 +111,19 @@ def _padded(plan: Plan, graph: Graph) -> Graph:
 
 
 def batch_typing(plan: Plan, graph: Graph, micro_batch_size: int | None = None) -> Typing:
-    """The typing that cuts a micro-batch out: prelude strategies stand in the plan, inputs split by samples.
+    """The typing on axis ``batch``, which cuts a micro-batch out of the traced batch. Inputs are split by samples.
 
     Args:
-        micro_batch_size: default that of the plan.
+        micro_batch_size: in samples, by default that of the plan.
+
+    Raises:
+        PlanError: the plan does not fit the graph, or samples depend on each other in a way that its micro-batches or shares do not allow.
     """
     size = Fraction(graph.batch_size, micro_batch_size or plan.micro_batch_size)
     reader = _Reader(graph, BATCH, size)
     _check_number("strategies of the prelude", len(graph.prelude), len(plan.prelude))
     reader.read(graph.prelude, plan.prelude, "prelude")
-    typing = _read_blocks(plan, graph, reader)
+    typing = _blocks_typing(plan, graph, reader)
     if graph.exact and plan.global_batch_size != graph.batch_size:
         raise PlanError(
             f"The model was traced for a global batch of {graph.batch_size} and holds for no other, "
@@ -163,11 +166,11 @@ def _one_micro_batch(plan: Plan, op: Op) -> PlanError:
 
 
 def check_batch_typing(plan: Plan, graph: Graph) -> None:
-    """The plan's typing of axis ``batch`` holds on the graph: where samples do not meet in it, they are apart.
+    """Checks that the plan's typing of axis ``batch`` holds on the graph: samples are independent wherever it says so.
 
     Raises:
-        PlanError: the plan has none for the graph.
-        RuleError: it does not hold.
+        PlanError: the plan has no typing for the graph.
+        RuleError: the typing does not hold.
     """
     size = plan.micro_batch_of(0)
     typing = batch_typing(plan, graph, size)
@@ -175,11 +178,11 @@ def check_batch_typing(plan: Plan, graph: Graph) -> None:
 
 
 def axis_typing(plan: Plan, graph: Graph, axis: str) -> Typing:
-    """The typing on a sharded axis; the prelude is repeated on every rank."""
-    return _read_blocks(plan, graph, _Reader(graph, axis, Fraction(getattr(plan.mesh, axis))))
+    """The typing on a sharded axis, where every rank repeats the prelude."""
+    return _blocks_typing(plan, graph, _Reader(graph, axis, Fraction(getattr(plan.mesh, axis))))
 
 
-def _read_blocks(plan: Plan, graph: Graph, reader: _Reader) -> Typing:
+def _blocks_typing(plan: Plan, graph: Graph, reader: _Reader) -> Typing:
     parameters: dict[str, Type] = {}
     for block, planned in zip(graph.blocks, plan.blocks, strict=True):
         place = f"block {block.index} ({block.label})"
@@ -206,7 +209,7 @@ def _chosen(plan: Plan, layout: int, axis: str, place: str) -> AxisTyping | None
 
 
 class _Reader:
-    """Finds strategies by name."""
+    """Collects the strategies of operators on one axis, by their names in the plan."""
 
     def __init__(self, graph: Graph, axis: str, size: Fraction) -> None:
         self.graph, self.axis, self.size = graph, axis, size

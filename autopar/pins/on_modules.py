@@ -77,10 +77,10 @@ def pin(
 
 
 def pins_of(model: torch.nn.Module) -> tuple[str, ...]:
-    """What the modules of ``model`` carry, as texts of pins with their paths in it, outer modules first.
+    """The pins of the modules of ``model``, as texts with the modules' paths, outer modules first.
 
     Raises:
-        UsageError: the whole model is pinned to a stage, or opaque.
+        UsageError: the complete model is pinned to a stage, or as opaque.
     """
     return tuple(
         _text(kind, value, path, module)

@@ -1,1 +1,1 @@
-"""The plan of a training run as plain data: mesh, types of tensors, schedule; its file format, checks and text; what a run measured of it."""
+"""The plan of a training run as plain data: mesh, types, schedule and predictions; its file, checks and text; and the log of a run."""

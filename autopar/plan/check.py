@@ -1,4 +1,4 @@
-"""What must hold in every plan, whoever made it: the parts refer to each other and the degrees fit together."""
+"""Checks that hold for every plan: its parts refer to each other, and its degrees fit together."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _GRID = re.compile(r":(\d+)x(\d+)(?:\?.*)?$")
 
 
 def check_plan(plan: Plan, *, place: str = "plan") -> None:
-    """Check that the parts of a plan fit together.
+    """Checks that the parts of a plan fit together.
 
     Args:
-        place: what an error calls the plan (its file).
+        place: the name of the plan in errors (its file).
 
     Raises:
-        PlanError: the first part that does not fit, with its path in the document.
+        PlanError: names the first part that does not fit, by its path in the document.
     """
     for path, expected, got, fix in _faults(plan):
         raise PlanError(f"'{path}' does not fit the plan", where=place, expected=expected, got=got, fix=fix)
@@ -133,7 +133,7 @@ def _stages(plan: Plan) -> Iterator[_Fault]:
 
 
 def _spans(spans: Sequence[StagePlan | RankGroup], name: str, unit: str, count: int) -> Iterator[_Fault]:
-    """Each begins where the one before ends, and together they are all ``count`` units."""
+    """Faults of spans that are not consecutive and non-empty, or do not cover all ``count`` units."""
     start = 0
     for i, span in enumerate(spans):
         if span.start != start or span.stop <= span.start:
@@ -168,17 +168,17 @@ def _shares(plan: Plan) -> Iterator[_Fault]:
 
 
 SHARES_ALONE = "data parallelism alone (pp=1, cp=1, tp=1 and ep_data=1) beside unequal shares"
-"""What is expected where data ranks take unequal numbers of samples."""
+"""What is expected of the mesh if data ranks take unequal numbers of samples."""
 
 
 def shares_fault(shares: Sequence[int], ranks: Sequence[int], global_batch_size: int) -> tuple[str, object, str] | None:
-    """What is wrong with shares of data ranks: what is expected, what there is and what to do; None where nothing is.
+    """The fault of data shares: what is expected, what there is and what to do; None if there is none.
 
     Args:
         shares: for each node group the samples that one of its ranks takes at once.
-        ranks: of each node group; empty where all nodes are equal.
+        ranks: the number of ranks of each node group; empty if all nodes are equal.
     """
-    text, one = "-".join(map(str, shares)), sum(s * n for s, n in zip(shares, ranks, strict=False))
+    text, samples = "-".join(map(str, shares)), sum(s * n for s, n in zip(shares, ranks, strict=False))
     if len(shares) != len(ranks):
         if not ranks:
             return "node groups that differ", text, "Drop the shares: equal nodes take equal ones"
@@ -187,15 +187,15 @@ def shares_fault(shares: Sequence[int], ranks: Sequence[int], global_batch_size:
         return "at least one sample for every data rank", text, "Leave the slow nodes out of the cluster instead"
     if len(set(shares)) == 1:
         return "shares that differ", text, f"Pin micro_batch={shares[0]}: then all ranks take as many"
-    if global_batch_size % one:
+    if global_batch_size % samples:
         expected = f"shares whose sum over ranks divides the global batch {global_batch_size}"
         products = " + ".join(f"{n} x {s}" for s, n in zip(shares, ranks, strict=True))
-        return expected, f"{products} = {one}", "Take other shares or another global batch"
+        return expected, f"{products} = {samples}", "Take other shares or another global batch"
     return None
 
 
 def check_model(plan: Plan, name: str, fingerprint: str, *, place: str = "plan") -> None:
-    """Refuse a plan that was made for another model than the one of this name and fingerprint.
+    """Checks that a plan was made for the model of this name and fingerprint.
 
     Raises:
         PlanError: the fingerprints differ.

@@ -1,6 +1,6 @@
-"""Plans as files: exact JSON both ways, every fault named by file and path; and its schema, generated from the dataclasses of plans.
+"""Plans as JSON files without loss, whose faults are named by file and path; and their schema, generated from the dataclasses of plans.
 
-``python -m autopar.plan.file docs/reference/plan.schema.json`` writes the published copy; a test keeps it equal.
+``python -m autopar.plan.file docs/reference/plan.schema.json`` writes the published copy; a test keeps it up to date.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _MAKE_ANEW = "Make it anew with 'autopar search ... -o FILE'"
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON values, keys in the order of the fields; types as ``S(0)``; no number is rounded."""
+    """The plan as JSON values, with keys in the order of the fields and types as ``S(0)``; numbers are not rounded."""
     written_by = {WRITTEN_BY: f"autopar {_autopar_version()}"}
     return {"version": plan.version} | written_by | cast("dict[str, Any]", encode(plan))
 
 
 def plan_from_dict(data: object, *, place: str = "plan") -> Plan:
-    """The plan that :func:`plan_to_dict` gave.
+    """The plan of a result of :func:`plan_to_dict`.
 
     Args:
         data: decoded JSON.
-        place: what an error calls the source (the file).
+        place: the name of the source in errors (the file).
 
     Raises:
         PlanError: names the path in the document, what is expected and what there is.
@@ -61,7 +61,7 @@ def plan_from_dict(data: object, *, place: str = "plan") -> Plan:
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
-    """Write the plan, whole or not at all: under a temporary name beside ``path``, then renamed.
+    """Writes the plan completely or not at all: to a temporary file next to ``path``, which is then renamed.
 
     Raises:
         PlanError: the plan is inconsistent, or the file cannot be written.
@@ -75,10 +75,10 @@ def save_plan(plan: Plan, path: str | Path) -> None:
 
 
 def load_plan(path: str | Path) -> Plan:
-    """Read a plan file.
+    """Reads a plan file.
 
     Raises:
-        PlanFileError: the file is missing, cut off, not JSON, of a newer format, or inconsistent; says where.
+        PlanFileError: the file is missing, truncated, not JSON, of a newer format, or inconsistent; says where.
     """
     try:
         return _read_plan(Path(path))
@@ -104,12 +104,12 @@ def _read_plan(path: Path) -> Plan:
 
 
 def dumps(data: object) -> str:
-    """JSON for people: what is short stands on a line, long lists of words are filled like a paragraph."""
+    """JSON for people: short values are on one line, and long lists of words are filled like a paragraph."""
     return _write(data, 0, 0)
 
 
 def encode(value: Any, *, rare: bool = False) -> Any:
-    """``rare``: also the fields that a file has only where they are not the default."""
+    """The value as JSON values; ``rare`` includes fields that a file has only if they differ from their default."""
     if isinstance(value, Type):
         return str(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -122,7 +122,7 @@ def encode(value: Any, *, rare: bool = False) -> Any:
 
 
 def _decode(hint: Any, value: Any, place: str) -> Any:
-    """Rebuild what the schema has already checked."""
+    """Rebuilds a value that the schema has checked already."""
     if hint is Type:
         return parse_type(value)
     if hint is float or hint is int:
@@ -167,7 +167,7 @@ def _validator() -> Validator:
 
 
 def _error_order(error: ValidationError) -> tuple[int, list[str]]:
-    """Unknown and missing keys of outer objects first: they explain what follows."""
+    """Sorts unknown and missing keys of outer objects first, as they explain the other errors."""
     return len(error.absolute_path), [str(part) for part in error.absolute_path]
 
 
@@ -216,7 +216,7 @@ def _no_constant(place: str, text: str) -> NoReturn:
 
 
 def _write(value: Any, depth: int, lead: int) -> str:
-    """``lead``: characters that stand before the value on its line."""
+    """JSON of a value; ``lead`` is the number of characters before it on its line."""
     line = json.dumps(value, ensure_ascii=False, allow_nan=False)
     if not isinstance(value, dict | list) or not value or (depth > 0 and lead + len(line) < _LINE_LENGTH):
         return line
@@ -252,7 +252,7 @@ def _autopar_version() -> str:
 
 
 def short(value: object) -> str:
-    """A value as an error names it."""
+    """A value as it appears in an error."""
     if isinstance(value, list):
         plain = all(not isinstance(item, dict | list) for item in value)
         text = json.dumps(value) if plain else f"{len(value)} items"
@@ -266,11 +266,11 @@ def short(value: object) -> str:
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 TYPE_PATTERN = r"^(I|R|P|S\((0|[1-9][0-9]*)\))$"
 WRITTEN_BY = "written_by"
-"""The one key of a plan file that is not a field of the plan: which autopar wrote it."""
+"""The only key of a plan file that is not a field of the plan: the version of autopar that wrote it."""
 
 
 def plan_schema() -> dict[str, Any]:
-    """The schema (draft 2020-12) of what :func:`autopar.plan.file.plan_to_dict` gives and ``plan.json`` holds."""
+    """The schema (draft 2020-12) of ``plan.json`` and of the result of :func:`autopar.plan.file.plan_to_dict`."""
     definitions: dict[str, Any] = {}
     root = _object(Plan, definitions)
     root["properties"][WRITTEN_BY] = {"type": "string", "description": "The autopar that wrote the file."}
@@ -329,7 +329,7 @@ def has_default(field: dataclasses.Field[Any]) -> bool:
 
 
 def schema_text() -> str:
-    """The published text."""
+    """The text of the published schema."""
     return json.dumps(plan_schema(), indent=2) + "\n"
 
 

@@ -23,16 +23,16 @@ import numpy as np
 from autopar.errors import UsageError
 
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Outermost first: ranks of the last axis are neighbours. ``ep`` borrows ranks and has no place here."""
+"""The axes, outermost first: ranks of the last axis are neighbours. ``ep`` is not among them, as it borrows ranks of other axes."""
 
 DATA_AXES = ("dp_replicate", "dp_shard")
-"""Ranks that differ on these alone have other samples."""
+"""Axes whose ranks have different samples."""
 
 EXPERT_MESH_AXES = ("pp", "ep_outer", "ep_data", "cp", "tp")
-"""The same ranks in the same order, the data ranks cut another way: experts are split over ``ep_data``, inside."""
+"""Axes of the same ranks in the same order, with data ranks divided differently: experts are split over the inner ``ep_data``."""
 
 EXPERT_AXIS = "ep"
-"""``ep_data`` and ``tp`` together: the ranks over which experts are split where both axes split them."""
+"""``ep_data`` and ``tp`` together: the ranks over which experts are split if both axes split them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +70,12 @@ class Mesh:
 
     @property
     def data(self) -> int:
-        """Ranks that see different samples: dp_replicate * dp_shard."""
+        """The number of parts of the batch: dp_replicate * dp_shard."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def ep_outer(self) -> int:
-        """Data ranks that hold the same experts."""
+        """The number of data ranks that hold the same experts."""
         return self.data // self.ep_data
 
     @property
@@ -84,7 +84,7 @@ class Mesh:
         return tuple(getattr(self, axis) for axis in EXPERT_MESH_AXES)
 
     def cut(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]:
-        """Names and degrees of a way to cut the world that has ``axes``, and these in its words."""
+        """Names and degrees of the division of the world that has ``axes``, and these axes by its names."""
         if axes == (EXPERT_AXIS,):
             axes = ("ep_data", "tp")
         if any(axis in ("ep_outer", "ep_data") for axis in axes):
@@ -95,11 +95,11 @@ class Mesh:
         return prod(getattr(self, axis) for axis in self.cut(axes)[2])
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Position of a rank on each axis."""
+        """The position of a rank on each axis."""
         return dict(zip(MESH_AXES, map(int, np.unravel_index(rank, self.degrees)), strict=True))
 
     def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """Ranks that differ from ``rank`` on ``axes`` alone, ascending, itself included."""
+        """The ranks that differ from ``rank`` only on ``axes``, in ascending order, with ``rank`` itself."""
         return next(group for group in self.groups(axes) if rank in group)
 
     def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
@@ -110,7 +110,7 @@ class Mesh:
         return tuple(map(tuple, ranks.reshape(-1, self.size(axes)).tolist()))
 
     def data_index(self, rank: int) -> int:
-        """Which part of the global batch a rank takes, of ``data``."""
+        """The index of a rank's part of the global batch, below ``data``."""
         here = self.coordinate(rank)
         return here["dp_replicate"] * self.dp_shard + here["dp_shard"]
 
@@ -120,7 +120,7 @@ class Mesh:
 
     @property
     def ep_ranks(self) -> str:
-        """Whose ranks experts borrow, for people: ``tp``, ``data`` or ``data x tp``."""
+        """The ranks that experts borrow, for people: ``tp``, ``data`` or ``data x tp``."""
         if self.ep == self.ep_data:
             return "data" if self.ep > 1 else ""
         return f"data={self.ep_data} x tp={self.tp}" if self.ep_data > 1 else "tp"
@@ -131,9 +131,9 @@ Kind = Literal["I", "R", "S", "P"]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Type:
-    """What one tensor holds on one mesh axis; ``dim`` is set for S alone and never negative.
+    """The type of one tensor on one mesh axis; ``dim`` is set only for S, and never negative.
 
-    There is one object of each type: equal ones are the same, which is quick to see, and types are looked up again and again.
+    There is only one object of each type, so that comparisons and look-ups, which are frequent, are fast.
 
     >>> import pickle
     >>> pickle.loads(pickle.dumps(Type("S", 2))) is S(2)
@@ -174,7 +174,7 @@ class Type:
 
 @cache
 def _one(kind: Kind, dim: int) -> Type:
-    """The object of a type; its fields are set by the constructor."""
+    """The only object of a type; the constructor sets its fields."""
     return object.__new__(Type)
 
 

@@ -1,7 +1,7 @@
-"""The plan: what autopar produces. Plain data that prints, serialises, diffs and locks a run.
+"""The plan: the result of a search, as plain data that can be printed, serialised, compared and run.
 
-Everything that the runtime must know stands here, predictions included; nothing points back to the
-search. ``autopar.plan.file`` reads and writes it, ``autopar.report`` draws it.
+It has everything that the runtime needs, and predictions; nothing refers back to the search. ``autopar.plan.file`` reads and writes plans,
+``autopar.report`` draws them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ FORMAT_VERSION = 1
 
 
 BUCKET_BYTES = 25 * 2**20
-"""From how many bytes on an all-reduce of gradients is not filled further, where nothing else is chosen: DDP's choice."""
+"""Bytes of gradients from which on an all-reduce takes no more, by default; DDP uses the same value."""
 
 Recompute = Literal["none", "selective", "full"]
-"""What backward of a block computes again: nothing, what is cheap (:mod:`autopar.graph.operator_kinds`), or all of it."""
+"""What backward of a block recomputes: nothing, cheap operators (:mod:`autopar.graph.operator_kinds`), or all of it."""
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 Offload = Literal["optimizer"]
-"""What lives in host memory between its uses: ``optimizer``, the states of optimizers, which step on the host."""
+"""What is in host memory between its uses: ``optimizer`` is the states of optimizers, which step on the host."""
 
 ScheduleName = Literal["none", "GPipe", "1F1B", "Interleaved1F1B"]
-"""``none``: one stage; micro-batches are accumulated one after the other."""
+"""``none``: one stage, whose micro-batches are accumulated in sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class ModelInfo:
 
 
 TF32_PRODUCTS = "tf32"
-"""Products of float32 from 10 bits of each number's 23 (NVIDIA A100 white paper), summed in float32: a mode of the process."""
+"""Products of float32 that use 10 of each number's 23 bits (NVIDIA A100 white paper), summed in float32: a mode of the process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,17 +67,17 @@ class Precision:
 
     @property
     def needs_scales(self) -> bool:
-        """Tensors have to be scaled into the range of a dtype one by one, which the runtime does not do."""
+        """Whether tensors have to be scaled into the range of a dtype one by one, which the runtime does not do."""
         return self.products.startswith("float8")
 
     @property
     def rate(self) -> str:
-        """By whose rate a device's profile says how fast products are that no tensor is cast for."""
+        """The dtype whose rate in a device's profile applies to products for which no tensor is cast."""
         return TF32_PRODUCTS if self.products == TF32_PRODUCTS else self.compute
 
     @property
     def scales_loss(self) -> bool:
-        """Gradients lie below the range of the dtype: the loss is scaled into it, and steps with infinities are skipped."""
+        """Whether gradients are below the range of the dtype: the loss is scaled into it, and steps with infinities are skipped."""
         return self.compute == "float16"
 
 
@@ -87,9 +87,9 @@ FP16 = Precision(name="fp16", compute="float16", storage="float32", reduce="floa
 FP8 = Precision(name="fp8", compute="bfloat16", storage="float32", reduce="float32", products="float8_e4m3fn")
 """bf16, with the products of linears in 8 bits forward and backward."""
 TF32 = Precision(name="tf32", products=TF32_PRODUCTS)
-"""fp32, with products as ``torch.set_float32_matmul_precision("high")`` has them on GPUs."""
+"""fp32, with products as under ``torch.set_float32_matmul_precision("high")`` on GPUs."""
 FP64 = Precision(name="fp64", compute="float64", storage="float64", reduce="float64")
-"""For comparing: what two runs differ by beyond its rounding is no rounding."""
+"""For comparisons: a difference of two runs beyond its rounding is not rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,13 +247,13 @@ class Plan:
         return next(share for group, share in shares if data_rank < group.stop)
 
     def memory_of(self, rank: int) -> tuple[Memory, ...]:
-        """What is predicted of a rank: at most one entry."""
+        """The predicted memory of a rank: at most one entry."""
         pp_rank = self.mesh.coordinate(rank)["pp"]
         group = next((i for i, g in enumerate(self.groups) if rank < g.stop), 0) if self.data_shares else 0
         return tuple(m for m in self.predicted.memory if (m.pp_rank, m.group) == (pp_rank, group))
 
     def samples_of(self, data_rank: int) -> range:
-        """Which samples of the global batch a data rank takes in a step: consecutive ones, in the order of data ranks."""
+        """The samples of the global batch that a data rank takes in a step; they are consecutive, in the order of data ranks."""
         before = (
             sum(map(self.micro_batch_of, range(data_rank))) if self.data_shares else data_rank * self.micro_batch_size
         )
@@ -266,34 +266,34 @@ class Plan:
         return recompute_text(self.blocks)
 
     def devices_of(self, pp_rank: int) -> tuple[str, ...]:
-        """The devices that a pipeline rank lies on; none where all nodes are equal."""
+        """The devices of a pipeline rank; empty if all nodes are equal."""
         share = self.mesh.world_size // self.mesh.pp
         first, last = pp_rank * share, (pp_rank + 1) * share
         return tuple(dict.fromkeys(g.device for g in self.groups if g.start < last and first < g.stop))
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, whole or not at all; :func:`autopar.plan.file.save_plan` says more."""
-        # here and below: data knows its file, its difference and its text when asked
+        """Writes the plan as JSON, completely or not at all; see :func:`autopar.plan.file.save_plan`."""
+        # imported here and below, as these modules import this one
         from autopar.plan.file import save_plan
 
         save_plan(self, path)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a file that :meth:`save` or ``autopar search -o`` wrote; :func:`autopar.plan.file.load_plan` says more."""
+        """Reads a file of :meth:`save` or ``autopar search -o``; see :func:`autopar.plan.file.load_plan`."""
         from autopar.plan.file import load_plan
 
         return load_plan(path)
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as JSON values, as they stand in its file."""
+        """The plan as the JSON values of its file."""
         from autopar.plan.file import plan_to_dict
 
         return plan_to_dict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        """The plan that :meth:`to_dict` gave.
+        """The plan of a result of :meth:`to_dict`.
 
         Raises:
             PlanError: names the path in the document, what was expected there, and what there is.
@@ -303,7 +303,7 @@ class Plan:
         return plan_from_dict(data)
 
     def diff(self, other: Plan) -> list[Change]:
-        """What differs in ``other``: choices and predictions, each with its path, before and after."""
+        """The differences of ``other``, in choices and predictions, each with its path, before and after."""
         from autopar.plan.text import diff_plans
 
         return diff_plans(self, other)
@@ -315,7 +315,7 @@ class Plan:
 
 
 def recompute_text(blocks: Sequence[BlockPlan]) -> str:
-    """How blocks recompute: one mode where all are alike, else the share of each that is not ``none``."""
+    """How blocks recompute: the mode if all have the same, otherwise the share of each mode that is not ``none``."""
     counts = {mode: sum(block.recompute == mode for block in blocks) for mode in RECOMPUTES}
     if len(blocks) in counts.values():
         return next(mode for mode, count in counts.items() if count == len(blocks))
@@ -326,4 +326,4 @@ PrecisionName = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64"]
 
 
 PRECISIONS = {cast("PrecisionName", one.name): one for one in (FP32, TF32, BF16, FP16, FP8, FP64)}
-"""The runtime runs all but fp8, which is priced; fp16 with a scaler (``ParallelModel.grad_scaler``)."""
+"""Precisions by name. The runtime runs all but fp8, which can only be planned; fp16 needs a scaler (``ParallelModel.grad_scaler``)."""

@@ -1,4 +1,4 @@
-"""What the cost model says of a plan: seconds by their causes, and bytes of every pipeline rank."""
+"""The prediction of the cost model for a plan: seconds by their causes, and bytes of every pipeline rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import reduce
 from operator import add
 
 RARE = {"rare": True}
-"""Of a field that a plan file has only where it is not the default."""
+"""Metadata of a field that a plan file has only if it differs from its default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Bytes in all."""
+        """The sum of the device's bytes."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.transient + self.reserved
 
 
@@ -53,7 +53,7 @@ class Breakdown:
 
     @property
     def total_s(self) -> float:
-        """Seconds in all."""
+        """The sum of all parts, in seconds."""
         # not by sum(), which rounds otherwise from Python 3.12 on
         return float(reduce(add, (getattr(self, part.name) for part in fields(self))))
 
@@ -86,14 +86,14 @@ class Prediction:
 
     @property
     def memory_spread(self) -> float:
-        """Upper end of the memory interval over the prediction; 1 where no interval is known."""
+        """Upper end of the memory interval over the prediction; 1 if no interval is known."""
         if not self.peak_memory_interval_bytes or not self.peak_memory_bytes:
             return 1.0
         return max(self.peak_memory_interval_bytes[1] / self.peak_memory_bytes, 1.0)
 
     @property
     def fits(self) -> bool:
-        """Whether the upper end of the memory interval stays under the limit, and the host's memory, on every pipeline rank."""
+        """Whether on every pipeline rank the upper end of the memory interval is within the limit, and host memory within the host's."""
         if not all(map(self.host_fits, self.memory)):
             return False
         if self.memory_limits_bytes:
@@ -106,10 +106,10 @@ class Prediction:
         return self.memory_limits_bytes[place] if self.memory_limits_bytes else self.memory_limit_bytes
 
     def rank_fits(self, memory: Memory) -> bool:
-        """Whether the upper end of a pipeline rank's memory stays under its limit."""
+        """Whether the upper end of a pipeline rank's memory is within its limit."""
         most = self.limit_of(memory) + 1  # the interval is in whole bytes
         return memory.total * self.memory_spread <= most and self.host_fits(memory)
 
     def host_fits(self, memory: Memory) -> bool:
-        """Whether what a pipeline rank has on the host stays under its share of it."""
+        """Whether the host memory of a pipeline rank is within its share."""
         return not self.host_memory_limit_bytes or memory.host <= self.host_memory_limit_bytes

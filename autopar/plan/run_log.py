@@ -1,7 +1,7 @@
-"""What a run measured of its first steps, beside what its plan predicted: data, verdict and file.
+"""The measured first steps of a run, compared with the prediction of its plan: data, verdict and file.
 
-The runtime writes it (JSON lines, one event each), ``autopar validate --from-run`` reads it. The prediction is the
-plan's own, so that neither side needs the cost model.
+The runtime writes the log (JSON lines, one event each), ``autopar validate --from-run`` reads it. The prediction is that of the plan, so
+that neither needs the cost model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FIELDS = {
     OPTIMIZER: ("optimizer_s", "offload_s"),
 }
 REST = "forward and backward"
-"""All but the optimizer, where a device works on several streams at once, and no clock of the host tells them apart."""
+"""All but the optimizer, on devices with several streams, whose work a host clock cannot distinguish."""
 
 _REMEDIES = {
     REST: "`autopar profile all` measures this device and its links; torch.profiler shows what a step does",
@@ -96,20 +96,20 @@ class RunRecord:
 
     @property
     def is_outside(self) -> bool:
-        """Whether the measured step time lies outside of the predicted interval."""
+        """Whether the measured step time is outside the predicted interval."""
         return not self.interval_s[0] <= self.measured_s <= self.interval_s[1]
 
     @property
     def worst(self) -> Part:
-        """The category that is furthest off, in seconds, in the direction of the whole."""
+        """The category with the largest difference, in seconds, of the same sign as that of the step."""
         sign = 1.0 if self.measured_s >= self.predicted_s else -1.0
         return max(self.parts, key=lambda part: sign * (part.measured_s - part.predicted_s))
 
     @property
     def is_over_memory(self) -> bool:
-        """Whether more memory was in use than predicted, by more than the step time's relative uncertainty.
+        """Whether the measured memory exceeds the prediction by more than the step time's relative uncertainty.
 
-        Plans state an interval for the time alone; resident pages hold more than tensors and prove nothing.
+        Plans state an interval only for the time. Resident memory includes more than tensors, and is not compared.
         """
         if self.measured_bytes is None or self.memory_kind != "allocator":
             return False
@@ -122,7 +122,7 @@ class RunRecord:
         return f"{_REMEDIES.get(self.worst.name, _LINKS)}; {table}"
 
     def warning(self, log: Path | None = None) -> str:
-        """One sentence on what was wrong, and what to do; empty when nothing was."""
+        """One sentence on what was wrong, and what to do; empty if nothing was."""
         texts = []
         if self.is_outside:
             worst, (low, high), time = self.worst, self.interval_s, formatting.seconds
@@ -155,7 +155,7 @@ class RankTimes:
 
     @property
     def total_s(self) -> float:
-        """The step, optimizer included."""
+        """Seconds of the step, optimizer included."""
         return sum(self.seconds.values())
 
 
@@ -179,9 +179,9 @@ def step_of(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def record_of(
     plan: Plan, ranks: Sequence[RankTimes], *, num_steps: int, memory_kind: str, is_coarse: bool = False
 ) -> RunRecord:
-    """Puts the ranks together: the slowest one's step, the parts of the one that computes longest.
+    """The record of all ranks: the step of the slowest one, the parts of the one that computes longest.
 
-    ``is_coarse``: nothing but the optimizer is told apart from the rest, which is in ``compute``.
+    ``is_coarse``: only the optimizer was distinguished from the rest, which is in ``compute``.
     """
     slowest = max(ranks, key=lambda rank: rank.total_s)
     busiest = max(ranks, key=lambda rank: rank.seconds[COMPUTE])
@@ -212,7 +212,7 @@ def record_of(
 
 
 def write_log(path: Path, record: RunRecord, ranks: Iterable[RankTimes], steps: Iterable[Mapping[str, Any]]) -> None:
-    """Adds a run to the log: an event for each measured step of rank 0, for each rank, and the comparison."""
+    """Appends a run to the log: an event for each measured step of rank 0, for each rank, and the comparison."""
     events: list[dict[str, Any]] = [{"event": "step", **step} for step in steps]
     events += [{"event": "rank", **asdict(rank)} for rank in ranks]
     events.append({"event": "comparison", "version": FORMAT_VERSION, **asdict(record)})
@@ -270,7 +270,7 @@ def _record(event: dict[str, Any]) -> RunRecord:
 
 
 def _check(record: RunRecord) -> None:
-    """Raises ValueError unless texts are texts and numbers finite and not negative, those that are divided by above zero."""
+    """Raises ValueError unless texts are texts, numbers are finite and not negative, and divisors are above zero."""
     texts = (record.model, record.cluster, record.mesh, record.memory_kind, *(part.name for part in record.parts))
     counts = (
         record.num_ranks,

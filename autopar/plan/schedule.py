@@ -18,10 +18,10 @@ SCHEDULES = ("none", "GPipe", "1F1B", "Interleaved1F1B")
 
 
 def check_schedule(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> None:
-    """Whether the schedule exists for these numbers.
+    """Checks that the schedule exists for these numbers.
 
     Raises:
-        UsageError: an unknown name, or one that the schedule cannot serve; says which and what to do.
+        UsageError: the name is unknown, or the schedule does not support a number; says which and what to do.
     """
     if name not in SCHEDULES:
         raise UsageError.unknown("schedule", name, SCHEDULES)
@@ -62,7 +62,7 @@ def _check_interleaved(pp: int, virtual_stages: int, num_micro_batches: int) -> 
 
 @lru_cache(maxsize=8)  # asked for rank by rank
 def schedule_numbers(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> NDArray[np.int64]:
-    """The actions of each pipeline rank in order, [ranks, actions]: numbers of a stage stand side by side, its forwards and then its backwards.
+    """The actions of each pipeline rank in order, as numbers [ranks, actions]; a stage has consecutive ones, forwards before backwards.
 
     Args:
         name: one of :data:`SCHEDULES`; ``none`` accumulates gradients on one stage.
@@ -90,10 +90,10 @@ def schedule_numbers(name: str, pp: int, virtual_stages: int, num_micro_batches:
 def _steps(
     name: str, pp: int, virtual_stages: int, num_micro_batches: int
 ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """Of each rank's actions [ranks, actions] whether it is a backward, and which one of the rank's forwards or backwards.
+    """For each rank's actions [ranks, actions] whether it is a backward, and its index among the rank's forwards or backwards.
 
-    After a fill of forwards a forward and a backward in turn; without virtual stages the backward comes first, which is the same
-    order with one forward less before it.
+    A fill of forwards is followed by forwards and backwards in turn. Without virtual stages the backward comes first, which is the same
+    order with one forward less in the fill.
     """
     m, count, rank = num_micro_batches, virtual_stages * num_micro_batches, np.arange(pp)[:, None]
     if name == "Interleaved1F1B":
@@ -110,11 +110,11 @@ def _steps(
 
 @lru_cache(maxsize=4096)
 def peak_table(name: str, pp: int, virtual_stages: int, num_micro_batches: int, rank: int) -> NDArray[np.int64]:
-    """How many micro-batches each of a rank's stages holds at its fullest moments.
+    """How many micro-batches each of a rank's stages holds at the rank's fullest moments.
 
     Returns:
-        Counts [moments, virtual stages] (stage ``v * pp + rank``), for the moments that no other moment exceeds on every stage:
-        the peak of any weighted sum over the stages is reached at one of them.
+        Counts [moments, virtual stages] (stage ``v * pp + rank``), at the moments that no other moment exceeds on every stage:
+        any weighted sum over the stages reaches its peak at one of them.
     """
     check_schedule(name, pp, virtual_stages, num_micro_batches)
     if name == "Interleaved1F1B" and num_micro_batches % pp == 0:  # rounds of pp repeat: a few show the peak

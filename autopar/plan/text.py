@@ -1,4 +1,4 @@
-"""The plan as a person reads it in a terminal or a review, and in what two plans differ: plain text of at most 100 columns."""
+"""Plans, and differences of two plans, as plain text of at most 100 columns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BAR = 30
 
 
 def render_plan(plan: Plan) -> str:
-    """Mesh, schedule, prediction, stages, memory, layouts and reasons; no colours, no trailing blanks."""
+    """The text of a plan: mesh, schedule, prediction, stages, memory, layouts and reasons; without colours and trailing blanks."""
     parts = [
         _head(plan),
         _prediction(plan),
@@ -52,7 +52,7 @@ def layout_lines(typing: AxisTyping) -> list[tuple[str, str]]:
 
 
 def layout_groups(plan: Plan) -> list[tuple[list[str], list[tuple[str, str, str]]]]:
-    """Blocks that look alike, in order of the first: their labels, and (axis, type, what has it) on split axes."""
+    """Groups of blocks with equal lines, in order of the first block: their labels, and (axis, type, parameters) on split axes."""
     groups: dict[tuple[tuple[str, str, str], ...], list[str]] = {}
     for block in plan.blocks:
         lines: list[tuple[str, str, str]] = []
@@ -193,7 +193,7 @@ def _span(start: int, stop: int) -> str:
     return str(start) if stop == start + 1 else f"{start}-{stop - 1}"
 
 
-# --- Numbers as people read them, and the parts of a plan that every picture names alike.
+# --- Texts and parts of a plan that all pictures share.
 
 TIME_PARTS = (
     ("compute", "compute_s"),
@@ -223,7 +223,7 @@ def memory_parts(memory: Memory) -> list[tuple[str, int]]:
 
 
 def choices(plan: Plan) -> list[tuple[str, str]]:
-    """What every picture of a plan says of its choices, besides the mesh: names and texts."""
+    """Names and texts of the choices that every picture of a plan shows, without the mesh."""
     return [
         ("batch", batch_text(plan)),
         ("schedule", schedule_text(plan)),
@@ -233,7 +233,7 @@ def choices(plan: Plan) -> list[tuple[str, str]]:
 
 
 def model_text(plan: Plan) -> str:
-    """How large the model is."""
+    """The size of the model."""
     return f"{count(plan.model.num_parameters)} parameters, {plan.model.tokens_per_sample:,} tokens a sample"
 
 
@@ -250,7 +250,7 @@ def zero_text(plan: Plan) -> str:
 
 
 def batch_text(plan: Plan) -> str:
-    """How the global batch is cut."""
+    """How the global batch is divided."""
     count = f"{plan.num_micro_batches} micro-batch{'es' if plan.num_micro_batches > 1 else ''}"
     if plan.data_shares:
         groups = zip(plan.groups, plan.data_shares, strict=True)
@@ -265,7 +265,7 @@ def batch_text(plan: Plan) -> str:
 
 
 def micro_batch_text(plan: Plan) -> str:
-    """Samples of a micro-batch; of each node group where they differ (``3-1``)."""
+    """Samples of a micro-batch; of each node group if they differ (``3-1``)."""
     return "-".join(map(str, plan.data_shares)) or str(plan.micro_batch_size)
 
 
@@ -278,13 +278,13 @@ def schedule_text(plan: Plan) -> str:
 
 
 def groups_text(plan: Plan) -> str:
-    """Which ranks stand on which devices, where nodes differ."""
+    """Which ranks are on which devices, if nodes differ."""
     groups = (f"ranks {g.start}-{g.stop - 1} on {g.device}" for g in plan.groups)
     return f"{', '.join(groups)}: number the nodes in this order"
 
 
 def devices_text(plan: Plan, pp_rank: int) -> str:
-    """The devices that a pipeline rank lies on, where nodes differ."""
+    """The devices of a pipeline rank, if nodes differ."""
     return " + ".join(plan.devices_of(pp_rank))
 
 
@@ -311,7 +311,7 @@ class Change:
 
 
 def diff_plans(before: Plan, after: Plan) -> list[Change]:
-    """What differs, in the order of the document; the record of the search and the format are left out."""
+    """The differences in the order of the document, without the record of the search and the format version."""
     left, right = encode(before, rare=True), encode(after, rare=True)
     for data in (left, right):
         del data["search"], data["version"]

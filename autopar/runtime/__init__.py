@@ -1,1 +1,1 @@
-"""Runs one rank's program: groups, parameters, steps, checkpoints; it knows neither planner nor cost."""
+"""Runs one rank's program: process groups, parameters, steps, checkpoints. It imports neither planner nor cost."""

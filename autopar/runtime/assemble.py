@@ -5,7 +5,7 @@ Losses are sums over a global count, so gradients are summed over data ranks, no
 | ZeRO | parameters between forward and backward | gradients are reduced |
 |------|-----------------------------------------|-----------------------|
 | 1    | stay gathered until the step's last backward | on the last micro-batch |
-| 2    | likewise                                | on every micro-batch  |
+| 2    | stay gathered until the step's last backward | on every micro-batch  |
 | 3    | freed after each block's forward and backward | on every micro-batch; with a pipeline on the last |
 """
 
@@ -36,17 +36,17 @@ from autopar.runtime.world import World
 
 
 def uses_fsdp(plan: Plan) -> bool:
-    """FSDP does the sharding of ZeRO, and the casts of mixed precision."""
+    """Whether the plan uses FSDP, which does the sharding of ZeRO and the casts of mixed precision."""
     return plan.mesh.dp_shard > 1 or is_mixed(plan.precision)
 
 
 def is_mixed(precision: Precision) -> bool:
-    """Whether parameters change their dtype between rest and use."""
+    """Whether parameters are stored, computed with or reduced in different dtypes."""
     return len({precision.compute, precision.storage, precision.reduce}) > 1
 
 
 def fsdp_mesh(plan: Plan, device_mesh: DeviceMesh) -> DeviceMesh:
-    """One dim where parameters are only sharded, two (replicated, sharded) for HSDP."""
+    """The mesh for FSDP: one dim if parameters are only sharded, two (replicated, sharded) for HSDP."""
     if plan.mesh.dp_replicate > 1:
         return device_mesh["dp_replicate", "dp_shard"]
     return device_mesh["dp_shard"]
@@ -60,12 +60,11 @@ def shard_block(
     keep_gathered: bool = False,
     ignored: set[nn.Parameter] | None = None,
 ) -> None:
-    """Makes ``module`` one FSDP unit: its parameters are gathered and its gradients reduced together.
+    """Makes ``module`` one FSDP unit, whose parameters are gathered and whose gradients are reduced together.
 
     Args:
-        keep_gathered: not freed between forward and backward, whatever the plan says (what backward
-            needs at once).
-        ignored: parameters that stay as they are.
+        keep_gathered: keeps parameters gathered between forward and backward, whatever the plan says (for what backward needs first).
+        ignored: parameters that FSDP leaves alone.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, plan.precision.compute) if is_mixed(plan.precision) else None,
@@ -84,7 +83,7 @@ def shard_block(
 
 
 def _shard_dim(parameter: nn.Parameter, size: int) -> Shard | None:
-    """Another dim than the first where tensor parallelism has split that unevenly for ``size`` ranks."""
+    """The dim that FSDP shards if it is not the first: that of a tensor-parallel shard whose first dim ``size`` does not divide."""
     if not isinstance(parameter, DTensor) or parameter.to_local().shape[0] % size == 0:
         return None
     if not any(placement.is_shard(0) for placement in parameter.placements):
@@ -94,34 +93,34 @@ def _shard_dim(parameter: nn.Parameter, size: int) -> Shard | None:
 
 
 def sum_gradients(stage: StageModule) -> None:
-    """Tells FSDP to sum gradients, without a division before or after."""
+    """Makes FSDP sum gradients, without a division before or after."""
     for module in fsdp_modules(stage):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
 
 def fsdp_modules(stage: nn.Module) -> Iterator[FSDPModule]:
-    """The FSDP units in a stage, the stage itself among them."""
+    """The FSDP units in a stage; the stage itself may be one."""
     return (module for module in stage.modules() if isinstance(module, FSDPModule))
 
 
 def forget_gathered(stage: StageModule) -> None:
-    """Frees gathered parameters, so that a forward pass gathers them anew.
+    """Frees gathered parameters, so that a forward pass gathers them again.
 
-    Backward frees them. A forward pass without one leaves them there, where an optimizer's step or a checkpoint that is
-    loaded later would not reach them.
+    Backward frees them. A forward pass without backward leaves them, and the step of an optimizer or a checkpoint that is loaded later
+    would not reach them.
     """
     for module in fsdp_modules(stage):
         module.reshard()
 
 
 def before_backward(stage: StageModule, plan: Plan, *, is_last: bool) -> None:
-    """Sets what FSDP does in the backward of one micro-batch; ``is_last`` of the step."""
+    """Sets what FSDP does in the backward of one micro-batch; ``is_last`` says whether it is the step's last."""
     if not isinstance(stage, FSDPModule):
         return
-    every = plan.zero_stage >= 2
+    always_reduces = plan.zero_stage >= 2
     stage.set_is_last_backward(is_last)
-    stage.set_requires_gradient_sync(is_last or every)
+    stage.set_requires_gradient_sync(is_last or always_reduces)
     stage.set_reshard_after_backward(is_last or plan.zero_stage == 3)
     if plan.mesh.dp_replicate > 1:
         stage.set_requires_all_reduce(is_last)
@@ -129,11 +128,11 @@ def before_backward(stage: StageModule, plan: Plan, *, is_last: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Assembly:
-    """What a rank runs.
+    """The stages and parameters of one rank.
 
     Attributes:
         stages: its (virtual) pipeline stages, in order of the model.
-        held: its parameters, in order; a parameter that two of its stages hold comes twice.
+        held: its parameters, in order; a parameter that two of its stages hold appears twice.
     """
 
     stages: tuple[StageModule, ...]
@@ -141,23 +140,23 @@ class Assembly:
 
     @property
     def tied(self) -> tuple[Held, ...]:
-        """Parameters that another stage has too, on another rank (then there is a group) or on this one alone."""
+        """Parameters that another stage also holds: on another rank (they have a ``tie_group``) or on this one."""
         twice = {copy.name for _, copy in self._copies()}
         return tuple(held for held in self.held if held.tie_group is not None or held.name in twice)
 
     @property
     def first_copies(self) -> tuple[Held, ...]:
-        """One of each parameter that is tied over ranks."""
+        """The first copy of each parameter that is tied over ranks."""
         return tuple({held.name: held for held in reversed(self.held) if held.tie_group is not None}.values())
 
     def sum_copies_here(self) -> None:
-        """Adds the gradients of a rank's further copies of a tied parameter to its first."""
+        """Adds the gradients of further copies of tied parameters on this rank to that of the first copy."""
         for first, copy in self._copies():
             if copy.gradient is not None:
                 hand_over(first.parameter, copy.gradient)
 
     def spread_copies_here(self) -> None:
-        """Gives them all the sum."""
+        """Gives all copies on this rank the gradient of the first copy."""
         for first, copy in self._copies():
             if first.gradient is not None:
                 copy.parameter.grad = None
@@ -169,10 +168,9 @@ class Assembly:
 
 
 def assemble(program: Program, world: World, weights: ModelWeights) -> Assembly:
-    """Makes the stages that ``program`` puts on this rank, with their values.
+    """Makes the stages that ``program`` puts on this rank, with the values of their parameters. All ranks call this.
 
-    The program's modules become part of the result. Blocks are filled one after the other, so that
-    under FSDP no more than one is ever there in full. All ranks call this.
+    The program's modules become part of the result. Blocks are filled in sequence, so that under FSDP at most one is complete at a time.
     """
     build = _Assembler(program, world, weights)
     stages = tuple(build.stage(s) for s in program.stages if s.pp_rank == world.coordinate["pp"])
@@ -183,7 +181,13 @@ def assemble(program: Program, world: World, weights: ModelWeights) -> Assembly:
 
 
 class _Assembler:
-    """The state of one :func:`assemble`."""
+    """The state of one :func:`assemble`.
+
+    Attributes:
+        visible: parameters that users see where emitted code reads another tensor on their memory, by stage and name.
+        groups: process groups of gradient sums, by axes.
+        tied, tie_groups: pipeline ranks of each tied parameter, and their process groups.
+    """
 
     def __init__(self, program: Program, world: World, weights: ModelWeights) -> None:
         self.program, self.world, self.weights = program, world, weights
@@ -195,8 +199,8 @@ class _Assembler:
         self.parameters = {p.name: p for p in program.graph.parameters}
         self.buffers: dict[str, Buffer] = {b.name: b for b in program.graph.buffers}
         self.visible: dict[tuple[int, str], nn.Parameter] = {}
-        wanted = sorted({self._sum_axes(p) for p in program.graph.parameters})  # alike on all ranks
-        self.groups = {axes: world.axis_group(axes) for axes in wanted}
+        sum_axes = sorted({self._sum_axes(p) for p in program.graph.parameters})  # in one order on all ranks
+        self.groups = {axes: world.axis_group(axes) for axes in sum_axes}
         stage_rank = {stage.index: stage.pp_rank for stage in program.stages}
         self.tied = {name: tuple(stage_rank[stage] for stage in stages) for name, stages in program.tied}
         self.tie_groups = {name: world.stage_group(self.tied[name]) for name in sorted(self.tied)}
@@ -205,7 +209,7 @@ class _Assembler:
         pending = tuple(axis for axis in parameter.gradient_sum_axes if axis in MESH_AXES)
         if _is_spread(parameter):  # the ranks of ep_data hold other experts
             return tuple(axis for axis in EXPERT_MESH_AXES if axis in ("ep_outer", *pending))
-        data = () if self._is_fsdps(parameter) else ("dp_replicate", "dp_shard")
+        data = () if self._is_sharded_by_fsdp(parameter) else ("dp_replicate", "dp_shard")
         return tuple(axis for axis in MESH_AXES if axis in (*data, *pending))
 
     # --- modules
@@ -220,13 +224,13 @@ class _Assembler:
                 self._place(program.index, name, block.body)
             if self.mesh is not None and block_program.parameters:
                 block.frees_parameters = self.plan.zero_stage == 3
-                shard_block(block, self.plan, self.mesh, ignored=self._left_alone(block))
+                shard_block(block, self.plan, self.mesh, ignored=self._ignored(block))
         for name in program.shared_parameters:
             self._place(program.index, name, module)
         if program.prelude is not None:
             self.fill_buffers(program.prelude)
         if self.mesh is not None:
-            shard_block(module, self.plan, self.mesh, keep_gathered=True, ignored=self._left_alone(module))
+            shard_block(module, self.plan, self.mesh, keep_gathered=True, ignored=self._ignored(module))
             sum_gradients(module)
         return module
 
@@ -234,28 +238,28 @@ class _Assembler:
         """Gives one parameter its values and registers it where emitted code reads it."""
         ir = self.parameters[name]
         local = self._value(ir)
-        if self._is_fsdps(ir) and self.plan.mesh.tp == 1:
+        if self._is_sharded_by_fsdp(ir) and self.plan.mesh.tp == 1:
             holder.register_parameter(name, nn.Parameter(local, ir.spec.requires_grad))
             return
         mesh, placements = self.dense_mesh, [placement_of(dict(ir.layout).get("tp"))]
-        if _is_spread(ir):  # no one's to shard again: FSDP leaves them alone, buckets sum their gradients
+        if _is_spread(ir):  # sharded already: FSDP ignores them, and buckets sum their gradients
             assert self.world.expert_mesh is not None
             mesh = self.world.expert_mesh[("ep_data", "tp") if self.plan.mesh.tp > 1 else ("ep_data",)]
             placements = [Shard(0), *placements][: mesh.ndim]
         on_mesh = DTensor.from_local(local, mesh, placements, run_check=False)
         parameter = nn.Parameter(on_mesh, ir.spec.requires_grad)
-        if self._is_fsdps(ir):
+        if self._is_sharded_by_fsdp(ir):
             holder.register_parameter(name, parameter)
             return
         # emitted code reads a plain tensor on the memory of the parameter that users see
         self.visible[stage, name] = parameter
         holder.register_parameter(name, nn.Parameter(on_mesh._local_tensor.detach(), parameter.requires_grad))
 
-    def _left_alone(self, module: nn.Module) -> set[nn.Parameter]:
-        """What FSDP must not touch."""
-        left = {name for name, ir in self.parameters.items() if not self._is_fsdps(ir)}
+    def _ignored(self, module: nn.Module) -> set[nn.Parameter]:
+        """Parameters that FSDP must not touch."""
+        ignored = {name for name, ir in self.parameters.items() if not self._is_sharded_by_fsdp(ir)}
         named = ((path.rpartition(".")[2], parameter) for path, parameter in module.named_parameters())
-        return {parameter for name, parameter in named if name in left}
+        return {parameter for name, parameter in named if name in ignored}
 
     def _value(self, ir: Parameter) -> Tensor:
         degrees = {**self.degrees, "ep_data": self.plan.mesh.ep_data}
@@ -264,11 +268,11 @@ class _Assembler:
         value = self.weights.parameter(ir, index)
         if ir.padding is not None:
             value = lengthened(value, ir.padding.dim, ir.spec.shape[ir.padding.dim])
-        dtype = self.storage if value.is_floating_point() else value.dtype  # indices and masks stay what they are
+        dtype = self.storage if value.is_floating_point() else value.dtype  # indices and masks keep their dtype
         return value.to(device=self.world.device, dtype=dtype, copy=True).contiguous()
 
     def fill_buffers(self, program: PreludeProgram) -> None:
-        """Loads the model's buffers, and moves them and constants of the graph to the device.
+        """Loads buffers of the model, and moves them and constants of the graph to the device.
 
         Raises:
             UsageError: a constant has no value.
@@ -287,13 +291,13 @@ class _Assembler:
     # --- parameters
 
     def held(self, stage: StageModule) -> list[Held]:
-        """The stage's parameters, after FSDP has put its own in their place."""
-        found = []
+        """The parameters of the stage, after FSDP has replaced them by its own."""
+        parameters = []
         for name, holder in stage.holders().items():
             ir = self.parameters[name]
             registered, replicated = holder._parameters[name], self._replicated(ir)
             assert registered is not None
-            found.append(
+            parameters.append(
                 Held(
                     name=name,
                     key=ir.key,
@@ -306,24 +310,22 @@ class _Assembler:
                     padding=ir.padding,
                 )
             )
-        return found
+        return parameters
 
-    def _is_fsdps(self, ir: Parameter) -> bool:
-        """Whether FSDP shards it: no experts over data ranks, and neither scalars nor what is empty, which it does not take."""
-        takes = (
-            torch.__version__ >= "2.13" or ir.spec.dtype.is_floating_point
-        )  # FSDP gave whole numbers a gradient before
+    def _is_sharded_by_fsdp(self, ir: Parameter) -> bool:
+        """Whether FSDP shards the parameter: not experts over data ranks, nor scalars and empty parameters, which it does not support."""
+        takes = torch.__version__ >= "2.13" or ir.spec.dtype.is_floating_point  # before, FSDP gave integers a gradient
         return self.mesh is not None and not _is_spread(ir) and bool(ir.spec.shape) and ir.spec.numel > 0 and takes
 
     def _replicated(self, ir: Parameter) -> tuple[str, ...]:
         """Axes along which ranks hold the same elements."""
         kinds = dict(ir.layout)
-        data = ("dp_replicate",) if self._is_fsdps(ir) else ("dp_replicate", "dp_shard")
+        data = ("dp_replicate",) if self._is_sharded_by_fsdp(ir) else ("dp_replicate", "dp_shard")
         axes = ("ep_outer",) if _is_spread(ir) else data
-        whole = tuple(axis for axis in ("cp", "tp") if axis not in kinds or not kinds[axis].is_split)
-        return tuple(axis for axis in (*axes, *whole) if getattr(self.plan.mesh, axis) > 1)
+        unsplit = tuple(axis for axis in ("cp", "tp") if axis not in kinds or not kinds[axis].is_split)
+        return tuple(axis for axis in (*axes, *unsplit) if getattr(self.plan.mesh, axis) > 1)
 
 
 def _is_spread(parameter: Parameter) -> bool:
-    """Experts that are split over data ranks."""
+    """Whether the parameter is of experts that are split over data ranks."""
     return any(axis == SPREAD and kind.is_split for axis, kind in parameter.layout)

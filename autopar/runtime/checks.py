@@ -1,4 +1,4 @@
-"""What must hold before a step, and what is said of one that ran out of memory."""
+"""Checks before a step and of attributes that a parallel model lacks, and the error of a step that ran out of memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from autopar.util.formatting import num_bytes
 
 _RUNNING = "autopar.batch_norm_running"
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
-"""Buffers of a batch norm."""
+"""Names of the buffers of a batch norm."""
 
 _INSTEAD = {
     "module": "the model is what was given to autopar.parallelize; model.load_state_dict(par.full_state_dict())",
@@ -32,14 +32,14 @@ _INSTEAD = {
     "config": "model.config, of the model that was given to autopar.parallelize",
     "is_first_rank": "par.is_main_process",
 }
-"""What users look for at a parallel model besides what a module has, and where it is."""
+"""Attributes that users look for on a parallel model but that it lacks, with what to use instead."""
 
 
 def absent(name: str, model: nn.Module | None) -> AttributeError:
-    """The error of Python's that a parallel model has no such attribute, with what to use instead.
+    """Python's error that a parallel model has no such attribute, with what to use instead.
 
     Args:
-        model: that was given to ``autopar.parallelize``, if somebody has it.
+        model: the model that was given to ``autopar.parallelize``, if it still exists.
     """
     text = f"A parallel model has no attribute {name!r}"
     if name in _INSTEAD:
@@ -55,7 +55,7 @@ def absent(name: str, model: nn.Module | None) -> AttributeError:
 
 
 def check_can_run(precision: Precision) -> None:
-    """Nothing, where the runtime computes in this precision.
+    """Checks that the runtime computes in this precision.
 
     Raises:
         RuntimeMismatchError: it does not.
@@ -68,13 +68,14 @@ def check_can_run(precision: Precision) -> None:
 
 
 def check_modes(plan: Plan, device: torch.device, *, learns: bool) -> None:
-    """Nothing, where the caller's modes are such that the step computes what the plan says.
+    """Checks that torch's modes let the step compute what the plan says.
 
     Args:
         learns: whether the step has a backward.
 
     Raises:
-        UsageError: autocast is on, products of float32 are made in another way, or gradients are off for a step that needs them.
+        UsageError: autocast is on, float32 products are computed in another way than planned, or gradients are off for a step that needs
+            them.
     """
     if torch.is_autocast_enabled(device.type):
         dtype = str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
@@ -93,24 +94,24 @@ def check_modes(plan: Plan, device: torch.device, *, learns: bool) -> None:
 
 
 def _check_products(precision: Precision) -> None:
-    wanted = precision.products == TF32_PRODUCTS
-    if multiplies_in_tf32() == wanted:
+    wants_tf32 = precision.products == TF32_PRODUCTS
+    if multiplies_in_tf32() == wants_tf32:
         return
-    mode, other = ("high", "fp32") if wanted else ("highest", "tf32")
+    mode, other = ("high", "fp32") if wants_tf32 else ("highest", "tf32")
     raise UsageError.mismatch(
         f"How torch multiplies float32 matrices (precision {precision.name})",
         where="torch.backends.cuda.matmul",
-        expected="TF32" if wanted else "float32",
-        got="float32" if wanted else "TF32",
+        expected="TF32" if wants_tf32 else "float32",
+        got="float32" if wants_tf32 else "TF32",
         fix=f'Call torch.set_float32_matmul_precision("{mode}") before the first step, or make the plan with precision="{other}"',
     )
 
 
 class Parameters:
-    """The parameters of a parallel model as its user may have changed them since they were made.
+    """The parameters of a parallel model, checked for changes by the user.
 
     Args:
-        held: of all stages; those that learn nothing now never do.
+        held: parameters of all stages of this rank; those that require no gradient now never will.
     """
 
     def __init__(self, held: Sequence[Held]) -> None:
@@ -121,13 +122,13 @@ class Parameters:
         self._addresses = [storage._cdata for storage in self._storages]
 
     def check_memory(self) -> None:
-        """Before parameters are read: emitted code, FSDP and checkpoints read the memory that they were made with.
+        """Checks before parameters are read that they are still on the memory that emitted code, FSDP and checkpoints read.
 
-        What writes that memory (``p.data.mul_``, ``copy_``, ``torch.nn.init``) takes effect. ``p.data = tensor`` has none on any
-        DTensor: torch puts the new memory behind the wrapper, which nobody reads. ``torch.utils.swap_tensors`` likewise.
+        Writes to that memory (``p.data.mul_``, ``copy_``, ``torch.nn.init``) take effect. ``p.data = tensor`` has no effect on any DTensor,
+        as torch stores the new memory in the wrapper, which nobody reads. ``torch.utils.swap_tensors`` has none either.
 
         Raises:
-            UsageError: some have another one now.
+            UsageError: the memory of some was replaced.
         """
         now = [h.parameter.untyped_storage()._cdata for h in self._held]
         if now == self._addresses:
@@ -142,10 +143,10 @@ class Parameters:
         )
 
     def check(self) -> None:
-        """Before a step. They may be frozen at any time, and learn again; what the plan knows as frozen has no backward.
+        """Checks parameters before a step. They may be frozen and unfrozen at any time, but what the plan has as frozen has no backward.
 
         Raises:
-            UsageError: names those that shall learn now, have hooks on their gradients, or another memory than the steps read.
+            UsageError: parameters were unfrozen that the plan has as frozen, have hooks on their gradients, or had their memory replaced.
         """
         self.check_memory()
         hooked = [h.key for h in self._held if h.parameter._backward_hooks or h.parameter._post_accumulate_grad_hooks]
@@ -154,37 +155,37 @@ class Parameters:
                 f"A hook on a parameter ({', '.join(hooked[:3])}{' and others' if len(hooked) > 3 else ''})",
                 instead="Remove it, and change gradients, or step, after train_step",
             )
-        thawed = [h.key for h in self._frozen if h.parameter.requires_grad]
-        if thawed:
+        unfrozen = [h.key for h in self._frozen if h.parameter.requires_grad]
+        if unfrozen:
             raise UsageError(
-                f"{', '.join(thawed[:3])}{' and others' if len(thawed) > 3 else ''} cannot learn: frozen when the plan was made",
+                f"{', '.join(unfrozen[:3])}{' and others' if len(unfrozen) > 3 else ''} cannot learn: frozen when the plan was made",
                 fix="Set requires_grad on the model before autopar.parallelize, and freeze par.parameters() until they are to learn",
             )
 
 
 def unknown_in_eval(program: Program, model: nn.Module) -> tuple[str, ...]:
-    """Names of the buffers that training changes and of which no plan knows what ``eval()`` does with them.
+    """Names of the buffers that training changes and whose use in ``eval()`` no plan knows.
 
-    Known are the running statistics of torch's batch norms and of classes made from these: ``eval()`` reads them as they are.
+    The running statistics of torch's batch norms, and of subclasses of these, are known: ``eval()`` reads them unchanged.
     """
     graph, changed = program.graph, tuple(buffer.fqn for buffer in program.state)
-    norms = {path for path, one in model.named_modules(remove_duplicate=False) if isinstance(one, _BatchNorm)}
-    of_sums = {op.name for op in ancestors(graph.prelude, graph.sums)}
+    norms = {path for path, module in model.named_modules(remove_duplicate=False) if isinstance(module, _BatchNorm)}
+    sum_ops = {op.name for op in ancestors(graph.prelude, graph.sums)}
     running = [op for op in (*graph.prelude, *graph.ops) if op.target == _RUNNING]
-    if any(op.module not in norms or op.name in of_sums for op in running):
+    if any(op.module not in norms or op.name in sum_ops for op in running):
         return changed
     parts = ((name, *name.rpartition(".")) for name in changed)
-    return tuple(name for name, path, _, last in parts if path not in norms or last not in _STATISTICS)
+    return tuple(name for name, path, _, buffer in parts if path not in norms or buffer not in _STATISTICS)
 
 
 def check_evaluates(program: Program, unknown: Sequence[str]) -> None:
-    """Nothing, where what a plan runs as ``eval()`` is what the model computes then, as far as it can tell.
+    """Checks, as far as possible, that what the plan runs in ``eval()`` is what the model computes there.
 
     Args:
-        unknown: what :func:`unknown_in_eval` gave.
+        unknown: the result of :func:`unknown_in_eval`.
 
     Raises:
-        UsageError: it is not.
+        UsageError: it may not be.
     """
     graph = program.graph
     drawn = noise((*graph.prelude, *graph.ops)) or next((op for op in graph.prelude if is_random(op)), None)
@@ -201,11 +202,11 @@ def check_evaluates(program: Program, unknown: Sequence[str]) -> None:
 
 
 _ON_HOST = "can't allocate memory"
-"""What torch's allocator for CPUs says, in a RuntimeError of no kind of its own."""
+"""The message of torch's allocator for CPUs, in a plain RuntimeError."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch says that a device or the host has no memory left."""
+    """Whether the error says that a device or the host has no memory left."""
     return isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and _ON_HOST in str(error))
 
 
@@ -213,7 +214,7 @@ class MemoryReport:
     """Makes the error of a step that ran out of memory.
 
     Args:
-        steps: of this model's optimizers.
+        steps: the optimizer steps of this model.
     """
 
     def __init__(self, plan: Plan, world: World, held: Sequence[Held], steps: LocalSteps) -> None:
@@ -221,18 +222,18 @@ class MemoryReport:
 
     def error(self) -> OutOfMemoryError:
         """The error with predicted and actual bytes of this rank by category, and what to pin."""
-        planned, actual = self._planned(), self._actual()
+        planned, actual = self._predicted(), self._actual()
         rows = [
             f"{name} {num_bytes(actual[name])}" + (f" (predicted {num_bytes(planned[name])})" if planned else "")
             for name in actual
         ]
         return OutOfMemoryError(
             f"Rank {self._world.rank} ran out of memory on {self._world.device}",
-            got=", ".join([*rows, *self._beside()]),
+            got=", ".join([*rows, *self._other_uses()]),
             fix=self._fix(planned, actual),
         )
 
-    def _planned(self) -> dict[str, int]:
+    def _predicted(self) -> dict[str, int]:
         memory = self._memory()
         if memory is None:
             return {}
@@ -244,26 +245,26 @@ class MemoryReport:
         }
 
     def _memory(self) -> Memory | None:
-        """The prediction for this rank's part of the pipeline, or its node group; None in a plan without predictions."""
-        rank, own = self._world.rank, self._plan.predicted.memory
+        """The prediction for this rank's pipeline rank or node group; None in a plan without predictions."""
+        rank, predictions = self._world.rank, self._plan.predicted.memory
         if self._plan.data_shares:
             group = next((i for i, g in enumerate(self._plan.groups) if g.start <= rank < g.stop), 0)
-            return next((memory for memory in own if memory.group == group), None)
-        return next((memory for memory in own if memory.pp_rank == self._world.coordinate["pp"]), None)
+            return next((memory for memory in predictions if memory.group == group), None)
+        return next((memory for memory in predictions if memory.pp_rank == self._world.coordinate["pp"]), None)
 
     def _actual(self) -> dict[str, int]:
         device = self._world.device
-        found = {
-            "parameters": _held_bytes((h.parameter for h in self._held), device),
-            "gradients": _held_bytes((h.parameter.grad for h in self._held), device),
-            "optimizer states": _held_bytes(self._steps.states(), device),
+        sizes = {
+            "parameters": _local_bytes((h.parameter for h in self._held), device),
+            "gradients": _local_bytes((h.parameter.grad for h in self._held), device),
+            "optimizer states": _local_bytes(self._steps.states(), device),
         }
         if device.type == "cuda":
-            found["activations and temporaries"] = max(torch.cuda.max_memory_allocated(device) - sum(found.values()), 0)
-        return found
+            sizes["activations and temporaries"] = max(torch.cuda.max_memory_allocated(device) - sum(sizes.values()), 0)
+        return sizes
 
-    def _beside(self) -> list[str]:
-        """What else takes the device's memory."""
+    def _other_uses(self) -> list[str]:
+        """Other uses of the device's memory."""
         device = self._world.device
         if device.type != "cuda":
             return []
@@ -277,7 +278,7 @@ class MemoryReport:
         ]
 
     def _fix(self, planned: dict[str, int], actual: dict[str, int]) -> str:
-        """Pins that need less of what is a tenth more than planned; of activations where nothing is."""
+        """Pins that need less of the category that exceeds its prediction by most over a tenth; of activations if none does."""
         plan = self._plan
         excess = {name: max(actual[name] - 1.1 * planned.get(name, actual[name]), 0.0) for name in actual}
         worst = max(excess, key=lambda name: excess[name])
@@ -297,8 +298,8 @@ class MemoryReport:
         return f"Search a plan that needs less: pin {' or '.join(pins)}"
 
 
-def _held_bytes(tensors: Iterable[Tensor | None], device: torch.device) -> int:
-    """Of the parts that this rank has on the device, memory that several share counted once."""
+def _local_bytes(tensors: Iterable[Tensor | None], device: torch.device) -> int:
+    """Bytes of the local parts of tensors on the device, where memory that several share counts once."""
     seen: dict[int, int] = {}
     for tensor in tensors:
         local = getattr(tensor, "_local_tensor", tensor)

@@ -1,11 +1,11 @@
-"""Batches of a data set, or of a stream, for a parallel model: each rank loads the samples that it computes, in an order that all know.
+"""Batches of a data set or a stream for a parallel model: each rank loads the samples that it computes.
 
-**Data sets.** The order is that of the global batches, whatever the plan: the same data set gives the same batches to one process and to any
-number of ranks, and a position in an epoch is a number of samples.
+**Data sets.** The global batches of an epoch have one order, whatever the plan. The same data set gives the same batches to one process and
+to any number of ranks, and a position in an epoch is a number of samples.
 
-**Streams.** Every rank and every worker process goes through the whole stream, and keeps the samples of its own: a stream has no order by which
-they could be divided without reading it. So batches are the same for any plan and any number of workers, and a position is a
-number of samples. What ``collate_fn`` does, it does for the samples that the rank computes.
+**Streams.** A stream cannot be divided without reading it, so every rank and every worker process goes through all of it and keeps the
+samples that it needs. So batches are the same for any plan and any number of workers, and a position is a number of samples. ``collate_fn``
+is called with the samples that the rank computes.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ except ImportError as missing:
 
 
 class _Part(NamedTuple):
-    """What a worker gives of a global batch.
+    """A worker's part of a global batch.
 
     Attributes:
-        size: of the global batch.
+        size: samples of the global batch.
         is_whole: whether ``batch`` has all of them.
     """
 
@@ -45,16 +45,16 @@ class _Part(NamedTuple):
 
 
 class _Order:
-    """The global batches of an epoch, of which a data rank loads its own samples, or all of one that is smaller than the plan's.
+    """The global batches of an epoch. A data rank loads its samples of a complete one, and all samples of a smaller one.
 
     Attributes:
-        samples: the stream, or the numbers of a data set's samples.
-        size, drop_last: of a global batch; whether a smaller last one is left out.
-        epoch: of the next iteration.
-        start: at how many samples of that epoch it begins.
+        samples: the stream, or the indices of a data set's samples.
+        size, drop_last: samples of a global batch; whether a smaller last one is left out.
+        epoch: the epoch of the next iteration.
+        start: the sample of that epoch at which it begins.
 
     Args:
-        own: which samples of a complete batch the rank loads; None: all.
+        own: the positions in a complete batch that the rank loads; None means all.
     """
 
     def __init__(self, samples: Any, own: range | None, size: int, *, drop_last: bool) -> None:
@@ -63,11 +63,11 @@ class _Order:
         self.epoch, self.start = 0, 0
 
     def __len__(self) -> int:
-        """Batches of an epoch, of a stream that knows how many samples it has."""
+        """The number of batches of an epoch; for a stream it must have a length."""
         return (len(self.samples) if self.drop_last else len(self.samples) + self.size - 1) // self.size
 
     def kept(self, samples: Sequence[Any]) -> Sequence[Any]:
-        """Those of a global batch that the rank loads."""
+        """The samples of a global batch that the rank loads."""
         return (
             samples if self._own is None or self.is_whole(len(samples)) else samples[self._own.start : self._own.stop]
         )
@@ -78,7 +78,7 @@ class _Order:
 
 
 class _Parts(_Order, IterableDataset[_Part]):
-    """Of a stream: for each global batch the samples that a data rank loads."""
+    """The samples of each global batch of a stream that a data rank loads."""
 
     def __init__(
         self, stream: Iterable[Any], own: range | None, size: int, collate: Callable[[list[Any]], Any], drop_last: bool
@@ -88,7 +88,10 @@ class _Parts(_Order, IterableDataset[_Part]):
         self._number, self._workers = 0, 1
 
     def __iter__(self) -> Iterator[_Part]:
-        """From ``start`` as it is now. In a worker process the stream is told that there is none: it gives all of its samples."""
+        """Iterates from the current ``start``.
+
+        In a worker process torch's worker info is removed, so that the stream does not divide itself and gives all of its samples.
+        """
         worker = torch.utils.data.get_worker_info()
         if worker is not None:
             self._number, self._workers = worker.id, worker.num_workers
@@ -102,29 +105,29 @@ class _Parts(_Order, IterableDataset[_Part]):
         while taken := list(islice(samples, self.size)):
             if len(taken) < self.size and self.drop_last:
                 return
-            if index % self._workers == self._number:  # workers are asked in turns
+            if index % self._workers == self._number:  # the loader takes batches from workers in turn
                 yield _Part(self._collate(list(self.kept(taken))), len(taken), self.is_whole(len(taken)))
             index += 1
 
-    def parts(self, found: Iterator[_Part], start: int) -> Iterator[_Part]:
-        """What workers give, as it is."""
-        return found
+    def parts(self, parts: Iterator[_Part], start: int) -> Iterator[_Part]:
+        """The parts from workers, unchanged."""
+        return parts
 
 
 @contextmanager
 def without_its_warning() -> Iterator[None]:
-    """Around the making of a loader: torchdata 0.11 calls what torch 2.13 has no more."""
+    """Hides a warning while a loader is made: torchdata 0.11 calls a function that torch 2.13 has deprecated."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
         yield
 
 
-def _as_it_is(part: _Part) -> _Part:
+def _identity(part: _Part) -> _Part:
     return part
 
 
 class PlannedBatches(_Order, Sampler[list[int]]):
-    """Of a data set: for each global batch of an epoch the numbers of the samples that a data rank loads."""
+    """For each global batch of an epoch of a data set, the indices of the samples that a data rank loads."""
 
     def __init__(
         self, own: range | None, num_samples: int, *, batch_size: int, shuffle: bool, seed: int, drop_last: bool
@@ -133,14 +136,14 @@ class PlannedBatches(_Order, Sampler[list[int]]):
         self._shuffle, self._seed = shuffle, seed
 
     def sizes(self, start: int) -> Iterator[int]:
-        """Samples of each global batch that is left of an epoch."""
+        """The number of samples of each global batch of an epoch, from ``start`` on."""
         for first in range(start, len(self.samples), self.size):
             count = min(self.size, len(self.samples) - first)
             if count == self.size or not self.drop_last:
                 yield count
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Numbers of samples, from ``start`` as it is now."""
+        """Lists of sample indices, from the current ``start`` on."""
         return self._batches(self.epoch, self.start)
 
     def _batches(self, epoch: int, start: int) -> Iterator[list[int]]:
@@ -152,17 +155,17 @@ class PlannedBatches(_Order, Sampler[list[int]]):
             yield list(self.kept(order[start : start + count]))
             start += count
 
-    def parts(self, found: Iterator[Any], start: int) -> Iterator[_Part]:
-        """What workers give for the batches from ``start`` on."""
-        for batch, count in zip(found, self.sizes(start), strict=True):
+    def parts(self, batches: Iterator[Any], start: int) -> Iterator[_Part]:
+        """The parts from workers, for the batches from ``start`` on."""
+        for batch, count in zip(batches, self.sizes(start), strict=True):
             yield _Part(batch, count, self.is_whole(count))
 
 
 class PlannedLoader(StatefulDataLoader):  # type: ignore[misc]
-    """What ``par.dataloader`` returns: a data loader whose iterations are epochs, each of a data set in another order.
+    """What ``par.dataloader`` returns: a data loader whose iterations are epochs, each of which shuffles a data set differently.
 
-    ``state_dict()`` says where it is in an epoch, the same on every rank; :meth:`load_state_dict` goes on from there under any
-    plan and with any number of workers. An iteration that is left before its end is begun anew by the next one.
+    ``state_dict()`` has the position in an epoch, the same on every rank. After :meth:`load_state_dict` the loader continues from there,
+    under any plan and with any number of workers. If an iteration is left before its end, the next one begins it anew.
     """
 
     _given = 0
@@ -181,11 +184,11 @@ class PlannedLoader(StatefulDataLoader):  # type: ignore[misc]
         return self._order.drop_last
 
     def __iter__(self) -> Iterator[Any]:
-        """What is left of the epoch."""
+        """The remaining batches of the epoch."""
         order, start = self._order, self._order.start
-        found = super().__iter__()  # which begins to read, or gives worker processes copies
+        batches = super().__iter__()  # starts reading, or gives worker processes their copies
         order.start, self._given = 0, start
-        return self._counted(order.parts(found, start))
+        return self._counted(order.parts(batches, start))
 
     def _counted(self, parts: Iterator[_Part]) -> Iterator[Any]:
         for part in parts:
@@ -194,23 +197,23 @@ class PlannedLoader(StatefulDataLoader):  # type: ignore[misc]
         self._order.epoch, self._given = self._order.epoch + 1, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is of this epoch, from its beginning unless it is the one that goes on.
+        """Sets the epoch of the next iteration. It begins at its first sample, unless it is the epoch that the loader is in.
 
-        Without it, each is of the one after the last.
+        Without this call each iteration is the epoch after the last.
         """
         if epoch != self._order.epoch:
             self._order.epoch, self._order.start = epoch, 0
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch, and how many of its samples have been given out."""
-        known = {"num_samples": len(self._order.samples)} if isinstance(self._order, PlannedBatches) else {}
-        return {"epoch": self._order.epoch, "samples": self._given, **known}
+        """The epoch, and how many of its samples have been returned."""
+        length = {"num_samples": len(self._order.samples)} if isinstance(self._order, PlannedBatches) else {}
+        return {"epoch": self._order.epoch, "samples": self._given, **length}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Goes on where the loader was that gave the state.
+        """Continues where the loader that gave the state was.
 
         Raises:
-            UsageError: it was of a data set of another length.
+            UsageError: that loader was of a data set of another length.
         """
         order = self._order
         if isinstance(order, PlannedBatches) and state_dict["num_samples"] != len(order.samples):
@@ -238,14 +241,14 @@ def planned_loader(  # noqa: PLR0913  keywords of the public call
     check_smaller: Callable[[int], object] = lambda _: None,
     **options: Any,
 ) -> PlannedLoader:
-    """See ``ParallelModel.dataloader``.
+    """The loader of ``ParallelModel.dataloader``.
 
     Args:
-        check_smaller: raises where the model cannot compute a batch of so many samples, which is smaller than the plan's.
+        check_smaller: raises an error if the model cannot compute a batch of so many samples, fewer than the plan's.
 
     Raises:
-        UsageError: a batch is larger than the plan's, smaller than 1, or has samples that cannot be computed; a stream shall be shuffled,
-            or its worker processes shall outlive an epoch.
+        UsageError: a batch is larger than the plan's, smaller than 1, or has a number of samples that cannot be computed; a stream is to be
+            shuffled, or its worker processes are to persist between epochs.
     """
     size = batch_size or plan.global_batch_size
     if size < 1:
@@ -258,24 +261,24 @@ def planned_loader(  # noqa: PLR0913  keywords of the public call
     if size < plan.global_batch_size:
         check_smaller(size)
     part = plan.samples_of(data_rank)
-    own = part if size == plan.global_batch_size > len(part) else None  # None: all samples
+    own = part if size == plan.global_batch_size > len(part) else None  # None means all samples
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         if shuffle or seed is not None:
             raise UsageError(
                 f"{type(dataset).__name__} is a stream of samples, which has an order already",
                 fix="Leave shuffle and seed out, and shuffle in the stream, on all ranks alike: dataset.shuffle(seed=0)",
             )
-        if options.get("persistent_workers"):  # nobody could begin their copies of the stream anew
+        if options.get("persistent_workers"):  # their copies of the stream could not be restarted
             raise UsageError.unsupported(
                 "A stream of samples with persistent_workers=True",
                 instead="Leave it out: workers start with each epoch",
             )
         parts = _Parts(cast("Iterable[Any]", dataset), own, size, collate_fn or default_collate, drop_last)
-        return PlannedLoader(parts, batch_size=None, collate_fn=_as_it_is, **options)
+        return PlannedLoader(parts, batch_size=None, collate_fn=_identity, **options)
     num_samples = len(cast("Any", dataset))
-    rest = num_samples % size
-    if rest and not drop_last:
-        check_smaller(rest)
+    last_size = num_samples % size
+    if last_size and not drop_last:
+        check_smaller(last_size)
     batches = PlannedBatches(
         own, num_samples, batch_size=size, shuffle=shuffle is not False, seed=seed or 0, drop_last=drop_last
     )

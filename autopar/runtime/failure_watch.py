@@ -1,4 +1,4 @@
-"""What all ranks of a job call together, in one order, and one rank's failure told to all: the others wait for it in collectives."""
+"""Calls that all ranks of a job make together, in the same order, and how ranks that wait in collectives learn that another has failed."""
 
 from __future__ import annotations
 
@@ -24,39 +24,40 @@ from autopar.runtime.world import World
 _LOGGER = logging.getLogger("autopar")
 
 POLL_S = 1.0
-"""Between two looks of a rank: one or two small requests to the job's store each."""
+"""Seconds between two polls of a rank: each sends one or two small requests to the job's store."""
 
 GRACE_S = 5.0
-"""For the call to end by itself once another rank has failed, before the process is ended."""
+"""Seconds in which a call may end by itself after another rank has failed, before the process is ended."""
 
-_LOOKS = 5
-"""Within one poll, of a rank that has lost a connection."""
+_NUM_LOOKS = 5
+"""Polls within :data:`POLL_S` of a rank that has lost a connection."""
 
 _RECENT = 8
-"""Calls whose names are compared with those of other ranks: so far ahead a host is that has only launched them."""
+"""Number of last calls whose names are compared with those of other ranks: so far ahead may a host be that only launches work."""
 
 _CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 _FAILED, _LEFT = "failed", "left"
 
 Launched = Callable[[], Callable[[], bool]]
-"""Called at the end of a call; what it gives says whether the device has done all that was launched until then."""
+"""Is called at the end of a call; returns a function that says whether the device has done all work launched until then."""
 
 
 class Alarm:
-    """Watches the calls that all ranks make together; each rank makes one, and enters the same calls in the same order.
+    """Watches the calls that all ranks make together; each rank makes one, and makes the same calls in the same order.
 
-    A rank whose call fails writes so into the job's store, the one place that reaches the others whatever they wait for, on gloo
-    as on NCCL. A thread of each rank looks there, and while the rank waits also whether others are in another call (an evaluation
-    that one rank alone makes), for which they wait as well. A rank waits inside of a call, or, where calls return when their work is
-    launched (NCCL), outside of it in whatever asks for a number: as long as the device has not done that work. Where the
-    collectives fail by themselves (gloo, when the other process ends) the call raises what the store says; where they do not (NCCL;
-    gloo, when the error was caught) nothing can call the main thread back, and the process is ended with the same words. A rank
-    that does not wait, but works by itself, is left at that: its next call raises them.
+    A rank whose call fails writes this into the job's store, which reaches the other ranks whatever they wait for, with gloo and NCCL. A
+    thread of each rank polls the store. While its rank waits, it also checks whether another rank is in a different call (such as an
+    evaluation on one rank alone), for which it would wait forever.
+
+    A rank waits inside a call. If calls return when their work is launched (NCCL), it may also wait after a call, until the device has done
+    the work. If collectives fail by themselves (gloo, when the other process ends) the call raises what the store says. Otherwise (NCCL;
+    gloo, when the error was caught) nothing can interrupt the main thread, and the process is ended with the same message. A rank that does
+    not wait is not interrupted: its next call raises the error.
 
     Args:
-        rank, num_ranks: of the job; one rank alone has nobody to tell.
-        recovers: whether one rank alone can go on after a step that failed.
-        launched: of this rank's device; None where a call has done its work when it returns.
+        rank, num_ranks: of the job; a single rank has no others to inform.
+        recovers: whether a single rank can continue after a step that failed.
+        launched: of this rank's device; None if calls have done their work when they return.
         poll_s, grace_s: see :data:`POLL_S`, :data:`GRACE_S`.
     """
 
@@ -85,11 +86,11 @@ class Alarm:
 
     @contextmanager
     def watched(self, what: str) -> Iterator[None]:
-        """Around a call that all ranks make, of the name ``what``.
+        """The context of a call of all ranks, named ``what``.
 
         Raises:
-            RankFailedError: another rank failed in this call, or an earlier call that communicated came to no end; else what is
-                raised inside.
+            RankFailedError: another rank failed in this call, or an earlier call failed after it had begun to communicate. Otherwise errors
+                from inside are raised unchanged.
         """
         if self._failure:
             raise _error(self._failure)
@@ -98,17 +99,17 @@ class Alarm:
             yield
         except Exception as error:
             self._inside = None
-            said = self._tell(error, what)
+            message = self._report(error, what)
             if self._is_running and not self._recovers:
-                self._fail(said)
-            if not self._is_running or isinstance(error, AutoparError) or _is_own(said, self._rank):
-                raise  # before it communicates a rank fails by itself, and may go on where all refused the same
-            raise _error(said) from error
+                self._fail(message)
+            if not self._is_running or isinstance(error, AutoparError) or _is_of_rank(message, self._rank):
+                raise  # before communication a failure is local, and ranks may continue if all refused the same
+            raise _error(message) from error
         finally:
             self.end()
 
     def begin(self, what: str) -> None:
-        """Begins a call that all ranks make and that nothing can be put around (a backward that the user calls), until :meth:`end`."""
+        """Begins a call of all ranks that cannot be a context (a backward that the user calls); :meth:`end` ends it."""
         if self._is_done():
             self._recent.clear()
         self._num_calls += 1
@@ -119,146 +120,146 @@ class Alarm:
             self._thread.start()
 
     def end(self) -> None:
-        """Ends it."""
+        """Ends the call."""
         if self._launched is not None and self._inside is not None:
             self._is_done = self._launched()
-        else:  # it has come to its end, or was refused, maybe beside another call that was
+        else:  # the call is finished, or was refused
             self._recent.clear()
         self._inside = None
 
     def runs(self) -> None:
-        """From here on the call communicates: a rank that fails now is in another place than the others for good."""
+        """Notes that the call communicates from here on: if a rank fails now, ranks are no longer in the same state."""
         self._is_running = True
 
     def met(self) -> None:
-        """All ranks know the same again: what one refuses now all do, until one communicates anew."""
+        """Notes that all ranks have the same information again: until one communicates, an error is raised by all of them."""
         self._is_running = False
 
-    def spoil(self, said: str) -> None:
-        """The call that has begun came to no end here: tells the others, and refuses later ones.
+    def spoil(self, message: str) -> None:
+        """Notes that the current call did not finish here; informs the other ranks, and refuses later calls.
 
-        Ranks, or what FSDP keeps of a step, are in another place than at a step's begin.
+        Ranks, or FSDP's state of the step, are not in the state of a step's beginning.
         """
         self._inside = None
-        told = self._told(f"rank {self._rank}: {said}")
+        first = self._first_message(f"rank {self._rank}: {message}")
         if not self._recovers:
-            self._fail(told)
+            self._fail(first)
 
     def close(self) -> None:
-        """Ends the thread, and tells the others that this rank makes no more calls."""
+        """Ends the thread, and informs the other ranks that this one makes no more calls."""
         if self._store is not None and not self._closed.is_set():
-            with suppress(Exception):  # the store is gone with its process: there is nobody left to tell
+            with suppress(Exception):  # the store has ended with its process: no rank is left to inform
                 self._store.compare_set(_LEFT, "", f"rank {self._rank} ended after {self._num_calls} calls")
         self._closed.set()
         if self._thread is not None:
             self._thread.join(2 * self._poll_s)
 
-    def _tell(self, error: Exception, what: str) -> str:
-        """What the store says of the call ``what``, which is ``error`` if nobody has been before."""
+    def _report(self, error: Exception, what: str) -> str:
+        """The store's message for the call ``what``, which is made from ``error`` if no rank has written one."""
         where = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
-        own = f"rank {self._rank}{where}: {type(error).__name__}: {first_line(error)}"
+        local = f"rank {self._rank}{where}: {type(error).__name__}: {first_line(error)}"
         if self._is_running and not isinstance(error, AutoparError):
             with suppress(Exception):  # see _told
-                own = self._gone(self._num_calls) or (self._left(what) if _is_lost(error) else "") or own
-        return self._told(own)
+                local = self._ended_before(self._num_calls) or (self._ended(what) if _is_lost(error) else "") or local
+        return self._first_message(local)
 
-    def _told(self, own: str) -> str:
-        """What the store says of this call, which is ``own`` if nobody has been before."""
+    def _first_message(self, local: str) -> str:
+        """The store's message for this call, which is ``own`` if no rank has written one."""
         if self._store is None:
-            return own
+            return local
         try:
-            return str(self._store.compare_set(str(self._num_calls), "", own).decode())
-        except Exception:  # noqa: BLE001  the store is gone with its process: there is nobody left to tell
-            return own
+            return str(self._store.compare_set(str(self._num_calls), "", local).decode())
+        except Exception:  # noqa: BLE001  the store has ended with its process: no rank is left to inform
+            return local
 
-    def _fail(self, said: str) -> None:
-        """This rank makes no more calls, and those that are in this one or in a later one hear of it wherever they wait."""
-        self._failure = said
+    def _fail(self, message: str) -> None:
+        """Refuses further calls of this rank, and informs the ranks that wait in this or in a later call."""
+        self._failure = message
         if self._store is not None:
             with suppress(Exception):  # see _told
-                self._store.compare_set(_FAILED, "", f"{self._num_calls} {said}")
+                self._store.compare_set(_FAILED, "", f"{self._num_calls} {message}")
 
     def _watch(self) -> None:
-        """The thread: until another rank has failed in the call for which this one waits, or the process ends."""
+        """The thread: runs until another rank has failed in the call in which this one waits, or the process ends."""
         while not self._closed.wait(self._poll_s):
             waits = self._waits()
             try:
-                said = self._heard(waits) or (self._elsewhere() if waits else "")
-            except Exception:  # noqa: BLE001  the store is gone with its process: the launcher ends the others
+                message = self._failure_of_others(waits) or (self._different_call() if waits else "")
+            except Exception:  # noqa: BLE001  the store has ended with its process: the launcher ends the others
                 return
-            if not said:
+            if not message:
                 continue
             if waits is None:
-                self._failure = self._failure or said
+                self._failure = self._failure or message
                 continue
             for _ in range(round(self._grace_s / self._poll_s)):
                 if self._closed.wait(self._poll_s) or self._waits() != waits:
                     break
             else:
-                self._end(said)
+                self._end(message)
 
     def _waits(self) -> int | None:
-        """The call in which this rank is, or whose work its device has not done; None: neither."""
+        """The number of the call that this rank is in, or whose work its device has not done; None if there is neither."""
         inside = self._inside
         if inside is not None:
             return inside[0]
         return None if self._is_done() else self._num_calls
 
-    def _heard(self, waits: int | None) -> str:
-        """The failure of another rank in the call ``waits``, or one after which no job goes on; empty when there is none."""
-        number, _, said = self._read(_FAILED).partition(" ")
-        if said and int(number) <= self._num_calls and not _is_own(said, self._rank):
-            return said
+    def _failure_of_others(self, waits: int | None) -> str:
+        """The failure of another rank in the call ``waits``, or one after which the job cannot continue; empty if there is none."""
+        number, _, message = self._read(_FAILED).partition(" ")
+        if message and int(number) <= self._num_calls and not _is_of_rank(message, self._rank):
+            return message
         if waits is None:
             return ""
-        said = self._read(str(waits))
-        return said if said and not _is_own(said, self._rank) else self._gone(waits)
+        message = self._read(str(waits))
+        return message if message and not _is_of_rank(message, self._rank) else self._ended_before(waits)
 
     def _read(self, key: str) -> str:
-        """What the store has under a key; empty when there is nothing."""
+        """The store's value of a key; empty if there is none."""
         if self._store is None or not self._store.check([key]):
             return ""
         return str(self._store.get(key).decode())
 
-    def _gone(self, call: int) -> str:
-        """That a rank has ended before this call; empty when none is known."""
-        said = self._read(_LEFT)
-        return f"{said}, this one is in its call {call}" if said and int(said.split()[-2]) < call else ""
+    def _ended_before(self, call: int) -> str:
+        """A message that a rank has ended before this call; empty if none has."""
+        message = self._read(_LEFT)
+        return f"{message}, this one is in its call {call}" if message and int(message.split()[-2]) < call else ""
 
-    def _left(self, what: str) -> str:
-        """That a rank has ended which was no more in need of this one; empty when none is known.
+    def _ended(self, what: str) -> str:
+        """A message that a rank has ended and makes no more calls; empty if none has.
 
-        It says so after its end, and its connections may be closed before.
+        A rank writes this when it ends, at which time its connections may be closed already.
         """
-        for _ in range(_LOOKS):
-            if said := self._read(_LEFT):
-                return f"{said}, and this one waits for it in its call {self._num_calls}, {what}: different calls"
-            self._closed.wait(self._poll_s / _LOOKS)
+        for _ in range(_NUM_LOOKS):
+            if message := self._read(_LEFT):
+                return f"{message}, and this one waits for it in its call {self._num_calls}, {what}: different calls"
+            self._closed.wait(self._poll_s / _NUM_LOOKS)
         return ""
 
-    def _elsewhere(self) -> str:
-        """Which other call a rank makes in place of one of this rank's last, for which this one waits; empty when none is known.
+    def _different_call(self) -> str:
+        """A message that a rank makes another call in place of one of this rank's last ones; empty if none does.
 
-        Who waits for longer than a poll compares each call with the first such rank, once.
+        A rank that waits longer than a poll compares the name of each call once, with the first rank that has done so.
         """
         assert self._store is not None
         for number, what in tuple(self._recent):
             if number <= self._compared:
                 continue
             self._compared = number
-            own = f"{what} on rank {self._rank}"
-            first = self._store.compare_set(f"{number}/what", "", own).decode()
+            local = f"{what} on rank {self._rank}"
+            first = self._store.compare_set(f"{number}/what", "", local).decode()
             if first.partition(" ")[0] != what:
-                said = f"{first}, {own}: different calls at the same time"
-                return str(self._store.compare_set(str(number), "", said).decode())
+                message = f"{first}, {local}: different calls at the same time"
+                return str(self._store.compare_set(str(number), "", message).decode())
         return ""
 
-    def _end(self, said: str) -> None:
-        """Ends the process, whose main thread waits in a collective that has no end."""
+    def _end(self, message: str) -> None:
+        """Ends the process, whose main thread waits in a collective that will never finish."""
         assert self._store is not None
-        _LOGGER.critical("%s: %s", RankFailedError.__name__, _error(said))
+        _LOGGER.critical("%s: %s", RankFailedError.__name__, _error(message))
         try:
-            self._store.compare_set(_FAILED, "", f"{self._num_calls} {said}")
+            self._store.compare_set(_FAILED, "", f"{self._num_calls} {message}")
         finally:
             sys.stderr.flush()
             os._exit(RankFailedError.exit_code)
@@ -268,8 +269,8 @@ def _always() -> bool:
     return True
 
 
-def _is_own(said: str, rank: int) -> bool:
-    return said.startswith((f"rank {rank}:", f"rank {rank},"))
+def _is_of_rank(message: str, rank: int) -> bool:
+    return message.startswith((f"rank {rank}:", f"rank {rank},"))
 
 
 def _is_lost(error: Exception) -> bool:
@@ -285,15 +286,15 @@ def _error(what: str) -> RankFailedError:
     )
 
 
-_LACKING = re.compile(r"\"(?P<kernel>\w+)\" not implemented for '(?P<dtype>BFloat16|Half)'")
+_MISSING_KERNEL = re.compile(r"\"(?P<kernel>\w+)\" not implemented for '(?P<dtype>BFloat16|Half)'")
 
 
 @contextmanager
 def ordinary() -> Iterator[None]:
-    """Without ``torch.inference_mode()`` around it; gradients stay off.
+    """Leaves ``torch.inference_mode()``, with gradients off.
 
-    What is made there and kept (the memory that FSDP gathers into, parameters) could never be written or trained on later,
-    and of parameters there is no ``detach()``.
+    Tensors that are made in that mode and kept (the memory that FSDP gathers into, parameters) could never be written or trained on later,
+    and such parameters have no ``detach()``.
     """
     if not torch.is_inference_mode_enabled():
         yield
@@ -303,7 +304,7 @@ def ordinary() -> Iterator[None]:
 
 
 def launched_on(device: torch.device) -> Launched | None:
-    """For the alarm: marks the device's work so far; None where calls do theirs before they return."""
+    """Marks the work launched on the device, for the alarm; None if calls have done their work when they return."""
     if device.type != "cuda":
         return None
 
@@ -319,11 +320,11 @@ class Calls:
     """The calls of a parallel model.
 
     Args:
-        group: of all ranks on their hosts, for calls besides steps; None where there is one rank.
-        gradients: of the step that may fail.
+        group: all ranks on their hosts, for calls outside of steps; None if there is one rank.
+        gradients: those of the step, which are restored if it fails.
 
     Attributes:
-        memory: makes the error of a call for which there is no memory left.
+        memory: makes the error of a call that ran out of memory.
     """
 
     def __init__(self, world: World, alarm: Alarm, group: dist.ProcessGroup | None, gradients: StepGradients) -> None:
@@ -332,7 +333,7 @@ class Calls:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Around what all ranks do together: if it fails on one, all know, and gradients are those of before."""
+        """The context of a step of all ranks: if it fails on one, all are informed, and gradients are restored."""
         self._world.check_job()
         if self._gradients.is_open:  # a backward that the user called, and that has failed
             self._gradients.abandon()
@@ -344,7 +345,7 @@ class Calls:
                 self._gradients.abandon()
                 if self.memory is not None and is_out_of_memory(error):
                     raise self.memory.error() from error
-                if found := _LACKING.match(str(error)):
+                if found := _MISSING_KERNEL.match(str(error)):
                     raise UsageError(
                         f"No kernel {found['kernel']} for {found['dtype']} on this device",
                         fix='Cast what it takes in the model, x.float(), or make the plan with precision="fp32"',
@@ -353,7 +354,7 @@ class Calls:
 
     @contextmanager
     def at_once(self, what: str, *, meets: bool = True) -> Iterator[None]:
-        """Around what communicates besides steps; errors that name themselves are the same on all ranks, which may go on after them."""
+        """The context of a call that communicates outside of steps. Errors of autopar are raised on all ranks, which may go on."""
         self._world.check_job()
         with ordinary(), self._alarm.watched(what):
             if meets:
@@ -366,12 +367,12 @@ class Calls:
                 raise
 
     def meet(self, what: str) -> None:
-        """Before what is called seldom: waits for all ranks.
+        """Waits for all ranks, before calls that are rare.
 
-        A rank that is in a step meanwhile would take this one's sums for its own; so it waits, and the alarm says for what.
+        A rank that is in a step meanwhile would mix up the sums of both. So this one waits, and the alarm names the calls.
 
         Raises:
-            UsageError: another rank makes another such call.
+            UsageError: another rank makes a different call of this kind.
         """
         if self._group is None:
             return

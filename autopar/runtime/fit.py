@@ -1,4 +1,4 @@
-"""A training loop that goes on where the last one ended: resumed, saved, and stopped in good order, by SIGTERM too."""
+"""A training loop that resumes from the last checkpoint, saves, and ends in a consistent state, also after SIGTERM."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger("autopar")
 
 _AGREE_EVERY_S = 1.0
-"""About as often ranks ask each other whether one was told to end."""
+"""Seconds, about, between exchanges in which ranks find out whether one was told to end."""
 
 MAX_SKIPPED = 10
-"""Steps in a row that may be skipped: later ones would not be finite either."""
+"""Steps in a row that may be skipped: after so many, later ones would not be finite either."""
 
 OnNonFinite = Literal["stop", "skip", "ignore"]
 
@@ -37,8 +37,9 @@ OnNonFinite = Literal["stop", "skip", "ignore"]
 class StepDone:
     """What a step of the optimizer did.
 
-    ``loss`` is the mean over its batches. ``grad_norm`` is that of the complete model before it was clipped, None where nobody
-    asked for it. ``is_skipped``: parameters are as they were, as ``loss`` or ``grad_norm`` is not finite.
+    ``loss`` is the mean over its batches. ``grad_norm`` is the norm of all gradients before clipping, None if it was not computed.
+    ``is_skipped``:
+    parameters are unchanged, as ``loss`` or ``grad_norm`` is not finite.
     """
 
     step: int
@@ -62,22 +63,21 @@ def fit(  # noqa: PLR0913  keywords of the public call
     on_non_finite: OnNonFinite = "stop",
     on_step: Callable[[StepDone], object] | None = None,
 ) -> int:
-    """Trains until the optimizer has made ``steps`` steps, those of earlier runs counted; every rank calls it.
+    """Trains until the optimizer has made ``steps`` steps, including those of earlier runs; every rank calls it.
 
-    It begins at the newest of ``checkpoints``, saves every ``save_every`` steps and at the end. Under a launcher that starts ranks
-    anew (``torchrun --max-restarts``) a job whose ranks die thus goes on from its last checkpoint. Where a rank gets SIGTERM, as
-    before a preemption, all ranks save after the step in which they are, and end with exit code 0.
+    It begins at the newest of ``checkpoints``, and saves every ``save_every`` steps and at the end. So under a launcher that restarts ranks
+    (``torchrun --max-restarts``) a job whose ranks die continues from its last checkpoint. If a rank receives SIGTERM, as before a
+    preemption, all ranks finish their step, save, and end with exit code 0.
 
     Args:
-        batches: gone through again when it is at its end. One with ``state_dict`` and ``load_state_dict``, as that of
-            ``par.dataloader``, is saved and goes on where it was; of another one as many batches are passed over as were
-            trained on. ``set_epoch(n)`` is called where there is one.
+        batches: iterated again when they are exhausted. If they have ``state_dict`` and ``load_state_dict``, as ``par.dataloader`` does,
+            their position is saved and restored; otherwise as many batches are skipped as were trained on. ``set_epoch(n)`` is called if it
+            exists.
         scheduler: stepped after each step of the optimizer that is not skipped.
         accumulate: batches of one step of the optimizer; the gradient is their mean.
-        max_norm: of the gradients, to which they are clipped.
-        on_non_finite: what to do where the loss or the norm of the gradients is infinite or no number: ``stop`` with an error that
-            names parameters, ``skip`` the step (at most :data:`MAX_SKIPPED` in a row), or ``ignore`` it. In fp16 the scaler skips
-            steps by itself.
+        max_norm: the norm to which gradients are clipped.
+        on_non_finite: what to do if the loss or the norm of the gradients is infinite or NaN: ``stop`` with an error that names parameters,
+            ``skip`` the step (at most :data:`MAX_SKIPPED` in a row), or ``ignore`` it. In fp16 the scaler skips steps by itself.
         on_step: called after each step, on every rank.
 
     Returns:
@@ -85,7 +85,7 @@ def fit(  # noqa: PLR0913  keywords of the public call
 
     Raises:
         NonFiniteError: see ``on_non_finite``.
-        OutOfMemoryError: a device has no memory left; says what was predicted and what there is.
+        OutOfMemoryError: a device has no memory left; compares what was predicted with what is used.
         UsageError: a number is out of range, ``batches`` is empty, or another loop saved the newest of ``checkpoints``.
     """
     for name, value in (("steps", steps), ("save_every", save_every), ("accumulate", accumulate)):
@@ -95,8 +95,8 @@ def fit(  # noqa: PLR0913  keywords of the public call
         raise UsageError(f"There is no on_non_finite={on_non_finite!r}", fix="Give stop, skip or ignore")
     loop = _Loop(par, optimizer, batches, scheduler, checkpoints, accumulate, max_norm, on_non_finite)
     loop.resume()
-    asked = list[bool]()
-    with on_sigterm(lambda: asked.append(True)):
+    end_requests = list[bool]()
+    with on_sigterm(lambda: end_requests.append(True)):
         while loop.step < steps:
             done = loop.make_step()
             if on_step is not None:
@@ -104,11 +104,11 @@ def fit(  # noqa: PLR0913  keywords of the public call
             is_last = loop.step == steps
             if loop.step % save_every == 0 or is_last:
                 loop.save()
-            if not is_last and loop.is_to_end(is_asked=bool(asked)):
+            if not is_last and loop.is_to_end(is_asked=bool(end_requests)):
                 loop.save()
                 loop.finish()
                 if par.is_main_process:
-                    _LOGGER.warning("%s", loop.parting())
+                    _LOGGER.warning("%s", loop.end_message())
                 sys.exit(0)
     loop.finish()
     return loop.step
@@ -139,10 +139,10 @@ class _Loop:
         self.agreed, self.next_agreement, self.agreed_at = 0, 1, time.monotonic()
 
     def resume(self) -> None:
-        """Where there is a checkpoint: at its step.
+        """Continues at the step of the newest checkpoint, if there is one.
 
         Raises:
-            UsageError: another loop saved it, which may count its steps and batches otherwise.
+            UsageError: another loop saved it, which may count steps and batches differently.
         """
         if self.checkpoints is None:
             return
@@ -154,9 +154,9 @@ class _Loop:
                 f"The newest checkpoint in {self.checkpoints.root} was not saved by autopar.fit",
                 fix="Name another folder in Checkpoints(...), and call par.load(DIR, optimizer) before fit to begin with that one",
             )
-        known = extra["fit"]
-        self.step, self.epoch = int(known["step"]), int(known["epoch"])
-        self.saved, self.skipped = self.step, int(known["skipped"])
+        progress = extra["fit"]
+        self.step, self.epoch = int(progress["step"]), int(progress["epoch"])
+        self.saved, self.skipped = self.step, int(progress["skipped"])
         self.agreed, self.next_agreement = self.step, self.step + 1
         if self.loader is None:
             self.epoch = 0
@@ -166,7 +166,7 @@ class _Loop:
             _LOGGER.info("training goes on at step %d", self.step)
 
     def next_batch(self) -> Batch:
-        """The next one, of the next epoch where this one is at its end."""
+        """The next batch; begins the next epoch if the current one is exhausted."""
         for _ in range(2):
             if self.iterator is None:
                 if callable(set_epoch := getattr(self.batches, "set_epoch", None)):
@@ -178,7 +178,7 @@ class _Loop:
         raise UsageError("There is no batch to train on", fix="Give batches that can be gone through more than once")
 
     def make_step(self) -> StepDone:
-        """One step of the optimizer."""
+        """Makes one step of the optimizer."""
         try:
             return self._make_step()
         except Exception as error:
@@ -223,10 +223,10 @@ class _Loop:
         )
 
     def _is_to_skip(self, loss: float, norm: float | None) -> bool:
-        """Whether parameters are to stay as they are; the loss and the norm are those of all ranks, and so is the answer.
+        """Whether to leave parameters unchanged. The answer is the same on all ranks, as the loss and the norm are.
 
         Raises:
-            NonFiniteError: training is to stop.
+            NonFiniteError: training has to stop.
         """
         if self.on_non_finite == "ignore" or self.scaler is not None:
             return False
@@ -251,7 +251,7 @@ class _Loop:
         )
 
     def is_to_end(self, *, is_asked: bool) -> bool:
-        """Whether any rank was told to end: the same on all ranks, which ask each other about once a second."""
+        """Whether any rank was told to end. The answer is the same on all ranks, which exchange theirs about once a second."""
         if self.step < self.next_agreement:
             return False
         step_time_s = (time.monotonic() - self.agreed_at) / max(self.step - self.agreed, 1)
@@ -261,20 +261,20 @@ class _Loop:
         return bool(is_any_asked)
 
     def save(self) -> None:
-        """A checkpoint of this step, unless there is one."""
+        """Saves a checkpoint of this step, unless there is one."""
         if self.checkpoints is None or self.saved == self.step:
             return
-        known = {"fit": {"step": self.step, "epoch": self.epoch, "skipped": self.skipped}}
-        self.checkpoints.save(self.par, self.optimizer, scheduler=self.scheduler, dataloader=self.loader, extra=known)
+        state = {"fit": {"step": self.step, "epoch": self.epoch, "skipped": self.skipped}}
+        self.checkpoints.save(self.par, self.optimizer, scheduler=self.scheduler, dataloader=self.loader, extra=state)
         self.saved = self.step
 
     def finish(self) -> None:
-        """Until all is written."""
+        """Waits until all checkpoints are written."""
         if self.checkpoints is not None:
             self.checkpoints.wait()
 
-    def parting(self) -> str:
-        """What is said at an end before the last step."""
+    def end_message(self) -> str:
+        """The message at an end before the last step."""
         if self.checkpoints is None:
             return f"SIGTERM: training ends after step {self.step}. Nothing is saved, as fit was given no checkpoints"
         return f"SIGTERM: training ends after step {self.step}, which is saved in {self.checkpoints.root}; a new start goes on there"

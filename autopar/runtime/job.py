@@ -1,8 +1,8 @@
-"""The job that this process is one rank of: started by torchrun, meeting the others, the device of each, checks that all can work.
+"""The job of which this process is one rank: its start by torchrun, its process group and devices, and checks of both.
 
-**Starts anew.** Launchers that start ranks anew after a failure (``torchrun --max-restarts``, or with other nodes) keep the store, and in it the
-addresses of processes that are gone: torch's process groups would connect to those. Each rank says hello by a name of its own process,
-rank 0 offers a place to those whose names it has read, and all who find their name in the offer meet there.
+**Restarts.** Launchers that restart ranks after a failure (``torchrun --max-restarts``, or on other nodes) keep the store with the
+addresses of dead processes, to which torch's process groups would connect. So each rank writes a new name of its process to the store, and
+rank 0 writes an offer with the names that it has read. The ranks that find their names in the offer meet under a new prefix.
 """
 
 from __future__ import annotations
@@ -35,41 +35,41 @@ _POLL_S = 0.02
 
 
 def fresh(store: Store, rank: int, size: int, *, timeout_s: float) -> Store:
-    """The place that all ranks of this start get, and none of another start; all ranks call it.
+    """A store for the ranks of this start, which ranks of no other start share; all ranks call it.
 
     Raises:
-        RankFailedError: some rank has not come after ``timeout_s``.
+        RankFailedError: some rank has not arrived after ``timeout_s``.
     """
     if size == 1:
         return store
-    own, end = uuid4().hex, time.monotonic() + timeout_s
-    store.set(f"hello/{rank}", own)
+    process, deadline_s = uuid4().hex, time.monotonic() + timeout_s
+    store.set(f"hello/{rank}", process)
     if rank == 0:
-        _offer(store, own, size, end)
-        return PrefixStore(own, store)
+        _offer(store, process, size, deadline_s)
+        return PrefixStore(process, store)
     while True:
         offer = store.get("offer").decode().split() if store.check(["offer"]) else []
-        if len(offer) > rank and offer[rank] == own:
+        if len(offer) > rank and offer[rank] == process:
             store.set(f"{offer[0]}/{rank}", "")
             return PrefixStore(offer[0], store)
-        _wait(end, "Rank 0")
+        _wait(deadline_s, "Rank 0")
 
 
-def _offer(store: Store, own: str, size: int, end: float) -> None:
-    """Until every rank has found its name in the offer; names of an earlier start are read until they are replaced."""
-    hellos, answers = ([f"{place}/{rank}" for rank in range(1, size)] for place in ("hello", own))
+def _offer(store: Store, process: str, size: int, deadline_s: float) -> None:
+    """Writes offers until every rank has found its name in one; names of an earlier start are read until they are replaced."""
+    hellos, answers = ([f"{place}/{rank}" for rank in range(1, size)] for place in ("hello", process))
     offered: Sequence[bytes] = ()
     while not store.check(answers):
         if store.check(hellos):
             found = store.multi_get(hellos)
             if found != offered:
-                store.set("offer", " ".join([own, *(name.decode() for name in found)]))
+                store.set("offer", " ".join([process, *(name.decode() for name in found)]))
                 offered = found
-        _wait(end, "Some rank")
+        _wait(deadline_s, "Some rank")
 
 
-def _wait(end: float, who: str) -> None:
-    if time.monotonic() > end:
+def _wait(deadline_s: float, who: str) -> None:
+    if time.monotonic() > deadline_s:
         raise RankFailedError(
             f"{who} did not come to the start of the job",
             fix="See what the launcher says of it, and start the job again",
@@ -80,29 +80,30 @@ def _wait(end: float, who: str) -> None:
 DEFAULT_TIMEOUT_S = 600.0
 
 FAKE = "fake"
-"""The backend of one rank of a larger job, whose other ranks are nowhere, and which has no store to tell them by."""
+"""The backend of a single rank of a larger job whose other ranks do not exist; it has no store."""
 
 _COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE")
-"""Where srun, Open MPI, MPICH and Intel MPI, MVAPICH and Flux tell a process of how many it is one. Not ``SLURM_NTASKS``, which a
-batch script has too that runs once."""
+"""Variables by which srun, Open MPI, MPICH and Intel MPI, MVAPICH and Flux give the number of processes.
+
+``SLURM_NTASKS`` is not among them, as it is also set in a batch script that runs once."""
 
 _HOST = ("gloo", "mpi")
-"""Backends that are given tensors of a GPU by way of the host, if they take them at all."""
+"""Backends that move tensors of a GPU through the host, if they accept them at all."""
 
 
 def start(device_type: str, *, collective_timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
     """Makes the default process group unless there is one.
 
-    That of torchrun, or of another launcher that tells torch of its ranks as torchrun does; where nobody has, a world of one
-    rank. What is started here is ended at exit. On GPUs communicators are made at once, for this rank's device: one that is made
-    by its first collective, in the middle of a step, waits there for ranks that are elsewhere, and takes memory when all is taken.
+    It is that of torchrun, or of another launcher that sets torch's variables; without these it is a world of one rank. A group made here
+    ends at exit. On GPUs communicators are made at once, for this rank's device. One that is made by its first collective, in the middle of
+    a step, would wait there for other ranks, and need memory when none is left.
 
     Returns:
-        Whether nobody said how many ranks there are.
+        Whether no launcher gave the number of ranks.
 
     Raises:
-        RuntimeMismatchError: a launcher told torch of ranks, but not all that it takes to meet them; there is no GPU for this rank,
-            or two ranks have the same; the process group that is there cannot carry tensors of ``device_type``.
+        RuntimeMismatchError: a launcher has set only some of torch's variables; there is no GPU for this rank, or two ranks have the same;
+            the existing process group cannot carry tensors of ``device_type``.
     """
     if device_type == "cuda":
         torch.cuda.set_device(local_device(device_type))
@@ -133,19 +134,19 @@ def start(device_type: str, *, collective_timeout_s: float = DEFAULT_TIMEOUT_S) 
     dist.init_process_group(
         backend, store=PrefixStore("group", store), rank=rank, world_size=size, timeout=timeout, device_id=device
     )
-    # at exit those go first that were made later: alarms tell others while they are connected
+    # finalizers run in reverse order of creation: alarms still have a connection when they inform other ranks
     weakref.finalize(dist, stop)
     return is_alone
 
 
 def check_alone(environment: Mapping[str, str] = os.environ) -> None:
-    """Nothing, where no launcher has started this process as one of several, of which torch knows nothing.
+    """Checks that no launcher unknown to torch has started this process as one of several.
 
-    What a launcher says stands in the environment alone: torch reads that of torchrun for :func:`start`, at the same place and
-    for the same purpose this reads that of the others. No plan or number depends on it.
+    A launcher gives its numbers only in the environment: as torch reads those of torchrun for :func:`start`, this reads those of others. No
+    plan or number depends on it.
 
     Raises:
-        RuntimeMismatchError: one has: each would train by itself, and nothing would say so.
+        RuntimeMismatchError: one has; each process would silently train by itself.
     """
     for name in _COUNTS:
         value = environment.get(name, "")
@@ -157,17 +158,17 @@ def check_alone(environment: Mapping[str, str] = os.environ) -> None:
 
 
 PLAN = "AUTOPAR_PLAN"
-"""By this variable ``autopar run`` tells each rank which plan's file it was started for."""
+"""The variable by which ``autopar run`` gives each rank the path of its plan's file."""
 
 
 def given_plan(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """The plan's file that ``autopar run`` started this rank for; None where something else did."""
+    """The path of the plan's file for which ``autopar run`` started this rank; None if something else did."""
     value = environment.get(PLAN, "")
     return Path(value) if value else None
 
 
 def how_to_start(num_ranks: int | str) -> str:
-    """What to do so that a job has as many ranks."""
+    """How to start a job with so many ranks."""
     return (
         f"Start {num_ranks} ranks with torchrun (another launcher has to set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and "
         "LOCAL_RANK)"
@@ -175,24 +176,23 @@ def how_to_start(num_ranks: int | str) -> str:
 
 
 def stop() -> None:
-    """Ends the default process group if it is still there."""
+    """Ends the default process group if it still exists."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def choose_device_type(cluster: str) -> str:
-    """``cuda`` where there is one, unless the plan is for CPUs."""
+    """``cuda`` if it is available, unless the plan is for CPUs."""
     return "cuda" if torch.cuda.is_available() and not cluster.startswith("cpu") else "cpu"
 
 
 def local_device(device_type: str) -> torch.device:
     """The device of this rank: its node's CPU, or a GPU of its node.
 
-    Where the launcher does not say which rank of the node this is: the GPU that was chosen (``torch.cuda.set_device``), else the
-    first one.
+    If the launcher does not give the rank's number on the node, it is the GPU of ``torch.cuda.set_device``, by default the first.
 
     Raises:
-        RuntimeMismatchError: the node shows this process fewer GPUs than it takes.
+        RuntimeMismatchError: the node shows this process too few GPUs.
     """
     if device_type != "cuda":
         return torch.device(device_type)
@@ -201,14 +201,14 @@ def local_device(device_type: str) -> torch.device:
 
 
 def device_index(local_rank: int, count: int) -> int:
-    """Which of the GPUs that a process sees is its own.
+    """The index of a process's GPU among those that it sees.
 
-    The one of its number on the node; the only one, where the launcher shows each process none but its own (SLURM with
-    ``--gpus-per-task=1``, Kubernetes with a pod a rank, CUDA_VISIBLE_DEVICES of each).
+    It is the process's number on the node, or 0 if the launcher shows each process only its own GPU (SLURM with ``--gpus-per-task=1``,
+    Kubernetes with a pod for each rank, different CUDA_VISIBLE_DEVICES).
 
     Args:
         local_rank: the process's number on the node.
-        count: of the GPUs that it sees.
+        count: the number of GPUs that it sees.
 
     Raises:
         RuntimeMismatchError: it sees several, and none of its number.
@@ -225,16 +225,16 @@ def device_index(local_rank: int, count: int) -> int:
 
 
 def check_devices(store: Store, rank: int, size: int, identity: str) -> None:
-    """Refuse a job in which two ranks would compute on one GPU: NCCL would hang, or name neither.
+    """Refuses a job in which two ranks would compute on one GPU: NCCL would hang, or raise an error that names neither.
 
-    All ranks call this once, before they have a process group; all raise the same.
+    All ranks call this once, before they have a process group; all raise the same error.
 
     Args:
-        store: of the job.
-        identity: of this rank's GPU, which no other in the job has.
+        store: the job's store.
+        identity: a text that identifies this rank's GPU in the job.
 
     Raises:
-        RuntimeMismatchError: names the two ranks.
+        RuntimeMismatchError: two ranks have the same GPU; names them.
     """
     store = PrefixStore("devices", store)
     first = store.compare_set(identity, "", str(rank)).decode()
@@ -258,9 +258,9 @@ def _identity(device: torch.device) -> str:
 
 
 def own_store(name: str, rank: int) -> Store:
-    """The job's store, by a connection of its own, under names that no other of this ``name`` has.
+    """The job's store, over a new connection, with a prefix that no other store of this ``name`` has.
 
-    Ranks make theirs in the same order, so that counting each rank's own gives all the same number.
+    Ranks make theirs in the same order, so that each rank's count of its own gives the same number.
     """
     store = dist.distributed_c10d._get_default_store()
     number = store.add(f"autopar/{name}s/{rank}", 1)
@@ -268,64 +268,64 @@ def own_store(name: str, rank: int) -> Store:
 
 
 def check_backend(device_type: str, config: str) -> None:
-    """Refuse a process group that cannot carry a plan's tensors.
+    """Refuses a process group that cannot carry the tensors of a plan.
 
     Args:
         config: as ``torch.distributed.get_backend_config`` gives it, ``"cpu:gloo,cuda:nccl"``.
 
     Raises:
-        RuntimeMismatchError: it has no backend for ``device_type``, or has one for CPUs on GPUs.
+        RuntimeMismatchError: it has no backend for ``device_type``, or one for CPUs on GPUs.
 
     >>> check_backend("cuda", "cpu:gloo,cuda:nccl")
     """
     backends = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
-    found = backends.get(device_type)
-    if found is None or (device_type == "cuda" and found in _HOST):
+    backend = backends.get(device_type)
+    if backend is None or (device_type == "cuda" and backend in _HOST):
         wanted = "nccl" if device_type == "cuda" else "gloo"
         raise RuntimeMismatchError(
             f"The process group that is there cannot carry tensors on {device_type}"
-            + (f" (its backend is {found})" if found else f" (its backends are {config})"),
+            + (f" (its backend is {backend})" if backend else f" (its backends are {config})"),
             fix=f'Call init_process_group("{wanted}"), leave it to autopar, or search a plan for the devices of that group',
         )
 
 
 def check_groups(groups: Sequence[RankGroup], names: Sequence[str]) -> None:
-    """Refuse a job whose nodes are not numbered as the plan counts them.
+    """Refuses a job whose nodes are not numbered as in the plan.
 
     Args:
-        groups: of ranks, each on equal devices.
-        names: of each rank's device, as its driver gives it.
+        groups: groups of ranks, each on equal devices.
+        names: the name of each rank's device, as its driver gives it.
 
     Raises:
-        RuntimeMismatchError: a group has several devices, or those of another group.
+        RuntimeMismatchError: a group has different devices, or those of another group.
     """
     planned = {group.device for group in groups}
     for group in groups:
-        found = sorted(set(names[group.start : group.stop]))
-        known = shipped_profile_name(found[0])
-        if len(found) > 1 or (known in planned and known != group.device):
+        devices = sorted(set(names[group.start : group.stop]))
+        profile = shipped_profile_name(devices[0])
+        if len(devices) > 1 or (profile in planned and profile != group.device):
             raise RuntimeMismatchError(
                 f"Ranks {group.start} to {group.stop - 1} are not on the devices of the plan",
                 expected=group.device,
-                got=", ".join(found),
+                got=", ".join(devices),
                 fix="Number the nodes in the order of the plan's groups (torchrun --node-rank)",
             )
 
 
 def start_script(plan: Plan, file: Path, script: Sequence[str], **options: Any) -> int:
-    """Run a script on this machine's share of a plan's ranks, and wait for its end.
+    """Runs a script on this machine's share of a plan's ranks, and waits for its end.
 
     Args:
-        plan: says how many ranks there are.
-        file: of the plan, which :func:`autopar.runtime.job.given_plan` gives each rank.
-        script: and its arguments.
-        options: of :func:`command`.
+        plan: gives the number of ranks.
+        file: the plan's file, which :func:`autopar.runtime.job.given_plan` returns on each rank.
+        script: the script and its arguments.
+        options: those of :func:`command`.
 
     Returns:
-        The exit code of torchrun. SIGTERM is passed on to it, and by it to the ranks.
+        The exit code of torchrun. SIGTERM is forwarded to torchrun, which forwards it to the ranks.
 
     Raises:
-        UsageError: as :func:`command`; there is no such script.
+        UsageError: as :func:`command`, or the script does not exist.
     """
     if not Path(script[0]).is_file():
         raise UsageError.missing(f"script {script[0]}", fix="Give the path of a Python file")
@@ -335,13 +335,13 @@ def start_script(plan: Plan, file: Path, script: Sequence[str], **options: Any) 
         while True:
             try:
                 return job.wait()
-            except KeyboardInterrupt:  # of the whole terminal: torchrun ends its ranks, and then itself
+            except KeyboardInterrupt:  # torchrun receives it too, and ends its ranks and itself
                 continue
 
 
 @contextmanager
 def on_sigterm(act: Callable[[], object]) -> Iterator[None]:
-    """Inside, SIGTERM does this and nothing else; Python lets its main thread alone decide about signals."""
+    """The context in which SIGTERM calls ``act`` only; without effect outside the main thread, where Python sets no signal handlers."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -355,16 +355,16 @@ def on_sigterm(act: Callable[[], object]) -> Iterator[None]:
 def command(
     plan: Plan, script: Sequence[str], *, nodes: int = 1, rendezvous: str | None = None, max_restarts: int = 0
 ) -> list[str]:
-    """What starts the ranks of one machine.
+    """The command that starts the ranks of one machine.
 
     Args:
-        script: and its arguments.
-        nodes: machines, on each of which this is called.
+        script: the script and its arguments.
+        nodes: the number of machines, on each of which this is called.
         rendezvous: ``HOST:PORT`` of one of them.
-        max_restarts: how often all ranks are started anew after one has failed.
+        max_restarts: how often all ranks are restarted after one has failed.
 
     Raises:
-        UsageError: the ranks do not divide among the machines, or these have no place to meet.
+        UsageError: the number of ranks is not divisible by that of machines, or several machines have no rendezvous.
     """
     ranks = plan.mesh.world_size
     if ranks % nodes:
@@ -377,7 +377,7 @@ def command(
             f"{nodes} machines need a place to meet" if nodes > 1 else "One machine alone meets nobody",
             fix="Give --nodes and --rendezvous HOST:PORT together",
         )
-    again = [f"--max-restarts={max_restarts}"] if max_restarts else []
+    restarts = [f"--max-restarts={max_restarts}"] if max_restarts else []
     place = ["--standalone"]
     if rendezvous is not None:
         place = [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={rendezvous}", "--rdzv-id=autopar"]
@@ -387,6 +387,6 @@ def command(
         "torch.distributed.run",
         *place,
         f"--nproc-per-node={ranks // nodes}",
-        *again,
+        *restarts,
         *script,
     ]

@@ -1,7 +1,7 @@
-"""A value of the model put together from what ranks and micro-batches have of it, and outputs in the classes that the model returns.
+"""Complete values of a model, joined from the parts of ranks and micro-batches, and outputs in the classes that the model returns.
 
-On every axis a part of a dim is joined to the others, a pending sum is summed, and of what is the same one is taken. Axes are undone in
-the reverse of the order in which they were applied; samples come last, over micro-batches and then over data ranks.
+On every axis shards are concatenated, pending sums are summed, and of equal values one is taken. Axes are undone in the reverse of the
+order in which they were applied; samples come last, first over micro-batches and then over data ranks.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from autopar.runtime.step.other_runs import PartialBatch
 from autopar.runtime.world import World
 
 _MESH = ("dp_replicate", "dp_shard", "cp", "tp")
-"""The axes of a value that every pipeline rank has."""
+"""The mesh axes of a value that every pipeline rank has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Which samples an output is of.
+    """The samples that an output has.
 
     Attributes:
-        counts: of each data rank's; those of all ranks make the batch.
-        partial: which samples each of this rank's micro-batches has; None: they are full.
+        counts: samples of each data rank; together they are the batch.
+        partial: the samples of each of this rank's micro-batches; None if they are full.
         is_global: whether all ranks were given one batch.
-        total: of the batch that was given.
+        total: samples of the batch that was given.
     """
 
     counts: tuple[int, ...]
@@ -52,12 +52,12 @@ class Samples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tap:
-    """A value inside of a stage.
+    """A value inside a stage.
 
     Attributes:
         ref, traced: its name, and its spec as traced.
         spec, layout: of this rank's part in one micro-batch.
-        pp_rank: of the stage that makes it.
+        pp_rank: of the stage that computes it.
     """
 
     ref: Ref
@@ -68,12 +68,12 @@ class Tap:
 
     @property
     def over_samples(self) -> Type:
-        """Its type on axis ``batch``; R where it is the same for all samples."""
+        """Its type on axis ``batch``; R if it is the same for all samples."""
         return dict(self.layout).get(BATCH, R)
 
 
 class Join:
-    """Joins values on one rank; all ranks call it alike."""
+    """Joins values; all ranks make the same calls."""
 
     def __init__(self, program: Program, world: World) -> None:
         self._world = world
@@ -84,7 +84,7 @@ class Join:
         self._zigzag = {"cp"} if any(op.target == RING for op in program.graph.ops) else set[str]()
 
     def stacked(self, tap: Tap, taken: Mapping[int, Mapping[Ref, Tensor]], count: int) -> Tensor:
-        """A rank's part in all micro-batches, behind a dim that counts these; on every pipeline rank."""
+        """This rank's part in all micro-batches, stacked along a new first dim; the same on every pipeline rank."""
         group, shape = self._groups["pp"], (count, *tap.spec.shape)
         is_here = self._world.coordinate["pp"] == tap.pp_rank
         if is_here:
@@ -98,28 +98,28 @@ class Join:
         return value
 
     def complete(self, tap: Tap, value: Tensor, samples: Samples) -> Tensor:
-        """The whole value for the samples of the batch that was given."""
+        """The complete value for the samples of the batch that was given."""
         for axis, kind in reversed(tap.layout):
             if axis != BATCH:
-                value = self._over(axis, kind, value)
+                value = self._undo_axis(axis, kind, value)
         value = _cut(value, tap)
-        is_sum = tap.over_samples.kind == "P"  # what is added up over samples is that of the global batch
-        return self._batch(tap, value, samples, over_data=samples.is_global or is_sum)
+        is_sum = tap.over_samples.kind == "P"  # a sum over samples is that of the global batch
+        return self._join_samples(tap, value, samples, over_data=samples.is_global or is_sum)
 
     def split(self, tap: Tap, value: Tensor, samples: Samples) -> Tensor:
-        """The value of the global batch as a DTensor that stays where it is, as far as a DTensor can say so."""
+        """The value of the global batch as a DTensor that stays split, as far as a DTensor can represent it."""
         kinds, batch = dict(tap.layout), tap.over_samples
-        longer = self._longer(tap)
+        longer = self._lengthened_dims(tap)
         for axis, kind in reversed(tap.layout):
             if axis == BATCH:
                 continue
             mixed = kind.is_split and value.shape[0] > 1 and batch.is_split and batch.dim == kind.dim
             if mixed or (kind.is_split and (kind.dim in longer or axis in self._zigzag)):
-                value = self._over(axis, kind, value)
+                value = self._undo_axis(axis, kind, value)
                 del kinds[axis]
         value = _cut(value, tap)
         is_uneven = batch.is_split and len(set(samples.counts)) > 1
-        value = self._batch(tap, value, samples, over_data=is_uneven)
+        value = self._join_samples(tap, value, samples, over_data=is_uneven)
         if is_uneven:
             del kinds[BATCH]
         axes = tuple(axis for axis in _MESH if getattr(self._world.mesh, axis) > 1)
@@ -129,7 +129,7 @@ class Join:
         return DTensor.from_local(value, self._world.device_mesh[axes], placements, run_check=False)
 
     def is_local(self, tap: Tap, samples: Samples) -> bool:
-        """Whether this rank has all of the value for the samples that it was given."""
+        """Whether this rank has the complete value for the samples that it was given."""
         if self._data is not None and (
             tap.over_samples.kind == "P" or (samples.is_global and tap.over_samples.is_split)
         ):
@@ -137,7 +137,7 @@ class Join:
         others = [axis for axis, kind in tap.layout if axis != BATCH and kind.kind not in ("I", "R")]
         return all(getattr(self._world.mesh, axis, 1) == 1 for axis in others)
 
-    def _over(self, axis: str, kind: Type, value: Tensor) -> Tensor:
+    def _undo_axis(self, axis: str, kind: Type, value: Tensor) -> Tensor:
         group = self._groups[axis]
         if group is None or kind.kind in ("I", "R"):
             return value
@@ -147,7 +147,7 @@ class Join:
         value = gathered(value, kind.dim + 1, group, [value.shape[kind.dim + 1]] * size)
         return zigzag(value, kind.dim + 1, size, back=True) if axis in self._zigzag else value
 
-    def _batch(self, tap: Tap, value: Tensor, samples: Samples, *, over_data: bool) -> Tensor:
+    def _join_samples(self, tap: Tap, value: Tensor, samples: Samples, *, over_data: bool) -> Tensor:
         kind, partial = tap.over_samples, samples.partial
         if kind.kind in ("I", "R"):
             return value[0]
@@ -155,36 +155,36 @@ class Join:
             parts = [x if partial is None else partial.weighed(x, i) for i, x in enumerate(value)]
             total = torch.stack(parts).sum(0).to(value.dtype)
             return _summed(total, self._data) if self._data is not None and over_data else total
-        each = value.shape[kind.dim + 1] // self._micro_batch
-        counts = [self._micro_batch] * len(value) if partial is None else [len(own) for own in partial.micro_batches]
-        parts = [x.narrow(kind.dim, 0, n * each) for x, n in zip(value, counts, strict=True)]
-        own = torch.cat(parts, kind.dim) if len(parts) > 1 else parts[0]
+        per_sample = value.shape[kind.dim + 1] // self._micro_batch
+        counts = [self._micro_batch] * len(value) if partial is None else [len(m) for m in partial.micro_batches]
+        parts = [x.narrow(kind.dim, 0, n * per_sample) for x, n in zip(value, counts, strict=True)]
+        local = torch.cat(parts, kind.dim) if len(parts) > 1 else parts[0]
         if self._data is None or not over_data:
-            return own
-        return gathered(own, kind.dim, self._data, [n * each for n in samples.counts])
+            return local
+        return gathered(local, kind.dim, self._data, [n * per_sample for n in samples.counts])
 
-    def _longer(self, tap: Tap) -> set[int]:
-        """Dims that a plan has lengthened."""
-        found = set[int]()
+    def _lengthened_dims(self, tap: Tap) -> set[int]:
+        """Dims that the plan has lengthened."""
+        dims = set[int]()
         for dim, size in enumerate(tap.spec.shape):
             axes = [axis for axis, kind in tap.layout if axis != BATCH and kind.is_split and kind.dim == dim]
             if (
                 tap.over_samples != S(dim)
                 and size * prod(getattr(self._world.mesh, axis) for axis in axes) > tap.traced.shape[dim]
             ):
-                found.add(dim)
-        return found
+                dims.add(dim)
+        return dims
 
 
 def placement_of(kind: Type | None) -> Placement:
-    """What DTensor calls a type of one mesh axis; None: the same on all ranks."""
+    """The DTensor placement of a type on one mesh axis; None means the same on all ranks."""
     if kind is None or kind.kind in ("I", "R"):
         return Replicate()
     return Partial() if kind.kind == "P" else Shard(kind.dim)
 
 
 def _cut(value: Tensor, tap: Tap) -> Tensor:
-    """Without what a plan has lengthened."""
+    """The value without the elements by which the plan has lengthened it."""
     for dim, size in enumerate(tap.traced.shape):
         if value.shape[dim + 1] > size and tap.over_samples != S(dim):
             value = value.narrow(dim + 1, 0, size)
@@ -198,29 +198,29 @@ def _summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _bytes(value: Tensor) -> Tensor:
-    """The same memory as bytes: backends differ in the dtypes that they send."""
+    """The same memory as bytes: backends differ in the dtypes that they support."""
     return value.view(-1).view(torch.uint8)
 
 
 def gathered(value: Tensor, dim: int, group: dist.ProcessGroup, lengths: Sequence[int]) -> Tensor:
-    """Parts of a dim side by side, of which ranks may have different lengths; all ranks of the group call it."""
-    longest, own = max(lengths), value.movedim(dim, 0).contiguous()
-    rest = own.shape[1:]
-    if own.shape[0] < longest:
-        own = torch.cat([own, own.new_zeros((longest - own.shape[0], *rest))])
-    parts = [torch.empty_like(own) for _ in lengths]
-    if own.numel():
-        dist.all_gather([_bytes(part) for part in parts], _bytes(own), group=group)
+    """The ranks' parts concatenated along ``dim``, in which they may have different lengths; all ranks of the group call it."""
+    longest, local = max(lengths), value.movedim(dim, 0).contiguous()
+    other_sizes = local.shape[1:]
+    if local.shape[0] < longest:
+        local = torch.cat([local, local.new_zeros((longest - local.shape[0], *other_sizes))])
+    parts = [torch.empty_like(local) for _ in lengths]
+    if local.numel():
+        dist.all_gather([_bytes(part) for part in parts], _bytes(local), group=group)
     return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)]).movedim(0, dim).contiguous()
 
 
 def rebuilt(structure: Structure, loss: Any, leaf: Callable[[int], Any], more: Fraction) -> Any:
-    """The outputs.
+    """The outputs in the structure of the model.
 
     Args:
-        loss: what stands for the loss; None: nothing.
+        loss: what the loss is replaced by; None for nothing.
         leaf: gives a tensor by its index.
-        more: by how many batches of the traced size the batch is larger than one.
+        more: by how many batches of the traced size the batch exceeds one.
     """
     match structure.kind:
         case "loss":
@@ -237,37 +237,37 @@ def rebuilt(structure: Structure, loss: Any, leaf: Callable[[int], Any], more: F
     if structure.kind == "tuple":
         return tuple(items)
     named = dict(zip(structure.names, items, strict=True))
-    return named if structure.type == ("", "") else _made(structure, named)
+    return named if structure.type == ("", "") else _instance(structure, named)
 
 
-def _made(structure: Structure, named: dict[Any, Any]) -> Any:
+def _instance(structure: Structure, named: dict[Any, Any]) -> Any:
     kind = _class_of(structure.type)
     if structure.kind == "fields":
         return SimpleNamespace(**named) if kind is None else _with_fields(kind, named)
     if kind is None:
         return named
     try:
-        made = kind()
+        mapping = kind()
         for key, value in named.items():
-            made[key] = value
-    except TypeError:  # one that is made in a way of its own
+            mapping[key] = value
+    except TypeError:  # its constructor has other arguments
         return named
-    return made
+    return mapping
 
 
 def _with_fields(kind: type[Any], named: dict[str, Any]) -> Any:
     try:
         return kind(**named)
-    except TypeError:  # it is made in a way of its own, which its fields do not tell
-        made = object.__new__(kind)
+    except TypeError:  # its constructor takes other arguments than its fields
+        instance = object.__new__(kind)
         for name, value in named.items():
-            object.__setattr__(made, name, value)
-        return made
+            object.__setattr__(instance, name, value)
+        return instance
 
 
 def _class_of(place: tuple[str, str]) -> type[Any] | None:
-    """A class of a module that is imported; None for one that stands inside of a function."""
-    found: Any = sys.modules.get(place[0])
+    """A class of an imported module; None if it is defined inside a function."""
+    value: Any = sys.modules.get(place[0])
     for name in place[1].split("."):
-        found = getattr(found, name, None)
-    return found if isinstance(found, type) and (is_dataclass(found) or issubclass(found, tuple | Mapping)) else None
+        value = getattr(value, name, None)
+    return value if isinstance(value, type) and (is_dataclass(value) or issubclass(value, tuple | Mapping)) else None

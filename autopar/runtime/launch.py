@@ -1,4 +1,4 @@
-"""From a model and a plan to a running job: one rank plans, all ranks agree, each builds its part."""
+"""From a model and a plan to a running job: rank 0 makes the plan, all ranks receive it, and each builds its part."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from autopar.runtime.weights import FileWeights, ModelWeights
 from autopar.runtime.world import Meeting, World
 
 Make = Callable[[], tuple[Plan, Graph]]
-"""Gives the plan and the traced model that it is for."""
+"""Returns the plan and the traced model that it is for."""
 
 _MADE, _POLL_S = "made", 0.2
 
@@ -43,21 +43,21 @@ def launch(
     """Makes this rank's part of ``model``; all ranks of the job call it.
 
     Args:
-        model: with weights (those of rank 0 count) or on meta.
-        make: called on rank 0 alone, whose plan and graph all ranks take.
+        model: with weights (those of rank 0 are used) or on meta.
+        make: called on rank 0 only; all ranks receive its plan and graph.
         device_type: ``cuda`` (NCCL) or ``cpu`` (gloo).
-        weights: folder of safetensors files; instead of the model's parameters and of its persistent buffers.
+        weights: folder of safetensors files, which replace the model's parameters and persistent buffers.
         seed: of random operators, and of the initialisation of a model on meta.
-        collective_timeout_s: of every collective.
+        collective_timeout_s: timeout of every collective, in seconds.
         log_dir: see :class:`ParallelModel`.
 
     Raises:
-        AutoparError: what ``make`` raised on rank 0, on every rank; of another error of rank 0's, which it raises itself, the
-            others say what it was.
+        AutoparError: on every rank what ``make`` raised on rank 0. If that is another kind of error rank 0 raises it unchanged, and the
+            others quote it.
         RuntimeMismatchError: the job has another size than the plan's mesh, or its nodes another order than the plan's groups.
         PlanError: the plan is for another model.
         RankFailedError: another rank failed to build its part.
-        InternalError: some gradient would lack its sum over ranks, or be summed though it is whole.
+        InternalError: some gradient would lack its sum over ranks, or be summed although it is complete.
     """
     start(device_type, collective_timeout_s=collective_timeout_s)
     with ordinary():
@@ -73,7 +73,7 @@ def launch(
                     check_groups(plan.groups, Meeting(dist.group.WORLD).all(torch.cuda.get_device_name(world.device)))
                 program = lower(plan, graph, device=world.device, rank=world.rank)
                 check_program(program)
-                # what generators of GPUs draw depends on their kind: ranks on several kinds draw on their hosts
+                # GPUs of different kinds draw different numbers: ranks on several kinds draw on their hosts
                 drawn_on = torch.device("cpu") if plan.groups else world.device
                 if weights is not None:
                     source: ModelWeights = FileWeights(weights, model, seed, drawn_on)
@@ -86,13 +86,13 @@ def launch(
 
 
 def _from_first_rank(make: Make) -> tuple[Plan, Graph]:
-    """What ``make`` gives on rank 0, on every rank; its errors too.
+    """The result of ``make`` on rank 0, on every rank; its errors are raised there too.
 
-    A search takes as long as it is given, collectives have a timeout: the others ask the job's store until rank 0 has its answer.
+    Collectives have a timeout, and a search takes as long as it may: the other ranks poll the job's store until rank 0 is done.
     """
     if dist.get_world_size() == 1:
         return make()
-    store, other = own_store("plan", dist.get_rank()), list[Exception]()
+    store, unexpected = own_store("plan", dist.get_rank()), list[Exception]()
 
     def answer() -> tuple[Plan, Graph]:
         try:
@@ -100,7 +100,7 @@ def _from_first_rank(make: Make) -> tuple[Plan, Graph]:
         except AutoparError:
             raise
         except Exception as error:
-            other.append(error)
+            unexpected.append(error)
             raise AutoparError(
                 "Rank 0 failed to make the plan",
                 got=f"{type(error).__name__}: {first_line(error)}",
@@ -114,16 +114,16 @@ def _from_first_rank(make: Make) -> tuple[Plan, Graph]:
     try:
         return Meeting(dist.group.WORLD).first(answer)
     except AutoparError:
-        if other:
-            raise other[0] from other[0].__cause__
+        if unexpected:
+            raise unexpected[0] from unexpected[0].__cause__
         raise
 
 
 def _wait_for(store: Store) -> None:
-    """Until rank 0 has an answer.
+    """Waits until rank 0 has called ``make``.
 
     Raises:
-        RankFailedError: the store is gone, which that rank's process keeps where no launcher does.
+        RankFailedError: the store has ended, which without a launcher is in rank 0's process.
     """
     try:
         while not store.check([_MADE]):
@@ -137,9 +137,9 @@ def _wait_for(store: Store) -> None:
 
 
 def take_first_rank_weights(model: nn.Module, device: torch.device) -> None:
-    """Makes a model with real weights the same on all ranks: where any differs, all take rank 0's.
+    """Makes a model with real weights the same on all ranks: each tensor that differs anywhere takes rank 0's value.
 
-    Ranks build their models each from a random state of its own; parts of different models do not fit.
+    Ranks may have built their models from different random states; parts of different models do not fit together.
     """
     if dist.get_world_size() == 1:
         return

@@ -1,14 +1,13 @@
-"""Optimizers on DTensors step on the plain tensors inside of them, on the device or on copies on the host.
+"""Makes optimizers on DTensors step on the plain tensors inside them, on the device or on copies on the host.
 
-An operator on DTensors takes ten times as long on the host as one on plain tensors, and ``torch.optim`` groups only plain
-ones into one kernel unless it is told to. What works element by element gives the same on the parts that a rank holds, so
-for the length of ``step`` the parameters, gradients and states of such an optimizer are the plain tensors on the same
-memory. Before and after it all of them are DTensors. Where states live on the host the plain tensors are copies there, on
-which one kernel of torch steps where it has one for CPUs.
+An operator on DTensors costs the host ten times as much as one on plain tensors, and ``torch.optim`` by default combines only plain tensors
+into one kernel. An elementwise step gives the same result on the parts that a rank holds. So during ``step`` the parameters, gradients and
+states of such an optimizer are plain tensors on the same memory; before and after it they are DTensors. If states are on the host the plain
+tensors are copies there, which one fused kernel of torch steps if it has one for CPUs.
 
-**States on the host.** After ZeRO-Offload (Ren et al. 2021, arXiv 2101.06840). The device keeps the parameter that forward and backward read, and
-that FSDP gathers from. Before a step gradients go down, after it parameters come up. A parameter goes down only where somebody
-else has written it since it came up: no counter notices all of that (``.data``), a checksum made on the device does.
+**States on the host.** After ZeRO-Offload (Ren et al. 2021, arXiv 2101.06840). The device keeps the parameter that forward and backward
+read and that FSDP gathers from. Gradients are copied to the host before a step, parameters to the device after it. A parameter is copied to
+the host only if it was written elsewhere since. No version counter notices all writes (``.data``), so a checksum on the device finds them.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from autopar.runtime.same_values import checksums, events
 
 
 class HostCopy:
-    """A parameter on the host, page-locked where its device is a GPU, and its gradient.
+    """A parameter on the host, page-locked if its device is a GPU, and its gradient.
 
     Attributes:
-        parameter: what the optimizer steps on.
-        came_up: checksum of what came up; None before the first step.
+        parameter: the tensor that the optimizer steps.
+        came_up: checksum of the value last copied to the device; None before the first step.
     """
 
     def __init__(self, local: Tensor) -> None:
@@ -44,28 +43,28 @@ class HostCopy:
         self._gradient: Tensor | None = None
 
     def lend(self, gradient: Tensor | None) -> None:
-        """Begins to copy the gradient; without one there is no step."""
+        """Starts the copy of the gradient; without a gradient the parameter is not stepped."""
         if gradient is None:
             self.parameter.grad = None
             return
-        if self._gradient is None:  # as the parameter lies: kernels for all elements at once take one by one from both
+        if self._gradient is None:  # with the parameter's strides, which fused kernels require
             self._gradient = _on_host(self.parameter.detach(), is_pinned=gradient.is_cuda)
         self._gradient.copy_(gradient, non_blocking=True)
         self.parameter.grad = self._gradient
 
 
 class HostCopies:
-    """What is in flight between the host and the device of one optimizer's parameters."""
+    """The copies in flight between host and device, for one model's parameters."""
 
     def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
         self._up: tuple[list[HostCopy], Tensor] | None = None
 
     def down(self, stepped: Sequence[tuple[HostCopy, Tensor]]) -> None:
-        """Waits for the gradients, and copies those parameters that were written since they came up.
+        """Waits for the gradients, and copies the parameters that were written since they were last copied to the device.
 
         Args:
-            stepped: copies with a gradient, and the parameter on the device of each.
+            stepped: host copies with a gradient, each with its parameter on the device.
         """
         if not stepped:
             return
@@ -81,7 +80,7 @@ class HostCopies:
         self.wait()
 
     def up(self, stepped: Sequence[tuple[HostCopy, Tensor]]) -> None:
-        """Begins to copy the parameters to the device, ahead of all that its current stream does from now on."""
+        """Starts the copies to the device; work that its current stream gets later runs after them."""
         if not stepped:
             return
         with torch.no_grad():
@@ -91,7 +90,7 @@ class HostCopies:
         self._events += events(local for _, local in stepped)
 
     def wait(self) -> None:
-        """Until all that was begun is done: before the host reads what came down, or writes what goes up."""
+        """Waits for all copies: before the host reads values from the device, or writes values that are being copied to it."""
         for event in self._events:
             event.synchronize()
         self._events.clear()
@@ -102,7 +101,7 @@ class HostCopies:
 
 
 def _read(numbers: Tensor) -> list[int]:
-    """Numbers on the host."""
+    """Checksums on the host as ints."""
     found: list[int] = numbers.tolist()
     return found
 
@@ -130,33 +129,33 @@ ELEMENTWISE = frozenset(
         torch.optim.ASGD,
     }
 )
-"""Whose steps have no sum over elements; classes derived from them may have one."""
+"""Optimizers whose steps have no sum over elements; subclasses may have one."""
 
 _FUSED = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad})
-"""For whose steps torch has a kernel for CPUs that goes over the elements once, and not once for each operation."""
+"""Optimizers for which torch has a CPU kernel that reads the elements once instead of once for each operation."""
 
 _LOGGER = logging.getLogger("autopar")
 
 _COUNTERS = frozenset({"step", "mu_product", "mu", "eta"})
-"""States that belong to a parameter, not to its elements: plain tensors, even those of a parameter of one element."""
+"""States of a parameter as a whole: plain tensors, even for a parameter of one element."""
 
 
 class LocalSteps:
-    """Changes the steps of all optimizers that hold none but the given parameters, until :meth:`remove`.
+    """Changes the steps of all optimizers that hold only the given parameters, until :meth:`remove`.
 
-    Torch's hook for the steps of a process finds them, so that nobody has to bring an optimizer here, and no check is left out of
-    one that was not brought. Of optimizers without a parameter of this model it looks at nothing else.
+    It uses torch's hooks for the steps of all optimizers of a process, so that no optimizer needs to be registered and none escapes the
+    checks. Optimizers without a parameter of this model are ignored.
 
-    Left as they are: optimizers that are not :data:`ELEMENTWISE`, that have hooks of their own around their steps (which
-    may look at parameters), whose step is differentiable, compiled or given a closure.
+    These are left unchanged: optimizers that are not :data:`ELEMENTWISE`, that have hooks around their steps (which may look at
+    parameters), or whose step is differentiable, compiled or called with a closure.
 
     Args:
-        on_host: states live in host memory, and optimizers step there; those that would be left as they are then fail.
-        is_staged: pipeline stages hold the model's other parameters: an optimizer that steps all of them by one number fails.
-        parts: parameters that are a part of one of the model's, with their names: an optimizer that looks at whole
-            parameters does something else with parts, which is a warning of the logger ``autopar``.
-        check: called before any optimizer's step; it may raise.
-        threads: of the host for steps there; None: as many as there are.
+        on_host: whether states are in host memory and optimizers step there; optimizers that would be left unchanged then fail.
+        is_staged: whether pipeline stages on other ranks hold parameters of the model; an optimizer that needs all at once then fails.
+        parts: parameters that are parts of one of the model's, with their names. For an optimizer that may look at complete parameters the
+            logger ``autopar`` gets a warning.
+        check: is called before any optimizer's step; it may raise.
+        threads: threads of the host for steps there; None leaves torch's number.
     """
 
     def __init__(
@@ -186,17 +185,17 @@ class LocalSteps:
         )
 
     def remove(self) -> None:
-        """Steps are as torch has them again."""
+        """Removes the hooks from torch."""
         for hook in self._hooks:
             hook.remove()
 
     def restore(self) -> None:
-        """Ends a step that has not come to its end, as it failed."""
+        """Restores the optimizer after a step that failed."""
         if self._open is not None:
             self._after(self._open[0])
 
     def plain(self, parameter: Tensor) -> nn.Parameter:
-        """The parameter on the same memory, or on the host, that optimizers see in place of a DTensor."""
+        """The plain parameter that optimizers see in place of a DTensor: on the same memory, or on the host."""
         local = _inside(parameter)
         if self._on_host and parameter.requires_grad:
             if id(parameter) not in self._hosts:
@@ -209,7 +208,7 @@ class LocalSteps:
         return known[1]
 
     def states(self) -> Iterator[Tensor]:
-        """Those of this model's parameters that optimizers have which have stepped."""
+        """The states of this model's parameters, of all optimizers that have stepped."""
         for optimizer in tuple(self._seen):
             for parameter in self._own.values():
                 values = optimizer.state.get(parameter, {}).values()
@@ -217,7 +216,7 @@ class LocalSteps:
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._own]
-        if not own:  # others are left alone, of whatever they are
+        if not own:  # not an optimizer of this model
             return
         if self._check is not None:
             self._check(optimizer)
@@ -248,7 +247,7 @@ class LocalSteps:
     def _lent_with(
         self, parameter: Tensor, own: Mapping[Tensor, Any], states: defaultdict[Tensor, Any]
     ) -> nn.Parameter:
-        """The plain parameter, with its gradient, and its states put into ``states``."""
+        """The plain parameter with its gradient; its states are put into ``states``."""
         local, grad = self.plain(parameter), _inside(parameter.grad)
         if id(parameter) in self._hosts:
             self._hosts[id(parameter)].lend(grad)
@@ -271,18 +270,18 @@ class LocalSteps:
         return _on_host(plain).copy_(plain) if is_moved else plain
 
     def _stepped(self, lists: Iterable[Iterable[Tensor]]) -> list[tuple[HostCopy, Tensor]]:
-        """The copies that a step changes, and what they are copies of."""
+        """The host copies that a step changes, each with its parameter on the device."""
         found = ((self._hosts.get(id(parameter)), _inside(parameter)) for own in lists for parameter in own)
         return [(host, local) for host, local in found if host is not None and host.parameter.grad is not None]
 
     def _refuse(self, optimizer: Optimizer, own: Sequence[Tensor]) -> None:
-        """Nothing, unless states that live on the host would be made on the device, or other ranks hold what a step needs.
+        """Checks an optimizer whose step is left unchanged.
 
         Args:
-            own: of the optimizer's parameters those of this model.
+            own: the optimizer's parameters that belong to this model.
 
         Raises:
-            UsageError: names why.
+            UsageError: its states would be made on the device instead of the host, or its step needs elements that other ranks hold.
         """
         if self._on_host:
             raise UsageError(
@@ -355,7 +354,7 @@ class LocalSteps:
 
 @contextmanager
 def _fused(optimizer: Optimizer) -> Iterator[None]:
-    """One kernel for a parameter's step, where torch has one for CPUs and nobody has said how to step."""
+    """Uses one kernel for a parameter's step, if torch has one for CPUs and the user has chosen none."""
     groups = [
         group
         for group in optimizer.param_groups
@@ -375,7 +374,7 @@ def _fused(optimizer: Optimizer) -> Iterator[None]:
 
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
-    """More threads for a step on the host: torchrun gives a process one, and its share of the cores is idle meanwhile."""
+    """Uses more threads for a step on the host: torchrun gives a process one, and its share of the cores is idle meanwhile."""
     before = torch.get_num_threads()
     if count is None or count <= before:
         yield
@@ -392,7 +391,7 @@ def _inside(value: Any) -> Any:
 
 
 def _around(name: str, value: Any, local: Tensor, parameter: Any) -> Any:
-    """A new state as the optimizer would have made it of the DTensor."""
+    """A new state as the optimizer would have made it from the DTensor."""
     if name in _COUNTERS or not isinstance(value, Tensor) or value.shape != local.shape:
         return value
     return DTensor(value, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]

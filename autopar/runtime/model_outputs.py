@@ -1,7 +1,7 @@
-"""The outputs of one forward pass: values that stages have kept, joined, and what is computed of them.
+"""The outputs of one forward pass: values that stages have stored, joined, and values that are computed from these.
 
-On one device any output may become a part of a loss. Here the gradients of the plan's loss alone are summed over ranks, so what asks
-another output for a gradient is refused, where it would be left out without a word.
+On one device any output may become part of a loss. Here only the gradients of the plan's loss are summed over ranks. So a request for the
+gradient of another output is refused, as it would silently be left out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from autopar.tracing.batch import named_inputs
 
 
 def without_gradient(value: Tensor, name: str) -> Tensor:
-    """The value, which says that it needs a gradient as on one device does; ``backward()`` through it is an error that names it."""
+    """The value, which claims to require a gradient as on one device; a ``backward()`` through it raises an error that names it."""
     start = torch.zeros((), device=value.device, requires_grad=True)
     found: Tensor = _WithoutGradient.apply(start, value, name)  # type: ignore[no-untyped-call]
     return found
@@ -57,9 +57,9 @@ class _WithoutGradient(torch.autograd.Function):
 
 
 class NotComputed:
-    """Stands for an output that takes complete values of others, which a training call leaves on their ranks.
+    """Stands for an output that is computed from complete values, which a training call leaves split over ranks.
 
-    Whoever reads it gets an error that says where it is computed; it may be passed on and printed.
+    It may be passed on and printed. Reading it raises an error that says where it is computed.
     """
 
     def __init__(self, name: str) -> None:
@@ -81,7 +81,7 @@ class NotComputed:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Of torch's functions that are given one, also inside of lists."""
+        """Refuses torch's functions that are given one, also inside lists."""
         found = next((value for value in _flat((args, kwargs or {})) if isinstance(value, cls)), None)
         return NotImplemented if found is None else found._refuse()
 
@@ -114,7 +114,7 @@ class ModelOutputs:
     """What a model returns, on one rank; all ranks call the same methods.
 
     Args:
-        held: the rank's parameters: outputs may read some by operators of their own.
+        held: the rank's parameters, as operators of outputs may read some.
     """
 
     def __init__(
@@ -130,16 +130,16 @@ class ModelOutputs:
         self._join = Join(program, world)
         if self._outputs is not None:
             self._find_taps(self._outputs)
-            self._hold(self._outputs, weights)
+            self._store_constants(self._outputs, weights)
 
     @property
     def is_loss_alone(self) -> bool:
-        """Whether the model returns its loss and nothing else."""
+        """Whether the model returns only its loss."""
         return self._outputs is None or self._outputs.structure.kind == "loss"
 
     @property
     def has_loss(self) -> bool:
-        """Whether the loss stands in what the model returns: it does not where ``loss_fn`` makes it."""
+        """Whether the loss is part of what the model returns; it is not if ``loss_fn`` computes it."""
         return self._outputs is None or any(place.kind == "loss" for place in self._outputs.structure.all())
 
     def _find_taps(self, outputs: Outputs) -> None:
@@ -154,8 +154,8 @@ class ModelOutputs:
         for module in self._stages:
             module.keep(blocks.get(module.index, {}))
 
-    def _hold(self, outputs: Outputs, weights: ModelWeights) -> None:
-        """Values that no step changes, and the names of parameters that steps train."""
+    def _store_constants(self, outputs: Outputs, weights: ModelWeights) -> None:
+        """Stores values that no step changes, and the names of parameters that steps train."""
         trained = {parameter.fqn for parameter in self._program.graph.parameters}
         trained |= {name for parameter in self._program.graph.parameters for name in parameter.aliases}
         for parameter in outputs.parameters:
@@ -173,7 +173,7 @@ class ModelOutputs:
     # --- before a forward pass
 
     def filled(self, batch: Any) -> tuple[Any, frozenset[str]]:
-        """A batch with zeros for the inputs that it lacks and outputs can be made without; and their names."""
+        """The batch with zeros for missing inputs that not all outputs need, and the names of these."""
         inputs = self._program.graph.inputs
         if self._outputs is None or not isinstance(batch, Mapping):
             return batch, frozenset()
@@ -183,7 +183,7 @@ class ModelOutputs:
             return batch, frozenset()
         names = frozenset(leaf.name for leaf in missing)
         if all(not names.isdisjoint(leaf.reads) for leaf in self._outputs.leaves if leaf.ref is not None):
-            return batch, frozenset()  # nothing is left: it is a mistake
+            return batch, frozenset()  # no output could be computed: the input is required
         samples = next(
             (_samples(given[leaf.name], leaf) for leaf in inputs if leaf.name in given and leaf.batch_dim is not None),
             None,
@@ -194,7 +194,7 @@ class ModelOutputs:
 
     @contextmanager
     def taking(self) -> Iterator[None]:
-        """Around a forward pass whose values are kept until :meth:`made` has joined them."""
+        """The context of a forward pass whose inner values are stored until :meth:`made` has joined them."""
         for stage in self._stages:
             stage.taken = {}
         try:
@@ -215,15 +215,15 @@ class ModelOutputs:
         gather: bool = True,
         communicates: bool = True,
     ) -> Any:
-        """The outputs, inside of :meth:`taking`.
+        """The outputs; call it inside :meth:`taking`.
 
         Args:
-            batch: as it was given.
-            loss: stands for the loss.
-            missing: inputs that were not given: what depends on them is None.
-            gather: complete values; else DTensors that stay split.
-            communicates: what takes collectives but those of a split value is not computed if not (and ``gather`` is not).
-                Then it is a training call, where only the loss has a gradient.
+            batch: the batch as it was given.
+            loss: the value that stands for the loss.
+            missing: inputs that were not given; outputs that depend on them are None.
+            gather: whether tensors are complete; otherwise they are DTensors that stay split.
+            communicates: False, only with ``gather`` False, is a training call: collectives run only for DTensors, other outputs that need
+                them are not computed, and only the loss has a gradient.
         """
         outputs = self._outputs
         assert outputs is not None
@@ -239,7 +239,7 @@ class ModelOutputs:
         complete, split = self._joined(wanted, needed, samples, partial, gather=gather, plain=not communicates)
         env = complete | self._given(given, wanted, needed)
         if needed:
-            env |= self._constants | self._of_training(needed)
+            env |= self._constants | self._trained_values(needed)
             self._compute(outputs, needed, samples, env)
         found: dict[int, Any] = {}
         for index, leaf in enumerate(outputs.leaves):
@@ -248,7 +248,7 @@ class ModelOutputs:
             elif leaf in wanted and leaf.ref is not None:
                 value = split.get(leaf.ref, env.get(leaf.ref, self._constants.get(leaf.ref)))
                 value = self._replicated(value) if not gather and leaf.ref.name in makes else value
-                found[index] = value if communicates else self._to_look_at(leaf, value, makes)
+                found[index] = value if communicates else self._without_backward(leaf, value, makes)
             elif leaf.ref is None:
                 self._tell(f"{leaf.name}: {leaf.reason}")
         more = Fraction(samples.total - outputs.batch_size, outputs.batch_size)
@@ -271,7 +271,7 @@ class ModelOutputs:
         gather: bool,
         plain: bool,
     ) -> tuple[dict[Ref, Tensor], dict[Ref, Tensor]]:
-        """Values of taps: complete ones (``plain``: where that takes no collective, too), and those that stay split."""
+        """Values of taps: complete ones (with ``plain`` also those that need no collective), and those that stay split."""
         read = {ref for op in needed for ref in op.operands}
         leaves = {leaf.ref for leaf in wanted}
         count = self._plan.num_micro_batches if partial is None else len(partial.micro_batches)
@@ -290,7 +290,7 @@ class ModelOutputs:
         return complete, split
 
     def _given(self, given: Mapping[str, Any], wanted: Sequence[Leaf], needed: Sequence[Op]) -> dict[Ref, Tensor]:
-        """Inputs of the batch that are outputs, or that these are computed from."""
+        """Inputs of the batch that are outputs, or from which outputs are computed."""
         names = {ref.name for op in needed for ref in op.operands} | {leaf.ref.name for leaf in wanted if leaf.ref}
         return {
             Ref(leaf.name): given[leaf.name].to(self._world.device, leaf.spec.dtype)
@@ -298,14 +298,14 @@ class ModelOutputs:
             if leaf.name in names and leaf.name in given
         }
 
-    def _of_training(self, needed: Sequence[Op]) -> dict[Ref, Tensor]:
-        """Parameters as they are now, for operators that only outputs need."""
+    def _trained_values(self, needed: Sequence[Op]) -> dict[Ref, Tensor]:
+        """Current values of trained parameters that operators of outputs read."""
         read = {ref: self._trained[ref] for op in needed for ref in op.operands if ref in self._trained}
         if not read:
             return {}
         names = set(read.values())
         known = {p.name for p in self._program.graph.parameters if not names.isdisjoint((p.fqn, *p.aliases))}
-        held = [one for one in self._held if one.name in known]
+        held = [h for h in self._held if h.name in known]
         whole = full_state_dict(self._program, self._world, held)
         dtype = {Ref(p.name): p.spec.dtype for p in (self._outputs.parameters if self._outputs else ())}
         return {ref: whole[fqn].to(self._world.device, dtype[ref]) for ref, fqn in read.items()}
@@ -323,8 +323,8 @@ class ModelOutputs:
         with torch.no_grad():
             run(ops, env)
 
-    def _to_look_at(self, leaf: Leaf, value: Any, makes: Mapping[str, Op]) -> Any:
-        """An output of a training call: a loss that it is made a part of cannot go backward."""
+    def _without_backward(self, leaf: Leaf, value: Any, makes: Mapping[str, Op]) -> Any:
+        """An output of a training call; a loss computed from it cannot run backward."""
         ref = leaf.ref
         if ref is None or not torch.is_grad_enabled():
             return value

@@ -1,8 +1,8 @@
-"""What users and libraries ask of any ``torch.nn.Module``, answered by a parallel model; and the model that it was made from.
+"""The interface of ``torch.nn.Module`` on a parallel model, and checks of the model that it was made from.
 
-Its parameters and changed buffers are registered as a module's own, so that whatever walks modules (an optimizer's groups, a
-module that has this one inside, ``state_dict``) finds them. Its stages are no submodules: hooks and swaps would miss what
-emitted code does. What would move, wrap or replace parameters is refused here, in one sentence.
+Parameters and buffers that steps change are registered as usual, so that whatever walks modules (optimizers, a module that contains this
+one, ``state_dict``) finds them. The stages are no submodules, as hooks and replaced layers would not see what emitted code does. Calls that
+would move, wrap or replace parameters are refused here.
 """
 
 from __future__ import annotations
@@ -30,14 +30,11 @@ from autopar.util.formatting import some
 _LOGGER = logging.getLogger("autopar")
 
 _OFTEN, _SELDOM = 8, 32
-"""Steps that are all looked at, and of which later one is: going through the attributes of a large model takes milliseconds."""
+"""The first 8 steps are all checked, later ones one in 32: comparing the attributes of a large model takes milliseconds."""
 
 
 class Given:
-    """Tells of an optimizer that steps its parameters in place of those that train, of weights loaded and attributes set later.
-
-    Until :meth:`remove`.
-    """
+    """Checks the original model until :meth:`remove` for optimizers of its parameters, and for weights and attributes set later."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
@@ -48,27 +45,27 @@ class Given:
 
     @property
     def model(self) -> nn.Module | None:
-        """It, as long as somebody has it."""
+        """The original model, while it exists."""
         return self._model()
 
     def remove(self) -> None:
-        """Steps are not looked at any more."""
+        """Removes the check of optimizer steps."""
         self._hook.remove()
 
     def check(self, step: int) -> None:
-        """Before a step: a warning, once, of numbers and texts in the model that are others than when it was planned.
+        """Warns before a step, once, if numbers or texts in the model have changed since it was planned.
 
-        Before the first one: of parameters and hooks, too.
+        Before the first step it also warns of written parameters, and of hooks.
         """
         model = self._model()
         before, self._weights = self._weights, None
         if model is not None and before is not None:
-            _tell(
+            _warn(
                 "parameters of the model have been written since autopar.parallelize (%s): what trains are copies, made there; load "
                 "weights into the model before it, or give files by weights=DIR",
                 [name for name, now in _written(model).items() if before.get(name) != now],
             )
-            _tell(
+            _warn(
                 "layers of the model have hooks (%s), which no step calls: what a forward hook returned when the plan was made is part "
                 "of it, all else that hooks do is not done; return what you look for from the model's forward",
                 _hooked(model),
@@ -77,21 +74,21 @@ class Given:
             return
         changed = memory.changed(self._state, memory.state_of(model))
         self._state = {} if changed else self._state
-        _tell(
+        _warn(
             "attributes of the model have changed since autopar.parallelize (%s): the plan has them as they were; pass what "
             "changes as a tensor in the batch, or keep it in a buffer",
             changed,
         )
 
     def knows_weights(self) -> None:
-        """The parallel model's weights have been asked for: they may be put into the model, which is no mistake."""
+        """Notes that the weights of the parallel model were read: they may be copied into the model, which is no mistake."""
         self._weights = None
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Refuses a step that would do nothing.
+        """Refuses a step of an optimizer that would do nothing.
 
         Raises:
-            UsageError: the parameters are the model's, and have no gradients.
+            UsageError: its parameters are those of the original model, and have no gradients.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if parameters and all(p in self._parameters and p.grad is None for p in parameters):
@@ -102,39 +99,39 @@ class Given:
 
 
 def _written(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Of each parameter which one it is, and how often it has been written."""
+    """The identity of each parameter, and its version counter."""
     return {name: (id(p), -1 if p.is_inference() else p._version) for name, p in model.named_parameters()}
 
 
 def _hooked(model: nn.Module) -> list[str]:
     """Names of the modules with hooks."""
     kinds = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return [name or "the model" for name, one in model.named_modules() if any(getattr(one, kind) for kind in kinds)]
+    return [name or "the model" for name, m in model.named_modules() if any(getattr(m, kind) for kind in kinds)]
 
 
-def _tell(text: str, names: Sequence[str]) -> None:
+def _warn(text: str, names: Sequence[str]) -> None:
     if names:
         _LOGGER.warning(text, some(names))
 
 
 NOTHING_HERE = "no_parameter_on_this_rank"
-"""The name of the one without elements that a rank has whose stage has none: torch's optimizers refuse an empty list."""
+"""Name of the empty parameter of a rank whose stage has none, as torch's optimizers refuse an empty list."""
 
 _ASKED_BY = {
     "_is_accelerate_prepared": ("accelerate's Accelerator", "autopar.integrations.accelerate.Accelerator in its place"),
     "is_distributed_loading_by_transformers": ("transformers.Trainer", "autopar.integrations.hf.Trainer in its place"),
 }
-"""What libraries ask first of all of a module that they would go on to move and wrap, and what is made for parallel models."""
+"""Attributes that libraries check before they move and wrap a module, with the library and its replacement for parallel models."""
 
 _MANAGED = frozenset({"_is_fsdp_managed_module", "__class__"})
-"""What both versions of FSDP write to the modules that they take."""
+"""Attributes that both versions of FSDP write to the modules that they wrap."""
 
 
 class PlannedModule(nn.Module):
-    """A module whose parameters lie where a plan puts them.
+    """A module whose parameters are distributed by a plan.
 
     Attributes:
-        plan: what is executed.
+        plan: the plan that it executes.
     """
 
     def __init__(self, plan: Plan, world: World) -> None:
@@ -144,72 +141,72 @@ class PlannedModule(nn.Module):
         self.__dict__[REGISTRY_KEY] = _NoWrappers()
 
     def _show(self, held: Iterable[Held]) -> None:
-        """Registers parameters by their keys; a further copy of a tied one, on another stage of this rank, has a number behind it."""
-        for one in held:
-            name, number = one.key, 1
+        """Registers parameters by their keys; further copies of a tied one, on other stages of this rank, have a number appended."""
+        for h in held:
+            name, number = h.key, 1
             while name in self._parameters:
                 number += 1
-                name = f"{one.key}@{number}"
-            self._parameters[name] = one.parameter
+                name = f"{h.key}@{number}"
+            self._parameters[name] = h.parameter
         if not self._parameters:
-            none = torch.empty(0, device=self._world.device)
-            self._parameters[NOTHING_HERE] = nn.Parameter(none, requires_grad=False)
+            empty = torch.empty(0, device=self._world.device)
+            self._parameters[NOTHING_HERE] = nn.Parameter(empty, requires_grad=False)
 
     def _show_buffers(self, values: Mapping[str, Tensor]) -> None:
-        """Registers buffers that steps change by the model's names; new values take the place of old ones."""
+        """Registers buffers that steps change, by the model's names; new values replace old ones."""
         self._buffers.update(values)
 
     # --- where it is
 
     @property
     def device(self) -> torch.device:
-        """Of this rank's parameters and steps."""
+        """The device of this rank's parameters and steps."""
         return self._world.device
 
     @property
     def rank(self) -> int:
-        """Of this process in the job."""
+        """The rank of this process in the job."""
         return self._world.rank
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job."""
+        """The number of ranks of the job."""
         return self.plan.mesh.world_size
 
     @property
     def is_main_process(self) -> bool:
-        """True on the one rank of the job that should print and log."""
+        """Whether this is the rank of the job that should print and log."""
         return self._world.rank == 0
 
     def __repr__(self) -> str:
-        """Which part of which plan this rank has.
+        """The part of the plan that this rank has.
 
         ``ParallelModel('gpt2', mesh=pp=2 x tp=2, rank=3 of 4, stage=1 of 2, precision='fp32')``
         """
         stages = [stage.index for stage in self.plan.stages if stage.pp_rank == self._world.coordinate["pp"]]
-        name, own = self.plan.model.name, ", ".join(map(str, stages))
+        name, indices = self.plan.model.name, ", ".join(map(str, stages))
         return (
             f"{type(self).__name__}({name!r}, mesh={self.plan.mesh}, rank={self.rank} of {self.world_size}, "
-            f"stage={own} of {len(self.plan.stages)}, precision={self.plan.precision.name!r})"
+            f"stage={indices} of {len(self.plan.stages)}, precision={self.plan.precision.name!r})"
         )
 
     # --- what a plan has settled
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What ``to``, ``cuda``, ``half`` and all others that change parameters do, of this module or of one around it.
+        """Implements ``to``, ``cuda``, ``half`` and other changes of parameters, on this module or one that contains it.
 
-        Nothing, where the parameters are so already.
+        Nothing is done if the parameters have the requested dtype and device already.
 
         Raises:
-            UsageError: they are not.
+            UsageError: they do not.
         """
         storage: torch.dtype = getattr(torch, self.plan.precision.storage)
         like = torch.empty(0, dtype=storage, device=self._world.device)
         try:
-            is_so = fn(like) is like
+            is_unchanged = fn(like) is like
         except (AssertionError, RuntimeError):  # torch has no such device
-            is_so = False
-        if is_so:
+            is_unchanged = False
+        if is_unchanged:
             return self
         raise UsageError(
             f"The parameters of a parallel model cannot be moved, cast or replaced: its plan has them in {self.plan.precision.storage} "
@@ -218,7 +215,7 @@ class PlannedModule(nn.Module):
         )
 
     def apply(self, fn: Callable[..., Any]) -> NoReturn:
-        """Of a module: calls a function for every layer, of which a parallel model has none.
+        """Would call a function for every layer, but a parallel model has no layers.
 
         Raises:
             UsageError: always.
@@ -237,7 +234,7 @@ class PlannedModule(nn.Module):
     register_backward_hook = register_full_backward_hook = register_full_backward_pre_hook = _no_hooks
 
     def _replicate_for_data_parallel(self) -> NoReturn:
-        """What DataParallel asks of a module.
+        """Refuses DataParallel, which calls it.
 
         Raises:
             UsageError: always.
@@ -246,7 +243,7 @@ class PlannedModule(nn.Module):
 
     # --- what cannot be
 
-    if not TYPE_CHECKING:  # which knows better what there is
+    if not TYPE_CHECKING:  # a type checker should report unknown attributes
 
         def __getattr__(self, name: str) -> Any:
             try:
@@ -259,10 +256,10 @@ class PlannedModule(nn.Module):
                 raise absent(name, None if given is None else given.model) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As Python's: modules and parameters that are set do not become parts of this one.
+        """Sets an attribute; modules and parameters do not become parts of this module.
 
         Raises:
-            UsageError: a module or parameter is set, which no step would run or train; FSDP takes the model for one to shard.
+            UsageError: a module or parameter is set, which no step would run or train; or FSDP wraps the model.
         """
         if name in _MANAGED:
             raise _wrapped("FullyShardedDataParallel")
@@ -275,7 +272,7 @@ class PlannedModule(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """What DistributedDataParallel asks first of all of a module.
+        """Refuses DistributedDataParallel, which reads it first.
 
         Raises:
             UsageError: always.
@@ -283,7 +280,7 @@ class PlannedModule(nn.Module):
         raise _wrapped("DistributedDataParallel")
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        """For ``copy`` and ``pickle``.
+        """Refuses ``copy`` and ``pickle``.
 
         Raises:
             UsageError: always.
@@ -296,7 +293,7 @@ class PlannedModule(nn.Module):
 
 
 class _NoWrappers(dict[str, Any]):
-    """Where torch's composable wrappers (``fully_shard``, ``replicate``, ``checkpoint``) look whether a module has them already."""
+    """The registry of a module that torch's composable wrappers (``fully_shard``, ``replicate``, ``checkpoint``) read; it refuses."""
 
     def __contains__(self, name: object) -> bool:
         raise _wrapped("fully_shard, FullyShardedDataParallel or replicate")

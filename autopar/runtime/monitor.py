@@ -1,10 +1,9 @@
-"""Self-correction: the first steps of a run are timed by category and held against the plan's prediction.
+"""Times the first steps of a run by category and compares them with the plan's prediction.
 
-A clock switches between categories, exclusively: what starts inside another stops that one until it ends. On a CPU it
-reads wall time; collectives are caught where torch.distributed has them, for the few steps that are measured and no
-longer, and their category is that of their process group. On a GPU it records events in the stream of computation, which
-are read once a step is done: collectives run beside it on streams of their own, and to wait for each would change what is
-measured, so that a step is told apart into the optimizer and the rest.
+A clock switches between exclusive categories: one that starts inside another stops that one until it ends. On a CPU it reads wall time.
+Collectives are caught in torch.distributed, only during the measured steps, and their category is that of their process group. On a GPU the
+clock records events in the stream of computation, which are read after the step. Collectives run on other streams, and waiting for each
+would change what is measured, so a step is only divided into the optimizer and the rest.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ _BETWEEN = "between"
 
 
 class Clock:
-    """Adds up exclusive time by category, one step at a time."""
+    """Adds up exclusive times by category, for one step at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -73,7 +72,7 @@ class Clock:
         self._marks: list[tuple[str, Any]] = []
 
     def begin(self) -> dict[str, float]:
-        """Ends a step, begins the next one; seconds by category of the one that ended, ``between`` for what had none."""
+        """Ends a step and begins the next; returns the seconds by category of the one that ended, with ``between`` for time outside any."""
         self._mark()
         marks, self._marks = self._marks, self._marks[-1:]
         self._stack.clear()
@@ -85,7 +84,7 @@ class Clock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What runs inside belongs to ``name``, apart from what is inside of another part there."""
+        """The context whose time belongs to ``name``, except for parts inside it."""
         self.enter(name)
         try:
             yield
@@ -93,7 +92,7 @@ class Clock:
             self.leave()
 
     def enter(self, name: str) -> None:
-        """Begins a part; on a GPU streams other than that of computation are not seen."""
+        """Begins a part; on a GPU only the stream of computation is timed."""
         self._stack.append(name)
         self._mark()
 
@@ -122,15 +121,15 @@ class Clock:
 
 
 class Monitor:
-    """Watches the first steps of a :class:`ParallelModel` on this rank; every rank of the job has one.
+    """Times the first steps of a :class:`ParallelModel` on this rank; every rank of the job has one.
 
     Args:
         plan, world: of the run.
-        log_dir: where rank 0 writes the log; nowhere when None.
+        log_dir: the folder in which rank 0 writes the log; None for no log.
 
     Attributes:
-        record: the comparison, on every rank, once it is made.
-        is_active: whether steps are still watched; the methods below cost nothing to speak of when not.
+        record: the comparison, on every rank, after it is made.
+        is_active: whether steps are still timed; if not, the methods cost next to nothing.
     """
 
     def __init__(
@@ -157,16 +156,16 @@ class Monitor:
         self.is_active = True
 
     def holds(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Whose optimizer is timed."""
+        """Sets the parameters whose optimizer is timed."""
         self._mine = frozenset(id(parameter) for parameter in parameters)
 
     # --- a step
 
     def begin_step(self, *, is_timed: bool = True) -> None:
-        """Before a step's forward. Once enough steps are done all ranks meet here and compare.
+        """Begins a step before its forward. After the last measured step all ranks meet here and compare.
 
         Args:
-            is_timed: its time says something of the plan.
+            is_timed: whether the time of the step is to be compared with the plan.
         """
         self._is_timed = is_timed and self.is_active
         if not self._is_timed:
@@ -175,7 +174,7 @@ class Monitor:
         self._caught.close()
         if self._clock is not None:
             done = self._clock.begin()
-            if self._has_ended:  # an evaluation alone has no end
+            if self._has_ended:  # a step without backward has no end
                 self._steps.append(done)
         elif self._seen > WARM_UP_STEPS:
             self._start()
@@ -189,18 +188,18 @@ class Monitor:
             self._clock.enter(COMPUTE)
 
     def end_step(self) -> None:
-        """After the sums of gradients."""
+        """Ends a step after its gradient sums."""
         if self._is_timed and self._clock is not None:
             self._caught.close()
             self._clock.leave()
             self._has_ended = True
 
     def part(self, name: str) -> AbstractContextManager[None]:
-        """See :meth:`Clock.part`."""
+        """As :meth:`Clock.part`, while steps are timed."""
         return nullcontext() if self._clock is None or self._is_coarse else self._clock.part(name)
 
     def close(self) -> None:
-        """Stops watching."""
+        """Stops timing."""
         self.is_active, self._clock = False, None
         self._caught.close()
         self._undo.close()
@@ -226,21 +225,21 @@ class Monitor:
         self._undo.callback(register_optimizer_step_post_hook(on_own(clock.leave)).remove)
 
     def _finish(self) -> None:
-        """Medians of all ranks, the verdict, the log."""
+        """Computes the medians of all ranks and the comparison, and writes the log."""
         steps, self._steps = self._steps, []
         self.close()
         world = self._world
-        mine = step_of([{k: v for k, v in step.items() if k != _BETWEEN} for step in steps])
+        seconds = step_of([{k: v for k, v in step.items() if k != _BETWEEN} for step in steps])
         between = sorted(step.get(_BETWEEN, 0.0) for step in steps)[len(steps) // 2]
-        own = RankTimes(
+        times = RankTimes(
             rank=world.rank,
-            seconds=mine,
+            seconds=seconds,
             between_s=between,
             reserved_bytes=self._memory.reserved_bytes(),
             measured_bytes=self._memory.peak_bytes(),
             predicted_bytes=predicted_bytes(self._plan, world.rank),
         )
-        ranks = Meeting(world.host_group()).all(own)
+        ranks = Meeting(world.host_group()).all(times)
         self.record = record_of(
             self._plan, ranks, num_steps=len(steps), memory_kind=self._memory.kind, is_coarse=self._is_coarse
         )
@@ -260,30 +259,30 @@ class Monitor:
 
 
 def _categories(world: World) -> dict[str, str]:
-    """Categories by process group; groups that are not here sum gradients and losses over data ranks."""
-    mesh, found = world.device_mesh, dict[str, str]()
+    """Categories by process group; groups that are not included sum gradients and losses over data ranks."""
+    mesh, categories = world.device_mesh, dict[str, str]()
     for axis, name in (("tp", TENSOR), ("cp", CONTEXT), ("pp", PIPELINE)):
         if mesh.get_group(axis).size() > 1:
-            found[mesh.get_group(axis).group_name] = name
+            categories[mesh.get_group(axis).group_name] = name
     for expert in world.meshes[:-1]:
         for axis in sorted(set(expert.mesh_dim_names or ()) & {"ep", "ep_data"}):
-            found.setdefault(expert.get_group(axis).group_name, TENSOR)
-    return found
+            categories.setdefault(expert.get_group(axis).group_name, TENSOR)
+    return categories
 
 
 @contextmanager
 def _caught(home: Any, names: Iterable[str], clock: Clock, groups: Mapping[str, str], *, waits: bool) -> Iterator[None]:
-    """Functions of a module run inside the part of their process group, until the context ends.
+    """Times the functions of a module in the category of their process group, until the context ends.
 
-    ``waits``: results may be under way, and are waited for.
+    With ``waits`` it waits for results that are asynchronous.
     """
-    kept = {name: getattr(home, name) for name in names if hasattr(home, name)}
+    originals = {name: getattr(home, name) for name in names if hasattr(home, name)}
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = (*args, *kwargs.values())
-            group = next((g for g in given if isinstance(g, dist.ProcessGroup)), None)
+            arguments = (*args, *kwargs.values())
+            group = next((g for g in arguments if isinstance(g, dist.ProcessGroup)), None)
             clock.enter(DATA if group is None else groups.get(group.group_name, DATA))
             try:
                 result = function(*args, **kwargs)
@@ -293,17 +292,17 @@ def _caught(home: Any, names: Iterable[str], clock: Clock, groups: Mapping[str, 
 
         return call
 
-    for name, function in kept.items():
+    for name, function in originals.items():
         setattr(home, name, timed(function))
     try:
         yield
     finally:
-        for name, function in kept.items():
+        for name, function in originals.items():
             setattr(home, name, function)
 
 
 class _Memory:
-    """Peak memory since :meth:`reset`: of CUDA's allocator, or pages of this process over those at its beginning."""
+    """Peak memory since :meth:`reset`: of CUDA's allocator, or resident memory of this process in excess of that at its start."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -326,15 +325,15 @@ class _Memory:
         return None if now is None or self._before is None else max(now - self._before, 0)
 
     def reserved_bytes(self) -> int | None:
-        """What the allocator held at most; None where there is none of CUDA's."""
+        """The most that CUDA's allocator has reserved; None on CPUs."""
         return int(torch.cuda.max_memory_reserved(self._device)) if self._device.type == "cuda" else None
 
 
 def _pages(key: str) -> int | None:
-    """Bytes of a line of /proc/self/status; None where the system has none."""
+    """Bytes in a line of /proc/self/status; None if the system has no such file."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    found = next((line for line in lines if line.startswith(f"{key}:")), None)
-    return None if found is None else int(found.split()[1]) * 1024
+    entry = next((line for line in lines if line.startswith(f"{key}:")), None)
+    return None if entry is None else int(entry.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""A model that trains in parallel: what ``autopar.parallelize`` returns."""
+"""A model that trains in parallel: the class of the result of ``autopar.parallelize``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _not_compiled(method: _Method) -> _Method:
-    """Around a step: ``torch.compile`` leaves it as it is. It would follow its counters and random streams as constants."""
+    """Excludes a method from ``torch.compile``, which would take its counters and random seeds for constants."""
     reason = "steps are programs that a plan has made, with collectives between them"
     return cast("_Method", torch.compiler.disable(method, reason=reason))  # type: ignore[no-untyped-call]
 
@@ -58,20 +58,20 @@ def _not_compiled(method: _Method) -> _Method:
 class ParallelModel(PlannedModule):
     """One rank's part of a model under a plan; every rank of the job makes one and calls the same methods.
 
-    A ``torch.nn.Module`` (see :mod:`autopar.runtime.module` for what that means of it).
+    It is a ``torch.nn.Module``; :mod:`autopar.runtime.module` says how it differs from others.
 
     Attributes:
-        plan: what is executed.
-        data_rank, data_size: for samplers: which part of the global batch this rank takes.
-        samples: which samples of the global batch these are, ``samples.start`` to ``samples.stop - 1``.
-        step_count: training steps done; the random streams follow from it and from ``seed``.
-        monitor: holds the first steps against the plan's prediction.
+        plan: the plan that it executes.
+        data_rank, data_size: the part of the global batch that this rank takes, and the number of parts; for samplers.
+        samples: the samples of the global batch in this part, ``samples.start`` to ``samples.stop - 1``.
+        step_count: training steps done; it determines the random streams, together with ``seed``.
+        monitor: compares the first steps with the plan's prediction.
 
     Args:
-        log_dir: where :class:`~autopar.runtime.monitor.Monitor` writes; nowhere when None.
+        log_dir: the folder of the log of :class:`~autopar.runtime.monitor.Monitor`; None for no log.
 
     Raises:
-        RuntimeMismatchError: the plan's precision is one that is planned, but not run.
+        RuntimeMismatchError: the plan's precision can be planned, but not run.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ParallelModel(PlannedModule):
         self._alarm = Alarm(world.rank, self.plan.mesh.world_size, recovers=recovers, launched=launched)
         weakref.finalize(self, self._alarm.close)
         self._calls = Calls(world, self._alarm, world.meeting_group(), self._gradients)
-        # this and what else is kept has no reference back to self: a model that is left goes at once, and its hooks with it
+        # no attribute refers back to self, so that an unused model is freed at once, with its hooks
         self._batches = Batches(program, world, self._shared, self._alarm, self._calls)
         self._scaler = scaler = ParallelScaler(self.plan.precision, held, self._calls, self._norm.group, world.device)
         stages = self._assembly.stages
@@ -105,8 +105,8 @@ class ParallelModel(PlannedModule):
         self._facts = ModelFacts.of(weights.model)
         self._checkpointed = Checkpointed(self.plan, world, held, self._state, self._untrained)
         inputs, is_single = program.graph.inputs, len(program.stages) == 1
-        self._single = Accumulation(stages[0], self.plan, inputs, scaler.of) if is_single else None
-        self._runner = self._single or Pipeline(stages, program, world, self.monitor, scaler.of)
+        self._accumulation = Accumulation(stages[0], self.plan, inputs, scaler.of) if is_single else None
+        self._runner = self._accumulation or Pipeline(stages, program, world, self.monitor, scaler.of)
         self._local_steps = LocalSteps(
             (h.parameter for h in held),
             on_host="optimizer" in self.plan.offload,
@@ -131,17 +131,17 @@ class ParallelModel(PlannedModule):
 
     @property
     def original_model(self) -> nn.Module | None:
-        """What was given to ``autopar.parallelize``, as long as somebody has it: its config, and what its forward takes."""
+        """The model that was given to ``autopar.parallelize``, while it exists; it has the config and the signature of forward."""
         return self._given.model
 
     # --- parameters
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The model's state dict, complete, on every rank's CPU: ``model.load_state_dict(par.full_state_dict())``.
+        """The complete state dict of the model, on every rank's CPU: ``model.load_state_dict(par.full_state_dict())``.
 
         All ranks call it. Parameters that the loss does not use and buffers that no step changes are as they were given.
 
-        For models that fit one rank; others are saved by :meth:`save` and :meth:`save_pretrained`.
+        It is for models that fit one rank; others are saved by :meth:`save` and :meth:`save_pretrained`.
         """
         self._given.knows_weights()
         with self._calls.at_once("full_state_dict"):
@@ -151,7 +151,7 @@ class ParallelModel(PlannedModule):
             return self._untrained.completed(trained, self._checkpointed.meeting.all)
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """All gradients whole, on every rank's CPU; of a scaled loss as long as they are not unscaled. All ranks call it."""
+        """All gradients, complete, on every rank's CPU; of a scaled loss until they are unscaled. All ranks call it."""
         with self._calls.at_once("full_gradients"):
             return full_state_dict(self._program, self._world, self._assembly.held, gradients=True)
 
@@ -159,22 +159,20 @@ class ParallelModel(PlannedModule):
 
     @_not_compiled
     def train_step(self, batch: Batch) -> Tensor:
-        """Forward and backward of one step; gradients are added to those that the parameters have.
+        """Runs forward and backward of one step, which adds gradients to those that the parameters have.
 
         In fp16 they are those of the loss times the scale, until :meth:`grad_scaler` has unscaled them.
 
         Args:
-            batch: the inputs by name (lists and dicts of tensors as the model takes them), with the global batch (the
-                same on every rank, each takes its part) or this rank's samples alone. Floating inputs are cast to what
-                the plan computes in.
+            batch: the inputs by name (lists and dicts of tensors as the model takes them), with the global batch (the same on every rank,
+                of which each takes its part) or only this rank's samples. Floating inputs are cast to the plan's compute dtype.
 
         Returns:
             The loss of the global batch, a scalar, the same on every rank.
 
         Raises:
-            UsageError: the batch has other inputs or another size than the plan, or one that needs a gradient; ranks that share
-                samples were given different ones (looked at in the first step, and seldom later); autocast is on, or gradients
-                are off.
+            UsageError: the batch has other inputs or another size than the plan, or an input that requires a gradient; ranks that share
+                samples were given different ones (checked in the first step, and rarely later); autocast is on, or gradients are off.
             RankFailedError: another rank failed (see :mod:`autopar.runtime.failure_watch`).
         """
         with self._calls.together("train_step"):
@@ -206,18 +204,18 @@ class ParallelModel(PlannedModule):
     def evaluate(self, batch: Batch) -> Tensor:
         """The loss of a batch, as :meth:`train_step` takes it, without gradients and dropout; all ranks call it.
 
-        Batch norms read their running statistics. Parameters, gradients, buffers and counters stay as they are. Modules that run as they are written (opaque regions) are in
-        their ``eval()``; what else a model does only in ``eval()`` a plan does not know, as it has been traced in training.
+        Batch norms read their running statistics. Parameters, gradients, buffers and counters do not change. Opaque regions, which run as
+        written, are in ``eval()``. A plan does not know what else a model does only in ``eval()``, as it was traced in training.
 
         Raises:
-            UsageError: the batch does not fit the plan; the model draws random numbers of its own, or has buffers that
-                training changes and that are no running statistics of a torch ``BatchNorm``.
+            UsageError: the batch does not fit the plan; the model draws random numbers other than dropout, or training changes buffers that
+                are no running statistics of a torch ``BatchNorm``.
         """
         with ordinary(), self._calls.together("evaluate"):
             self._calls.meet("evaluate")
-            return self._loss.of(self._quiet_forward(batch, "evaluate")[0])
+            return self._loss.of(self._evaluation_forward(batch, "evaluate")[0])
 
-    def _quiet_forward(self, batch: Batch, purpose: str) -> tuple[Tensor | None, PartialBatch | None]:
+    def _evaluation_forward(self, batch: Batch, purpose: str) -> tuple[Tensor | None, PartialBatch | None]:
         """This rank's part of the loss, as in ``eval()``."""
         check_evaluates(self._program, self._unknown_in_eval)
         check_modes(self.plan, self._world.device, learns=False)
@@ -237,18 +235,18 @@ class ParallelModel(PlannedModule):
 
     @_not_compiled
     def predict(self, batch: Batch, *, gather: bool = True) -> Any:
-        """What the model returns for a batch, without gradients and dropout, under any plan; all ranks call it.
+        """The output of the model for a batch, without gradients and dropout, under any plan; all ranks call it.
 
-        Batch norms read their running statistics. Parameters, gradients, buffers, counters and ``training`` stay as they are.
+        Batch norms read their running statistics. Parameters, gradients, buffers, counters and ``training`` do not change.
 
         Args:
-            batch: as :meth:`evaluate` takes it. Inputs that only the loss needs (labels) may be left out: then the loss is None.
-            gather: tensors are complete for the batch that was given: of the global batch on every rank, or of this rank's samples.
-                False: tensors of the global batch stay split, as DTensors on the plan's mesh.
+            batch: as for :meth:`evaluate`. Inputs that only the loss needs (labels) may be left out: then the loss is None.
+            gather: whether tensors are complete for the batch that was given: the global batch, on every rank, or this rank's samples. If
+                not, tensors of the global batch stay split, as DTensors on the plan's mesh.
 
         Returns:
-            The model's own structure, with the loss of the global batch where the model has it. What is neither a tensor nor a
-            plain value in it is None, as caches are.
+            The model's own structure, with the loss of the global batch if the model returns one. Anything in it but tensors and plain
+            values is None, such as caches.
 
         Raises:
             UsageError: as :meth:`evaluate`.
@@ -260,25 +258,24 @@ class ParallelModel(PlannedModule):
     def _predict(self, batch: Batch, *, gather: bool) -> Any:
         full, missing = self._outputs.filled(batch)
         if self._outputs.is_loss_alone:
-            return self._loss.of(self._quiet_forward(full, "predict")[0])
+            return self._loss.of(self._evaluation_forward(full, "predict")[0])
         with self._outputs.taking():
-            loss, partial = self._quiet_forward(full, "predict")
+            loss, partial = self._evaluation_forward(full, "predict")
             total = self._loss.of(loss)
             given = None if missing else total
             return self._outputs.made(batch, partial, loss=given, missing=missing, gather=gather)
 
     @_not_compiled
     def forward(self, *given: Any, **batch: Any) -> Any:
-        """What ``par(**batch)`` is: what the model returns. After ``par.eval()`` it is :meth:`predict`, under any plan.
+        """The result of ``par(**batch)``: the output of the model. After ``par.eval()`` it is :meth:`predict`, under any plan.
 
-        In training its loss is that of the global batch, whose ``backward()`` leaves summed gradients; for plans of one pipeline
-        stage, others have :meth:`train_step`. Micro-batches of the plan are kept all at once until backward, as :meth:`train_step`
-        does not. Other tensors have no gradient, and stay where they are: as DTensors, where this rank has not all of one for the
-        samples that it was given. Where ``loss_fn`` makes the loss it is the loss alone.
+        In training its loss is that of the global batch, whose ``backward()`` leaves summed gradients. This requires a plan of one pipeline
+        stage; others have :meth:`train_step`. Activations of all micro-batches are kept until backward, unlike in :meth:`train_step`. Other
+        tensors have no gradient. They are DTensors if this rank does not have all of one for the samples that it was given. If ``loss_fn``
+        computes the loss, the result is the loss.
 
         Raises:
-            UsageError: the model is in training and the plan has pipeline stages, or the batch does not fit the plan, or is not
-                given by names.
+            UsageError: the model is in training and the plan has several pipeline stages; the batch does not fit the plan, or has no names.
         """
         batch = with_names(given, batch, self._names_of_inputs)
         if not self.training:
@@ -296,7 +293,7 @@ class ParallelModel(PlannedModule):
             return self._outputs.made(batch, partial, loss=loss, gather=False, communicates=False)
 
     def _called_loss(self, batch: Batch) -> tuple[Tensor, PartialBatch | None]:
-        if self._single is None:
+        if self._accumulation is None:
             raise UsageError(
                 f"A model of {len(self._program.stages)} pipeline stages cannot be called in training: forward and backward run together",
                 fix="Replace `loss = par(**batch); loss.backward()` by `loss = par.train_step(batch)`, or the call by "
@@ -312,20 +309,19 @@ class ParallelModel(PlannedModule):
         count = self._batches.count(partial)
         self._begin_forward(local, partial)
         parts = micro_batches(local, self._program.graph.inputs, count)
-        losses = [self._single.forward(part, number) for number, part in enumerate(parts)]
+        losses = [self._accumulation.forward(part, number) for number, part in enumerate(parts)]
         loss = losses[0] if count == 1 else torch.stack(losses).sum()
         self._commit()
         if loss.requires_grad:
             self.step_count += 1
-        return self._loss.called(loss, self._begin_called, self._finish_called, self.parameters()), partial
+        return self._loss.called(loss, self._begin_backward, self._finish_backward, self.parameters()), partial
 
     def grad_scaler(self, **options: Any) -> ParallelScaler:
-        """The ``torch.amp.GradScaler`` of this model, made once: for a plan in fp16, and switched off for others.
+        """The ``torch.amp.GradScaler`` of this model, made once; it is disabled unless the plan is in fp16.
 
-        All is as torch has it, but that all ranks skip a step where a gradient of any of them is not finite, and that
-        :meth:`train_step` scales by itself: ``scaler.scale(...)`` is for the loss of ``par(**batch)``. Then
-        ``scaler.unscale_(optimizer)`` before :meth:`clip_grad_norm_`, ``scaler.step(optimizer)``, ``scaler.update()``.
-        :meth:`save` keeps its state, :meth:`load` brings it back.
+        It differs from torch's in two ways. All ranks skip a step if a gradient of any rank is not finite. :meth:`train_step` scales its
+        loss by itself, so ``scaler.scale(...)`` is only for the loss of ``par(**batch)``. As usual, call ``scaler.unscale_(optimizer)``
+        before :meth:`clip_grad_norm_`, ``scaler.step(optimizer)`` and ``scaler.update()``. :meth:`save` and :meth:`load` keep its state.
 
         Args:
             options: of ``torch.amp.GradScaler``: ``init_scale`` (65536), ``growth_factor`` (2), ``backoff_factor`` (0.5),
@@ -337,10 +333,10 @@ class ParallelModel(PlannedModule):
         return self._scaler.make(**options)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales all gradients so that the 2-norm of the whole model's is at most ``max_norm``; returns the norm.
+        """Scales all gradients so that their 2-norm over the complete model is at most ``max_norm``; returns the norm.
 
-        Torch's function of this name takes what one rank holds for the whole: with pipeline stages, or experts over data
-        ranks, ranks would scale by different norms.
+        Torch's function of this name computes the norm of one rank's parameters: with pipeline stages, or experts split over data ranks,
+        ranks would scale by different norms.
 
         Raises:
             UsageError: gradients are still those of a scaled loss.
@@ -350,7 +346,7 @@ class ParallelModel(PlannedModule):
         return norm
 
     def grad_norm(self) -> Tensor:
-        """The 2-norm of all gradients of the whole model, a scalar, the same on every rank; all ranks call it.
+        """The 2-norm of all gradients of the model, a scalar, the same on every rank; all ranks call it.
 
         Raises:
             UsageError: gradients are still those of a scaled loss.
@@ -358,44 +354,43 @@ class ParallelModel(PlannedModule):
         return self._norm_of("grad_norm")
 
     def scale_gradients_(self, norm: Tensor, max_norm: float) -> None:
-        """What :meth:`clip_grad_norm_` does once it has the norm."""
+        """Does the scaling of :meth:`clip_grad_norm_`, given the norm."""
         clip(self._assembly.held, norm, max_norm)
 
     def _norm_of(self, call: str) -> Tensor:
         self._scaler.check_unscaled()
-        with self._calls.at_once(call, meets=False):  # the norm is a meeting of its own
+        with self._calls.at_once(call, meets=False):  # the norm's sum synchronises the ranks
             return self._norm()
 
     def non_finite_gradients(self) -> list[str]:
-        """Names of up to three parameters on each rank whose gradients are infinite or no number, of all ranks, on every rank."""
+        """Names of parameters with infinite or NaN gradients, up to three from each rank; the same on every rank, all of which call it."""
         own = [h.key for h in self._assembly.held if h.gradient is not None and not bool(h.gradient.isfinite().all())]
         with self._calls.at_once("non_finite_gradients"):
             found = self._checkpointed.meeting.all(own[:3])
         return sorted({name for names in found for name in names})
 
     def largest(self, *values: float) -> list[float]:
-        """Of each number the largest that any rank gives; the same on every rank, all of which call it."""
+        """For each number the largest of all ranks; the same on every rank, all of which call it."""
         with self._calls.at_once("largest", meets=False):
             return [max(found) for found in zip(*self._checkpointed.meeting.all(values), strict=True)]
 
     def memory_error(self, error: BaseException) -> AutoparError:
-        """Of an error of torch's that there is no memory left: one that says what was predicted, and what there is."""
+        """The error for one of torch's that there is no memory left; it compares what was predicted with what is used."""
         return self._memory_report.error()
 
     def dataloader(self, dataset: Dataset[Any], **options: Any) -> PlannedLoader:
         """A ``torchdata.stateful_dataloader.StatefulDataLoader`` that gives each rank its part of global batches.
 
-        Ranks that share samples load the same ones. A batch smaller than the plan's (the last of an epoch) is loaded whole by
-        every rank, as steps take it. All ranks give the same options.
+        Ranks that share samples load the same ones. Every rank loads all of a batch smaller than the plan's (the last of an epoch), as
+        steps require. All ranks give the same options.
 
         Args:
-            dataset: with a length and numbered samples, or a stream: what iterates over samples, in the same order on each rank.
-            options: ``batch_size`` (of the global batch; the plan's, or smaller), ``shuffle`` (True), ``seed`` (0; both
-                not of a stream), ``drop_last`` (False), and those of torch's ``DataLoader``, such as ``collate_fn`` and ``num_workers``.
+            dataset: a data set with a length and indices, or a stream, which iterates over samples in the same order on each rank.
+            options: ``batch_size`` (of the global batch; the plan's, or smaller), ``shuffle`` (True), ``seed`` (0; not for a stream, as
+                shuffle), ``drop_last`` (False), and those of torch's ``DataLoader``, such as ``collate_fn`` and ``num_workers``.
 
         Raises:
-            UsageError: torchdata is missing, or the data set's batches cannot be computed (in training, or after ``par.eval()`` in an
-                evaluation).
+            UsageError: torchdata is missing, or the batches cannot be computed (in training, or in evaluation after ``par.eval()``).
         """
         from autopar.runtime.data import planned_loader
 
@@ -413,18 +408,18 @@ class ParallelModel(PlannedModule):
         dataloader: Any = None,
         extra: Any = None,
     ) -> None:
-        """Writes a checkpoint, from which any plan goes on: in place of the one that is there, or not at all. All ranks call it.
+        """Writes a checkpoint, from which any plan can continue; it replaces an existing one completely or not at all. All ranks call it.
 
-        It has the model complete, the optimizer, the scaler, seed and step, the plan, the random states of Python, numpy, torch and
-        CUDA on each rank, and what is given besides. Every rank writes its share; no file of it is a pickle.
+        It has the complete model, the optimizer, the scaler, seed and step, the plan, the random states of Python, numpy, torch and CUDA on
+        each rank, and the other arguments. Every rank writes its share; no file is a pickle.
 
         Args:
-            scheduler, dataloader: one, or a list of such: what has ``state_dict`` and ``load_state_dict``, with numbers, texts,
-                tensors and containers of them.
-            extra: such a value, that of rank 0; :meth:`load` gives it back.
+            scheduler, dataloader: an object, or a list of objects, with ``state_dict`` and ``load_state_dict``, whose states have numbers,
+                texts, tensors and containers of them.
+            extra: such a value, from rank 0; :meth:`load` returns it.
 
         Raises:
-            UsageError: the folder cannot be written, or a state cannot be kept; on all ranks alike. What was there is unchanged.
+            UsageError: the folder cannot be written, or a state cannot be saved; raised on all ranks. An existing checkpoint is unchanged.
         """
         with self._calls.at_once("save"):
             beside = {SCHEDULER: scheduler, LOADER: dataloader, EXTRA: extra}
@@ -440,11 +435,11 @@ class ParallelModel(PlannedModule):
     def save_pretrained(self, path: str | Path, *, max_shard_size: str | int = "5GB") -> None:
         """Writes the weights as transformers does, in the model's dtypes: ``from_pretrained`` and ``weights=DIR`` read them.
 
-        Safetensors under the model's names (tied weights once), in files of at most ``max_shard_size`` with an index, and the
-        configuration, where the model has one of transformers. All ranks call it; none of them has the complete model.
+        It writes safetensors under the model's names (tied weights once), in files of at most ``max_shard_size`` with an index, and the
+        configuration, if the model has one of transformers. All ranks call it; none of them holds the complete model.
 
         Raises:
-            UsageError: the folder cannot be written; on all ranks alike.
+            UsageError: the folder cannot be written; raised on all ranks.
         """
         with self._calls.at_once("save_pretrained"):
             self._memory.check_memory()
@@ -467,18 +462,18 @@ class ParallelModel(PlannedModule):
         dataloader: Any = None,
         allow_pickle: bool = False,
     ) -> Any:
-        """Reads what :meth:`save` wrote under any plan; gives its ``extra``. All ranks call it.
+        """Reads what :meth:`save` wrote under any plan; returns its ``extra``. All ranks call it.
 
-        Each rank reads and verifies what it needs before anything is changed. Random states are brought back where the number of
-        ranks is that of the job that saved.
+        Each rank reads and verifies what it needs before anything is changed. Random states are restored if the job has as many ranks as
+        the one that saved.
 
         Args:
-            allow_pickle: also read checkpoints of autopar before checkpoints had an index in JSON. Their index is a pickle, by which
-                whoever can write the file may run code in this job, and damage in them is not found. For files that you trust.
+            allow_pickle: also read checkpoints of older versions, before they had an index in JSON. Their index is a pickle, by which
+                whoever can write the file may run code in this job, and damage in them is not detected. Use it for files that you trust.
 
         Raises:
-            CheckpointError: the folder has no checkpoint, or a damaged one: names the file and the tensor; on all ranks alike.
-            PlanError: the checkpoint is of another model, optimizer or number of data ranks; on all ranks alike.
+            CheckpointError: the folder has no checkpoint, or a damaged one; names the file and the tensor; raised on all ranks.
+            PlanError: the checkpoint is of another model, optimizer or number of data ranks; raised on all ranks.
         """
         with self._calls.at_once("load"):
             self._memory.check_memory()
@@ -489,12 +484,12 @@ class ParallelModel(PlannedModule):
             self._scaler.numbers = progress["scaler"]
         return extra
 
-    # --- as a module has it (``state_dict`` and ``load_state_dict``, which torch.distributed.checkpoint calls)
+    # --- state_dict and load_state_dict of a module, which torch.distributed.checkpoint calls
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """This rank's parameters, the buffers that it changes, and what else goes on from step to step.
+        """Adds this rank's parameters, the buffers that it changes, and the state that steps continue from.
 
-        All ranks call it where the plan has lengthened a vocabulary, which is in it as the model has it.
+        All ranks call it if the plan has lengthened a vocabulary, which is saved at the model's length.
         """
         with self._calls.at_once("state_dict", meets=self._module_state.is_lengthened):
             self._memory.check_memory()
@@ -511,7 +506,7 @@ class ParallelModel(PlannedModule):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """In place. The state may also have the model's own names, with whole parameters (:meth:`full_state_dict`)."""
+        """Loads in place. The state may also have the model's own names, with complete parameters (:meth:`full_state_dict`)."""
         if local_metadata.get("assign_to_params_buffers"):
             error_msgs.append("load_state_dict(assign=True) would replace the memory that steps read: leave assign out")
             return
@@ -526,13 +521,13 @@ class ParallelModel(PlannedModule):
             self.set_extra_state(state_dict[prefix + EXTRA_STATE])
 
     def get_extra_state(self) -> dict[str, Tensor]:
-        """The seed, the number of steps, and the scaler's state (zeros where there is none): tensors, which no file pickles."""
+        """The seed, the number of steps, and the scaler's state (zeros if there is none), as tensors, which need no pickle."""
         numbers = self._scaler.numbers or {}
         scaler = torch.tensor([numbers.get(name, 0.0) for name in SCALER_NUMBERS], dtype=torch.float64)
         return {"scaler": scaler, "seed": torch.tensor(self.seed), "step": torch.tensor(self.step_count)}
 
     def set_extra_state(self, state: Mapping[str, Tensor]) -> None:
-        """What :meth:`get_extra_state` gave."""
+        """Restores the result of :meth:`get_extra_state`."""
         self.seed, self.step_count = int(state["seed"]), int(state["step"])
         if self._scaler.is_wanted and state["scaler"].any():
             self._scaler.numbers = dict(zip(SCALER_NUMBERS, state["scaler"].tolist(), strict=True))
@@ -540,12 +535,12 @@ class ParallelModel(PlannedModule):
     # --- inside a step
 
     def _commit(self) -> None:
-        """After the last micro-batch of a step: buffers that it changes have their new values."""
+        """Gives the buffers that a step changes their new values, after its last micro-batch."""
         self._state.commit()
         self._show_buffers(self._state.named())
 
     def _begin_forward(self, local: Batch, partial: PartialBatch | None) -> None:
-        """Totals of the global batch and random streams, before the first micro-batch."""
+        """Computes totals of the global batch and sets the random streams, before the first micro-batch."""
         self._memory.check()
         self._given.check(self.step_count)
         self._alarm.runs()
@@ -558,22 +553,22 @@ class ParallelModel(PlannedModule):
             stage.share = 1.0 if partial is None else partial.share
             stage.weights = None if partial is None else partial.weights
 
-    def _begin_called(self) -> None:
-        """At the begin of a backward that the user called."""
+    def _begin_backward(self) -> None:
+        """Begins a backward that the user called."""
         self._scaler.check_called()
         if not self._gradients.is_open:
             self._alarm.begin("backward")
         self._gradients.begin(1)
 
-    def _finish_called(self) -> None:
-        """At its end."""
+    def _finish_backward(self) -> None:
+        """Ends it."""
         self._gradients.finish()
         self._scaler.done()
         self._alarm.end()
         self.monitor.end_step()
 
     def _begin_step(self, batch: Batch, purpose: str) -> PartialBatch | None:
-        """Of a step with gradients; the time of one of fewer samples than the plan's says nothing of the plan."""
+        """Begins a step with gradients. It is timed only if it has the plan's number of samples."""
         partial = self._batches.partial(batch, purpose)
         self.monitor.begin_step(is_timed=partial is None)
         return partial

@@ -1,8 +1,8 @@
-"""Whether ranks that hold the same elements of a parameter still have the same bits, told by checksums made on their devices.
+"""Compares ranks' copies of the same elements of parameters bit by bit, by checksums on their devices, and repairs differences.
 
-What several ranks of ``tp`` or ``cp`` hold whole (norms, routers, attention that is not split) each of them steps by a gradient
-that it has computed itself. Kernels with atomics (backward of attention, scattered sums) add in another order from run to run,
-so such gradients differ by rounding, and nothing brings the copies together again. See docs/adr/0021-replicas.md.
+Parameters that ranks of ``tp`` or ``cp`` replicate (norms, routers, attention that is not split) are stepped on each of them by a gradient
+that the rank has computed itself. Kernels with atomics (backward of attention, scattered sums) add in varying order, so such gradients
+differ by rounding, and the copies would drift apart for good. See docs/adr/0021-replicas.md.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from autopar.runtime.world import World
 from autopar.util.formatting import some
 
 _WIDTH = 1024
-"""Elements of a long tensor are laid in rows of so many: nothing as long as it is made besides it."""
+"""Elements in a row of a long tensor; temporaries are much shorter than the tensor."""
 
 _SHORT = 4 * _WIDTH
-"""Tensors up to this length are joined: each takes a device less time than a host takes to launch one kernel, and a model has many.
-Of longer ones, joined, a CPU has to fetch more memory than the sums of their rows and columns take."""
+"""Tensors up to so many elements are concatenated: a device needs less time for one than a host to launch a kernel.
+
+Concatenating longer ones costs a CPU more memory traffic than the sums of their rows and columns."""
 
 _FACTORS = (-7046029254386353131, -4658895280553007687)
-"""Those of splitmix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"), as signed numbers."""
+"""The factors of splitmix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"), as signed numbers."""
 
 _ROWS = 512
-"""So many fit a cache of a CPU."""
+"""Rows that fit a cache of a CPU."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksums(tensors: Sequence[Tensor]) -> Tensor:
-    """A number of each tensor's bits and their places: [tensors] of int64 on their device, without waiting for it.
+    """A checksum of each tensor's bits and their positions: [tensors] of int64 on their device, without waiting for it.
 
-    Sums of whole numbers over rows and over columns, so that their order does not matter, each times an odd number of its own: one
-    change of any element is seen, and so are elements and rows that have changed places.
+    It sums integers over rows and over columns, so that the order does not matter, and multiplies each sum by an odd number of its own. So
+    it sees a change of any single element, and exchanged elements and rows.
 
     Args:
         tensors: on one device, at least one.
@@ -53,9 +54,9 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     rests = _widened([flat[length:] for flat, length in zip(bits, gridded, strict=True)])
     pieces, sizes = [rests[0].new_zeros(1)], [1]  # sums of the first 0, 1, 2 ... tensors begin with it
     for flat, length, rest in zip(bits, gridded, rests, strict=True):
-        own = [rest, *_sums(flat[:length].view(-1, _WIDTH))]
-        pieces += own
-        sizes.append(sum(piece.numel() for piece in own))
+        parts = [rest, *_sums(flat[:length].view(-1, _WIDTH))]
+        pieces += parts
+        sizes.append(sum(piece.numel() for piece in parts))
     base = _weights(max(sizes), tensors[0].device)
     weights = torch.cat([base[:size] for size in sizes])
     running = torch.cat(pieces).mul_(weights).cumsum_(0)  # modulo 2**64: no bit is lost
@@ -63,27 +64,27 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def events(tensors: Iterable[Tensor]) -> list[torch.cuda.Event]:
-    """For each GPU that has some of them, one behind all that its current stream does until now: numbers on their way can be read then."""
-    made = []
+    """An event on the current stream of each GPU that has some of the tensors; after it, copies launched until now are complete."""
+    recorded = []
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        made.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
-        made[-1].record(torch.cuda.current_stream(device))
-    return made
+        recorded.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+        recorded[-1].record(torch.cuda.current_stream(device))
+    return recorded
 
 
 def _widened(flats: Sequence[Tensor]) -> list[Tensor]:
-    """As int64; all of one dtype are joined and converted at once."""
-    found = list(flats)
+    """The tensors as int64; those of one dtype are concatenated and converted at once."""
+    widened = list(flats)
     for dtype in {flat.dtype for flat in flats}:
         places = [i for i, flat in enumerate(flats) if flat.dtype == dtype]
         joined = torch.cat([flats[i] for i in places]).to(torch.int64)
         for i, part in zip(places, torch.split(joined, [flats[i].numel() for i in places]), strict=True):
-            found[i] = part
-    return found
+            widened[i] = part
+    return widened
 
 
 def _bits(value: Tensor) -> Tensor:
-    """The elements as whole numbers, flat."""
+    """The elements as integers, flattened."""
     value = value.detach()
     flat = (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value.resolve_neg()).contiguous()
     flat = flat.view(-1)
@@ -91,7 +92,7 @@ def _bits(value: Tensor) -> Tensor:
 
 
 def _sums(grid: Tensor) -> list[Tensor]:
-    """Over columns, and over rows; no bit is lost in sums of 64."""
+    """Sums over columns and over rows, in 64 bits without loss."""
     if not grid.numel():
         return []
     if grid.device.type != "cpu":
@@ -113,23 +114,23 @@ def _weights(count: int, device: torch.device) -> Tensor:
 _LOGGER = logging.getLogger("autopar")
 
 EVERY = 1000
-"""Steps from one look to the next, each of which reads all parameters once: a thousandth of a step, or less."""
+"""Steps between comparisons. Each reads all parameters once, so it costs at most a thousandth of the time."""
 
 AXES = ("ep_outer", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 class Replicas:
-    """Compares copies of parameters; every rank of the job makes one and enters the same calls.
+    """Compares copies of parameters; every rank of the job makes one and makes the same calls.
 
     Args:
-        held: of this rank.
-        everyone: the group of all ranks for sums on devices; None for one rank alone.
+        held: the parameters of this rank.
+        everyone: the group of all ranks for sums on devices; None if there is one rank.
     """
 
     def __init__(self, held: Sequence[Held], world: World, everyone: Group | None) -> None:
         self._everyone, self._device, self._rank = everyone, world.device, world.rank
-        self._told = False
-        self._looked_at = 0
+        self._has_warned = False
+        self._last_step = 0
         self._of_axis: list[tuple[Group, list[Held]]] = []
         for axis in AXES:
             if getattr(world.mesh, axis) > 1:
@@ -140,13 +141,13 @@ class Replicas:
                     self._of_axis.append((group, members))
 
     def check(self, step: int) -> None:
-        """Before a step, or an evaluation, that has the number ``step``; looks at one in :data:`EVERY`, once. All ranks call it."""
-        if step % EVERY == 0 and step != self._looked_at:  # an evaluation of many batches has one number
-            self._looked_at = step
+        """Compares before a step or evaluation with the number ``step``, if it is a multiple of :data:`EVERY`, once. All ranks call it."""
+        if step % EVERY == 0 and step != self._last_step:  # an evaluation of many batches has one number
+            self._last_step = step
             self.check_now()
 
     def check_now(self) -> None:
-        """Brings copies that differ back to the value of the first rank that has one, with a warning, once. All ranks call it."""
+        """Gives copies that differ the value of the first rank of their group, with a warning, once. All ranks call it."""
         if self._everyone is None:
             return
         differs = torch.zeros((), dtype=torch.int64, device=self._device)
@@ -154,10 +155,10 @@ class Replicas:
             differs |= _differing(group, members).any()
         dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=self._everyone)
         if int(differs):
-            self._mend()
+            self._repair()
 
-    def _mend(self) -> None:
-        """Axis by axis: what is equal along each is equal everywhere."""
+    def _repair(self) -> None:
+        """Repairs copies axis by axis: copies that are equal along each axis are equal everywhere."""
         names = dict[str, None]()
         with torch.no_grad():
             for group, members in self._of_axis:
@@ -165,8 +166,8 @@ class Replicas:
                     if is_other:
                         dist.broadcast(local_part(held.parameter), group_src=0, group=group)
                         names[held.key] = None
-        if names and not self._told:
-            self._told = True
+        if names and not self._has_warned:
+            self._has_warned = True
             _LOGGER.warning(
                 "rank %d: copies of %s differed from those of other ranks, and have the values of the first of them again: kernels "
                 "that add in no fixed order let them drift apart by rounding (torch.use_deterministic_algorithms(True) keeps most "
@@ -177,7 +178,7 @@ class Replicas:
 
 
 def _differing(group: Group, members: Sequence[Held]) -> Tensor:
-    """Which of them differ anywhere in the group, on the device and the same on all its ranks."""
+    """For each parameter whether it differs anywhere in the group; on the device, the same on all ranks of the group."""
     sums = checksums([local_part(h.parameter) for h in members])
     ends = torch.stack((sums, ~sums))
     dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)

@@ -1,14 +1,13 @@
-"""The state of a model on its ranks: parameters by key or complete, buffers that steps change, and what is beside what trains.
+"""The state of a model on its ranks: trained parameters, untrained tensors, and buffers that steps change.
 
-**This rank's parameters.** Those that a plan has lengthened (vocabularies) are in it as the model has them, whole and on the host: the
-length differs from plan to plan, and a file has one.
+**Trained parameters.** Vocabularies that a plan has lengthened are in the state at the model's length, complete and on the host: the
+lengths of plans differ, and a file has one.
 
-**Beside what trains.** A plan's programs hold none of the parameters that the loss does not use and, on the ranks that read them,
-copies of the buffers that no step changes. So that checkpoints and state dicts are complete all of them are kept besides, each on one
-rank's host.
+**Untrained tensors.** A plan's programs hold no parameters that the loss does not use, and only copies of the buffers that no step changes.
+For complete checkpoints and state dicts each of these is also kept on the host of one rank.
 
-**Changed buffers.** New values replace old ones and never write into them: what a step keeps for backward, recompute included, stays as it
-was. The stage that makes a value passes it on to the stages that read it.
+**Changed buffers.** New values replace old ones and are never written into them, so that what a step keeps for backward, recompute
+included, is unchanged. The stage that computes a value broadcasts it to the stages that read it.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ def full_state_dict(
     *,
     gradients: bool = False,
 ) -> dict[str, Tensor]:
-    """All parameters (or gradients) of the model whole, parts merged, on every rank. All ranks call it.
+    """All parameters (or gradients) of the model, complete, with parts merged, on every rank. All ranks call it.
 
-    ``buffers``: those that this rank's stages make, by name; they are added as they are.
+    ``buffers``: those that this rank's stages compute, by name; they are added unchanged.
     """
     parts: dict[str, Tensor] = {}
     for h in held:
@@ -61,7 +60,7 @@ def full_state_dict(
 
 
 def _merge(program: Program, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Parts of one model parameter side by side, under all of its names."""
+    """Parts of each model parameter concatenated, under all of its names."""
     by_fqn: dict[str, list[Any]] = {}
     for parameter in program.graph.parameters:
         if parameter.name in parts:
@@ -80,24 +79,24 @@ def _merge(program: Program, parts: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 EXTRA_STATE = "_extra_state"
-"""The entry of a ``state_dict`` that has what a module gives by ``get_extra_state``."""
+"""The entry of a ``state_dict`` for the result of a module's ``get_extra_state``."""
 
 
 def names_of(model: nn.Module) -> tuple[str, ...]:
-    """All names of parameters and buffers of a model: those that steps leave alone, too."""
+    """All names of parameters and buffers of a model, including those that steps do not change."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return tuple(name for name, _ in named)
 
 
 def on_host(value: Tensor, padding: Padding | None) -> Tensor:
-    """A tensor whole and as the model has it, on every rank's host; ranks that hold parts of it call together."""
+    """The complete tensor at the model's length, on every rank's host; ranks that hold parts of it call together."""
     whole = value.full_tensor() if isinstance(value, DTensor) else value
     whole = whole if padding is None else whole.narrow(padding.dim, 0, padding.length)
     return whole.to("cpu", copy=True).contiguous()
 
 
 def _put(target: Tensor, padding: Padding | None, value: Tensor) -> str:
-    """Writes into ``target`` its part of ``value``: a DTensor as ``target``, or the whole tensor. Says why not, where it does not fit."""
+    """Writes into ``target`` its part of ``value``, a DTensor like ``target`` or the complete tensor; returns why it does not fit."""
     with torch.no_grad():
         if isinstance(value, DTensor):
             if not isinstance(target, DTensor) or value.shape != target.shape:
@@ -125,15 +124,15 @@ def _put(target: Tensor, padding: Padding | None, value: Tensor) -> str:
 class ModuleState:
     """The entries of one rank's ``state_dict``.
 
-    Parameters are found by their keys, or by the names of the model itself, of which parts are cut.
+    Parameters are found by their keys, or by the names of the model, from whose tensors parts are cut.
 
     Args:
-        parameters: of the program.
-        others: names that a ``state_dict`` of the model has besides.
+        parameters: parameters of the program.
+        others: further names in a ``state_dict`` of the model.
         held: this rank's parameters.
 
     Attributes:
-        is_lengthened: the plan has lengthened a vocabulary.
+        is_lengthened: whether the plan has lengthened a vocabulary.
     """
 
     def __init__(self, parameters: Sequence[Parameter], others: Sequence[str], held: Sequence[Held]) -> None:
@@ -143,7 +142,7 @@ class ModuleState:
         self.is_lengthened = any(parameter.padding is not None for parameter in parameters)
 
     def complete(self, state: dict[str, Any], prefix: str, shown: Collection[str]) -> None:
-        """Takes out what stands for others (``shown``: names of all), and has lengthened parameters as the model has them."""
+        """Removes placeholders and further copies among the registered names ``shown``; cuts parameters to the model's length."""
         for name in set(shown) - {held.key for held in self._held}:
             state.pop(prefix + name, None)  # further copies, and what stands for none
         for held in self._held:
@@ -151,7 +150,7 @@ class ModuleState:
                 state[prefix + held.key] = on_host(held.parameter.detach(), held.padding)
 
     def put(self, state: Mapping[str, Any], prefix: str, buffers: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
-        """Writes parameters and ``buffers`` in place: which are missing, and why some do not fit."""
+        """Writes parameters and ``buffers`` in place; returns the names of missing ones, and the reasons why some do not fit."""
         targets = [(h.key, h.parameter.detach(), h.padding, self._find(h, state, prefix)) for h in self._held]
         targets += [(name, value, None, state.get(prefix + name)) for name, value in buffers.items()]
         missing, problems = list[str](), list[str]()
@@ -163,11 +162,11 @@ class ModuleState:
         return missing, problems
 
     def unexpected(self, state: Mapping[str, Any], prefix: str) -> list[str]:
-        """Names behind ``prefix`` that no rank of the model knows."""
+        """Names with ``prefix`` that no rank of the model knows."""
         return [name for name in state if name.startswith(prefix) and name.removeprefix(prefix) not in self._known]
 
     def _find(self, held: Held, state: Values, prefix: str) -> Tensor | None:
-        """What ``state`` has for a parameter."""
+        """The entry of ``state`` for a parameter."""
         if prefix + held.key in state:
             return state[prefix + held.key]
         parameter = self._parameters[held.name]
@@ -179,14 +178,15 @@ _LOGGER = logging.getLogger("autopar")
 
 
 class Untrained:
-    """The values of one model's, and all names of its state dict.
+    """The untrained tensors of a model, and all names of its state dict.
 
     Attributes:
-        names: of the state dict, in its order, each with the one under which a plan or this knows the tensor (tied ones have several).
-        dtypes, shapes: by the first name, as the model has them.
-        own: values that this rank keeps, by the first name.
-        owners: which rank keeps each.
-        is_parameter: of each first name.
+        names: the names of the state dict, in order. Each has the first name of its tensor, by which the plan or this class knows it (tied
+            tensors have several names).
+        dtypes, shapes: by first name, as in the model.
+        own: values that this rank keeps, by first name.
+        owners: the rank that keeps each.
+        is_parameter: whether it is a parameter, by first name.
     """
 
     def __init__(self, program: Program, world: World, weights: ModelWeights) -> None:
@@ -204,12 +204,12 @@ class Untrained:
         self._copies = _copies(program, world, frozenset(left))
 
     def targets(self) -> list[tuple[str, Tensor]]:
-        """What a checkpoint is read into: the values here, and those that programs of this rank read (:meth:`put` gives them these)."""
+        """The tensors into which a checkpoint is read: values of this rank, and those that its programs read (:meth:`put` takes them)."""
         read = ((name, module.get_buffer(buffer)) for module, buffer, name in self._copies)
         return [(name, torch.empty_like(value)) for name, value in (*self.own.items(), *read)]
 
     def put(self, values: list[tuple[str, Tensor]]) -> None:
-        """Takes what :meth:`targets` gave and a checkpoint has filled; tensors of the user's model stay as they are."""
+        """Takes the result of :meth:`targets` after a checkpoint has filled it; tensors of the user's model are unchanged."""
         own, read = values[: len(self.own)], values[len(self.own) :]
         self.own = dict(own)
         for (module, buffer, _), (_, value) in zip(self._copies, read, strict=True):
@@ -218,14 +218,14 @@ class Untrained:
     def completed(
         self, trained: Mapping[str, Tensor], gather: Callable[[dict[str, Tensor]], list[dict[str, Tensor]]]
     ) -> dict[str, Tensor]:
-        """The state dict: what trains, by the names of the plan, and the rest, which ``gather`` gives of all ranks."""
+        """The complete state dict: trained values by the plan's names, and untrained ones, which ``gather`` collects from all ranks."""
         values = dict(trained)
         for own in gather(self.own):
             values |= {name: value.clone() for name, value in own.items()}
         return {name: values[first] for name, first in self.names.items() if first in values}
 
     def take(self, state: Mapping[str, Tensor], prefix: str = "") -> None:
-        """The values of a state dict that has them, by any of the model's names behind ``prefix``."""
+        """Copies the values of a state dict that has all of them, under any of the model's names with ``prefix``."""
         given = {first: state[prefix + name] for name, first in self.names.items() if prefix + name in state}
         targets = self.targets()
         if all(name in given and given[name].shape == value.shape for name, value in targets):
@@ -235,12 +235,12 @@ class Untrained:
             self.put(targets)
 
     def key(self, name: str) -> str:
-        """Of a first name, in checkpoints."""
+        """The key in checkpoints of a first name."""
         return f"{'model' if self.is_parameter[name] else 'buffer'}.{name}"
 
 
 def _state_names(program: Program, model: nn.Module) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """All names of the state dict, each with its tensor's first one; the tensors by that."""
+    """All names of the state dict, each with the first name of its tensor; and the tensors by first name."""
     fixed = {alias: p.fqn for p in program.graph.parameters for alias in (p.fqn, *p.aliases)}
     named: dict[str, Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -258,7 +258,7 @@ def _state_names(program: Program, model: nn.Module) -> tuple[dict[str, str], di
 
 
 def _value(weights: ModelWeights, name: str, tensor: Tensor, traced: Mapping[str, Tensor]) -> Tensor | None:
-    """A copy on the host; None, with a warning, where it has none."""
+    """A copy on the host; None, with a warning, if the tensor has no value."""
     try:
         if isinstance(tensor, nn.Parameter):
             spec = TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
@@ -275,7 +275,7 @@ def _value(weights: ModelWeights, name: str, tensor: Tensor, traced: Mapping[str
 
 
 def _copies(program: Program, world: World, names: frozenset[str]) -> list[tuple[nn.Module, str, str]]:
-    """Where programs of this rank have such buffers: the module, the name in it, and the model's."""
+    """The places of such buffers in programs of this rank: the module, the name in it, and the model's name."""
     fqns = {b.name: b.fqn for b in program.graph.buffers if b.fqn in names}
     here = [s.prelude for s in program.stages if s.pp_rank == world.coordinate["pp"] and s.prelude is not None]
     preludes = (*here, *program.sums)
@@ -283,11 +283,11 @@ def _copies(program: Program, world: World, names: frozenset[str]) -> list[tuple
 
 
 class State:
-    """What this rank holds of them.
+    """The buffers that steps change, on this rank.
 
     Attributes:
-        values: by the graph's names; those that the rank's stages, or the sums before a step, read or make.
-        own: names of those that its stages make.
+        values: by the graph's names; those that the rank's stages, or the sums before a step, read or compute.
+        own: names of those that its stages compute.
     """
 
     def __init__(self, program: Program, world: World, weights: ModelWeights, stages: Sequence[StageModule]) -> None:
@@ -304,28 +304,28 @@ class State:
             if buffer.name in wanted
         }
         elsewhere = {name for s in program.stages for name in s.state if s.pp_rank != makers[name]}
-        self._moved = tuple((b.name, makers[b.name]) for b in program.state if b.name in elsewhere | sums)
-        self._group = world.axis_group(("pp",)) if self._moved else None
-        self._lend()
+        self._broadcast = tuple((b.name, makers[b.name]) for b in program.state if b.name in elsewhere | sums)
+        self._group = world.axis_group(("pp",)) if self._broadcast else None
+        self._pass_to_stages()
 
     def commit(self) -> None:
-        """After a step: what its last micro-batch made takes the place of what it read. All ranks call it."""
-        made = {name: value for stage in self._stages for name, value in stage.new_state.items()}
+        """Replaces the values after a step by those from its last micro-batch. All ranks call it."""
+        new_values = {name: value for stage in self._stages for name, value in stage.new_state.items()}
         if self._group is not None:
-            for name, maker in self._moved:
+            for name, maker in self._broadcast:
                 spec = self._known[name].spec
-                value = made.get(name)
+                value = new_values.get(name)
                 empty = torch.empty(spec.shape, dtype=spec.dtype, device=self._world.device)
                 value = empty if value is None else value.contiguous().clone()
                 dist.broadcast(value, src=dist.get_global_rank(self._group, maker), group=self._group)
-                made[name] = value
-        self.values |= {name: value.clone() for name, value in made.items() if name in self.values}
-        self._lend()
+                new_values[name] = value
+        self.values |= {name: value.clone() for name, value in new_values.items() if name in self.values}
+        self._pass_to_stages()
 
     def named(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Values by the model's names; those of all names here when None."""
+        """Values by the model's names; all of this rank if ``names`` is None."""
         return {self._known[name].fqn: self.values[name] for name in (self.values if names is None else names)}
 
-    def _lend(self) -> None:
+    def _pass_to_stages(self) -> None:
         for stage in self._stages:
             stage.state = self.values

@@ -1,7 +1,7 @@
-"""Gives parameters and buffers their values: from the user's model, from safetensors files slice by slice, or initialised in place.
+"""Values of parameters and buffers: from the user's model, from safetensors files, or from initialisers.
 
-Nothing is ever made whole on one rank that is not needed there: a model on meta is initialised one
-module at a time, and files are read slice by slice.
+No rank ever holds a complete tensor that it does not need: a model on meta is initialised one module at a time, and files are read by
+slices.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Index = tuple[slice, ...]
 
 _CPU = torch.device("cpu")
 _SHARE = 4
-"""A module whose own tensors take more than this part of a device's memory is initialised on the host."""
+"""A module whose direct tensors take more than one part in so many of a device's memory is initialised on the host."""
 
 
 def local_index(parameter: Parameter, shape: torch.Size, mesh: Mapping[str, int], here: Mapping[str, int]) -> Index:
-    """Which elements of a model parameter of ``shape`` one rank holds, padding left out.
+    """The slices of a model parameter of ``shape`` that one rank holds, without padding.
 
     Args:
         mesh: degree of each axis.
@@ -66,13 +66,13 @@ def local_index(parameter: Parameter, shape: torch.Size, mesh: Mapping[str, int]
 
 
 class ModelWeights:
-    """Where values come from: the user's model. Real weights are sliced, those on meta initialised module by module.
+    """Values from the user's model: real weights are sliced, those on meta are initialised module by module.
 
     Args:
-        device: on which they are initialised; the same kind on all ranks, as what is drawn depends on it.
+        device: the device of initialisation; of the same kind on all ranks, as random numbers depend on it.
 
     Attributes:
-        model: the user's, also for the code of its opaque modules.
+        model: the user's model, which also has the code of opaque modules.
     """
 
     def __init__(self, model: nn.Module, seed: int, device: torch.device = _CPU) -> None:
@@ -84,13 +84,13 @@ class ModelWeights:
         return self._value(parameter.fqn, self.model.get_parameter(parameter.fqn))[index]
 
     def buffer(self, fqn: str, traced: Tensor | None = None) -> Tensor:
-        """A buffer, whole: ``traced`` where it is given, what it held when rank 0 traced the model, of which all take the values."""
+        """The complete buffer: ``traced`` if given, the value when rank 0 traced the model, which all ranks use."""
         if traced is not None:
             return traced
         return self._value(fqn, self.model.get_buffer(fqn))
 
     def _value(self, fqn: str, value: Tensor) -> Tensor:
-        """What the model has, or an initialiser gives."""
+        """The model's value, or that of an initialiser."""
         if value.is_meta:
             path, _, name = fqn.rpartition(".")
             if self._last is None or self._last[0] != path:
@@ -101,22 +101,21 @@ class ModelWeights:
 
 
 def initialise(model: nn.Module, path: str, seed: int, device: torch.device = _CPU) -> nn.Module:
-    """A copy on ``device`` of one submodule of a model on meta, its own tensors initialised.
+    """A copy on ``device`` of one submodule of a model on meta, with its direct tensors initialised.
 
-    The same everywhere for the same seed and kind of device. Submodules keep their meta tensors, on which initialisers
-    do nothing. Initialisers are those of Hugging Face (``_init_weights`` of the models around it)
-    or of torch (``reset_parameters``).
+    It is the same everywhere for the same seed and kind of device. Submodules keep their meta tensors, on which initialisers have no
+    effect. Initialisers are those of Hugging Face (``_init_weights`` of enclosing models) or of torch (``reset_parameters``).
 
     Raises:
         UsageError: there is no initialiser, or it leaves elements out.
     """
     device = _with_room(device, _own_tensors(model.get_submodule(path)).values())
     target = _initialised(model, path, seed, 0, device)
-    own = _own_tensors(target)
-    # no number of theirs says that it was left out: what is not written differs between two fillings
-    others = {} if all(map(_has_nan, own.values())) else _own_tensors(_initialised(model, path, seed, 1, device))
-    left_out = [value.isnan().any() if _has_nan(value) else (value != others[n]).any() for n, value in own.items()]
-    for name, is_left_out in zip(own, torch.stack(left_out).tolist() if left_out else (), strict=True):
+    tensors = _own_tensors(target)
+    # dtypes without NaN cannot mark elements left out: these differ between two initialisations with different fill
+    others = {} if all(map(_has_nan, tensors.values())) else _own_tensors(_initialised(model, path, seed, 1, device))
+    left_out = [value.isnan().any() if _has_nan(value) else (value != others[n]).any() for n, value in tensors.items()]
+    for name, is_left_out in zip(tensors, torch.stack(left_out).tolist() if left_out else (), strict=True):
         if is_left_out:
             raise UsageError(
                 f"A {type(target).__name__} on meta has no initialiser (reset_parameters, or _init_weights of its model)",
@@ -127,7 +126,7 @@ def initialise(model: nn.Module, path: str, seed: int, device: torch.device = _C
 
 
 def _with_room(device: torch.device, tensors: Iterable[Tensor]) -> torch.device:
-    """The device, or the host for a module that is large beside it; the same for all ranks on devices of one kind."""
+    """The device, or the host if the module is large compared with its memory; the same for all ranks on devices of one kind."""
     if device.type != "cuda":
         return _CPU
     num_bytes = sum(t.numel() * t.element_size() for t in tensors)
@@ -135,7 +134,7 @@ def _with_room(device: torch.device, tensors: Iterable[Tensor]) -> torch.device:
 
 
 def _initialised(model: nn.Module, path: str, seed: int, fill: int, device: torch.device) -> nn.Module:
-    """See :func:`initialise`; what is not written is nan, and ``fill`` where a dtype has none."""
+    """Implements :func:`initialise`; elements that are not written are NaN, or ``fill`` if the dtype has none."""
     chain = [model]
     for name in path.split(".") if path else ():
         chain.append(chain[-1].get_submodule(name))
@@ -162,7 +161,7 @@ def _initialised(model: nn.Module, path: str, seed: int, fill: int, device: torc
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Draws of the host and of this device begin at ``seed``; after it they go on as before."""
+    """Sets the seed of the host's and this device's generators, and restores them afterwards."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":
@@ -186,7 +185,7 @@ def _has_nan(value: Tensor) -> bool:
 
 
 def _unset_like(value: Tensor, fill: int, device: torch.device) -> Tensor:
-    """A tensor that shows (by nan, or by ``fill``) what an initialiser leaves out."""
+    """A tensor whose values (NaN, or ``fill``) show what an initialiser leaves out."""
     return torch.full_like(value, float("nan") if _has_nan(value) else fill, device=device)
 
 
@@ -196,9 +195,9 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class FileWeights(ModelWeights):
-    """Parameters, and buffers that are in the model's ``state_dict()``; other buffers come from the model.
+    """Parameters, and buffers of the model's ``state_dict()``, from files; other buffers come from the model.
 
-    A head's names may have a prefix that the files lack (saved without the head): one, and the same for all.
+    Names in a model with a head may have one common prefix that the files lack (if they were saved without the head).
 
     Raises:
         UsageError: there are no such files, or they cannot be read.
@@ -208,11 +207,11 @@ class FileWeights(ModelWeights):
         super().__init__(model, seed, device)
         self._folder = Path(folder)
         self._files = _names(self._folder)
-        own = {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
+        parameters = {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
         buffers = {name: b.dtype for name, b in model.named_buffers(remove_duplicate=False)}
-        self._dtypes = own | buffers
+        self._dtypes = parameters | buffers
         self._persistent = set(buffers) & set(model.state_dict(keep_vars=True))
-        self._prefix = _prefix(set(own), self._files)
+        self._prefix = _prefix(set(parameters), self._files)
         unknown = sorted(set(self._files) - {self._find((name,)) for name in self._dtypes})
         if unknown:
             _LOGGER.warning(
@@ -229,25 +228,25 @@ class FileWeights(ModelWeights):
         Raises:
             UsageError: it is in no file, or has another shape or kind of numbers there.
         """
-        found = self._find((parameter.fqn, *parameter.aliases))
-        if not found:
+        name = self._find((parameter.fqn, *parameter.aliases))
+        if not name:
             raise UsageError(
                 f"No parameter '{parameter.fqn}' in the files",
                 where=str(self._folder),
                 fix="Save the complete model, or load what there is into the model and leave weights= out",
             )
-        return self._read(found, parameter.fqn, tuple(self.model.get_parameter(parameter.fqn).shape), index)
+        return self._read(name, parameter.fqn, tuple(self.model.get_parameter(parameter.fqn).shape), index)
 
     def buffer(self, fqn: str, traced: Tensor | None = None) -> Tensor:
-        """A buffer, whole: that of the files, if the model's ``state_dict()`` has it and they do."""
-        found = self._find((fqn,)) if fqn in self._persistent else ""
-        if not found:
+        """The complete buffer, from the files if it is in the model's ``state_dict()`` and in them."""
+        name = self._find((fqn,)) if fqn in self._persistent else ""
+        if not name:
             return super().buffer(fqn, traced)
         shape = tuple(self.model.get_buffer(fqn).shape)
-        return self._read(found, fqn, shape, tuple(slice(0, size) for size in shape))
+        return self._read(name, fqn, shape, tuple(slice(0, size) for size in shape))
 
     def _find(self, names: tuple[str, ...]) -> str:
-        """What the files call it; empty when they have it not."""
+        """The name of a tensor in the files; empty if they do not have it."""
         short = (name.removeprefix(self._prefix) for name in names)
         return next((name for name in (*names, *short) if name in self._files), "")
 
@@ -255,22 +254,22 @@ class FileWeights(ModelWeights):
         path = self._folder / self._files[name]
         with _readable(path), safe_open(path, framework="pt") as file:
             stored = file.get_slice(name)
-            found = tuple(stored.get_shape())
-            value: Tensor = file.get_tensor(name) if not shape or found != shape else stored[index]
-        wanted = self._dtypes[fqn]
-        if found != shape or not _fits(value.dtype, wanted):
+            file_shape = tuple(stored.get_shape())
+            value: Tensor = file.get_tensor(name) if not shape or file_shape != shape else stored[index]
+        dtype = self._dtypes[fqn]
+        if file_shape != shape or not _fits(value.dtype, dtype):
             raise UsageError(
                 f"'{name}' of the file does not fit the model's parameter {fqn}",
                 where=str(path),
-                expected=_text(shape, wanted),
-                got=_text(found, value.dtype),
+                expected=_text(shape, dtype),
+                got=_text(file_shape, value.dtype),
                 fix="Name the folder of this model, or build the model for these files",
             )
         return value
 
 
 def _fits(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether numbers of a file are those of a model but for rounding; numbers of 8 bits have scales beside them."""
+    """Whether a file's numbers fit a model's dtype, up to rounding; 8-bit floats do not, as they have separate scales."""
     if wanted.is_floating_point:
         return stored.is_floating_point and stored.itemsize > 1
     return stored == wanted or torch.promote_types(stored, wanted) == wanted
@@ -297,7 +296,7 @@ def _names(folder: Path) -> dict[str, str]:
 
 
 def _prefix(own: set[str], files: dict[str, str]) -> str:
-    """The one prefix of the model's names without which the files have them; empty when there is none, or are several."""
+    """The common prefix of the model's names that the files lack; empty if there is none, or several."""
     found = {name.partition(".")[0] for name in own if name not in files and name.partition(".")[2] in files}
     prefix = f"{found.pop()}." if len(found) == 1 else ""
     return "" if any(name.startswith(prefix) for name in files) else prefix
@@ -305,10 +304,10 @@ def _prefix(own: set[str], files: dict[str, str]) -> str:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Errors of reading as one that names the file.
+    """Converts errors of reading to one that names the file.
 
     Raises:
-        UsageError: instead of them.
+        UsageError: in their place.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""This rank's place in the mesh: its device and process groups, and what ranks tell each other by these."""
+"""This rank's place in the mesh: its device, its process groups, and exchanges of objects between ranks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from autopar.plan.mesh import EXPERT_AXIS, EXPERT_MESH_AXES, MESH_AXES, Mesh
 from autopar.runtime.job import DEFAULT_TIMEOUT_S, FAKE, how_to_start, local_device
 
 _CLEARING = ("_clear_sharding_prop_cache", "_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache")
-"""Of ``torch.distributed.tensor.debug``: torch 2.11 to 2.13 divide one cache in two, and the first of the names changed its sense."""
+"""Functions of ``torch.distributed.tensor.debug``: from torch 2.11 to 2.13 one cache became two, and the first name changed its meaning."""
 
 DISKS = timedelta(hours=2)
-"""A rank that has died is noticed by others long before (:mod:`autopar.runtime.failure_watch`)."""
+"""Timeout of checkpoints. If a rank dies others notice it much earlier (:mod:`autopar.runtime.failure_watch`)."""
 
 
 def _forget_meshes() -> None:
-    """Clears what DTensor remembers of operators: its results hold the mesh that they were first asked for.
+    """Clears DTensor's cache of operators, whose results hold the mesh of the first call.
 
-    Meshes are equal whose ranks are laid out alike, whatever job they are of. In a process that ended a job and began another
-    a result of the new one would have groups of the old, whose names are unknown now, or those of other ranks.
+    Meshes with the same layout of ranks are equal, even those of different jobs. If a process ends a job and begins another, cached results
+    would have process groups of the old job, which no longer exist or belong to other ranks.
     """
     for name in _CLEARING:
         clear = getattr(tensor_debug, name, None)
@@ -42,10 +42,10 @@ _T = TypeVar("_T")
 
 
 class Meeting:
-    """All ranks call the same of its methods in the same order.
+    """Exchanges objects between ranks; all ranks call the same methods in the same order.
 
     Args:
-        group: of all ranks, that nothing else uses meanwhile; None for one rank alone.
+        group: all ranks, in a group that nothing else uses meanwhile; None if there is one rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -54,53 +54,53 @@ class Meeting:
         self.size = 1 if group is None else dist.get_world_size(group)
 
     def all(self, value: _T) -> list[_T]:
-        """What each rank says."""
+        """The values of all ranks, on every rank."""
         if self.group is None:
             return [value]
-        said: list[Any] = [None] * self.size
-        dist.all_gather_object(said, value, group=self.group)
-        return said
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def gather(self, value: _T) -> list[_T]:
-        """What each rank says, on rank 0; on the others nothing."""
+        """The values of all ranks on rank 0; an empty list on others."""
         if self.group is None:
             return [value]
-        said: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(value, said, group=self.group, group_dst=0)
-        return said or []
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, values, group=self.group, group_dst=0)
+        return values or []
 
     def first(self, make: Callable[[], _T]) -> _T:
-        """What rank 0 makes, on all ranks.
+        """The result of ``make`` on rank 0, on all ranks.
 
         Raises:
-            AutoparError: what it raised; on all ranks alike.
+            AutoparError: what it raised; raised on all ranks.
         """
-        made: list[Any] = [None]
+        box: list[Any] = [None]
         if self.rank == 0:
             try:
-                made = [make()]
+                box = [make()]
             except AutoparError as error:
-                made = [error]
+                box = [error]
         if self.group is not None:
-            dist.broadcast_object_list(made, group=self.group, group_src=0)
-        if isinstance(made[0], AutoparError):
-            raise made[0]
-        result: _T = made[0]
+            dist.broadcast_object_list(box, group=self.group, group_src=0)
+        if isinstance(box[0], AutoparError):
+            raise box[0]
+        result: _T = box[0]
         return result
 
     @contextmanager
     def alike(self) -> Iterator[None]:
-        """Around what each rank does for itself, at whose end all know whether any has failed.
+        """The context of local work, at whose end all ranks know whether any has failed.
 
         Raises:
-            AutoparError: of the first rank that has; on all ranks alike.
+            AutoparError: of the first rank that failed; raised on all ranks.
         """
         failure: AutoparError | None = None
         try:
             yield
         except AutoparError as error:
             failure = error
-        if failed := [one for one in self.all(failure) if one is not None]:
+        if failed := [error for error in self.all(failure) if error is not None]:
             raise failed[0]
 
 
@@ -108,14 +108,14 @@ class World:
     """The ranks of a running job, laid out as a mesh.
 
     Attributes:
-        mesh, rank: which of the plan's ranks this is.
-        device: of this rank's tensors.
-        device_mesh: torch's, with dims ``pp, dp_replicate, dp_shard, cp, tp``.
-        expert_mesh: the same ranks with dims ``pp, ep_outer, ep_data, cp, tp``; None where no data ranks are borrowed.
-        meshes: for :func:`autopar.ops.collectives.on_meshes`.
+        mesh, rank: the plan's mesh, and this process's rank in it.
+        device: the device of this rank's tensors.
+        device_mesh: torch's mesh, with dims ``pp, dp_replicate, dp_shard, cp, tp``.
+        expert_mesh: the same ranks with dims ``pp, ep_outer, ep_data, cp, tp``; None if no data ranks are borrowed for experts.
+        meshes: the meshes for :func:`autopar.ops.collectives.on_meshes`.
 
     Args:
-        collective_timeout_s: of every collective in every group that is made here.
+        collective_timeout_s: timeout of every collective in all groups made here, in seconds.
 
     Raises:
         RuntimeMismatchError: the job has another number of ranks than the mesh.
@@ -142,21 +142,21 @@ class World:
             self.meshes = (joined, self.expert_mesh, self.device_mesh)
         # spmd-types 0.3 calls functional collectives by names that torch 2.13 has deprecated
         warnings.filterwarnings("ignore", ".*_functional_collectives.*deprecated.*", FutureWarning)
-        # emitted programs have no operators in place, which alone could do harm to a view
+        # emitted programs have no in-place operators, which alone could make returned views wrong
         warnings.filterwarnings("ignore", ".*FSDP(Block|Stage)Module.*returned a view tensor", UserWarning)
         self._timeout = timedelta(seconds=collective_timeout_s)
         for dims in self.meshes:
             for made in dims.get_all_groups():
-                self._limit(made)
+                self._set_timeout(made)
         self._groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
         self._host_group: dist.ProcessGroup | None = None
 
     def check_job(self) -> None:
-        """Nothing, while the job goes on that this was made in.
+        """Checks that the job in which this was made still runs.
 
         Raises:
-            RuntimeMismatchError: its process group was ended; its own groups, which have numbers for names, are gone or those of
-                another job.
+            RuntimeMismatchError: its process group was ended. Groups made here have numbers as names; they are gone, or belong to another
+                job now.
         """
         if self.mesh.world_size > 1 and dist.group.WORLD is not self._job:
             raise RuntimeMismatchError(
@@ -167,27 +167,27 @@ class World:
 
     @property
     def data_index(self) -> int:
-        """Which part of the global batch this rank takes."""
+        """The index of this rank's part of the global batch."""
         return self.mesh.data_index(self.rank)
 
     def axis_group(self, axes: Iterable[str]) -> dist.ProcessGroup | None:
-        """The group of ranks that differ from this one on ``axes`` alone; None when that is this rank alone.
+        """The group of ranks that differ from this one only on ``axes``; None if this is the only one.
 
         All ranks call this with the same axes in the same order.
         """
         wanted = tuple(axes)
         cut, _, _ = self.mesh.cut(wanted)
-        real = tuple(axis for axis in cut if axis in wanted and getattr(self.mesh, axis) > 1)
-        if not real:
+        split = tuple(axis for axis in cut if axis in wanted and getattr(self.mesh, axis) > 1)
+        if not split:
             return None
-        if len(real) == 1 and real[0] in MESH_AXES:
-            return self.device_mesh.get_group(real[0])
-        return self.partition_group(self.mesh.groups(real))
+        if len(split) == 1 and split[0] in MESH_AXES:
+            return self.device_mesh.get_group(split[0])
+        return self.partition_group(self.mesh.groups(split))
 
     def stage_group(self, pp_ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The group of ranks at ``pp_ranks`` of the pipeline, the rest of the coordinate as here.
+        """The group of ranks at ``pp_ranks`` of the pipeline whose other coordinates are those of this rank.
 
-        All ranks call this, those of other pipeline ranks too: they get None.
+        All ranks call this; those at other pipeline ranks get None.
         """
         if len(set(pp_ranks)) < 2:
             return None
@@ -196,26 +196,26 @@ class World:
         return self.partition_group(chosen)
 
     def meeting_group(self) -> dist.ProcessGroup | None:
-        """The group of all ranks for what they call outside of steps, on the host; None for one rank alone. All ranks call this.
+        """A new group of all ranks on the host, for calls outside of steps; None if there is one rank. All ranks call this.
 
-        Of gloo, whatever the job has, and one of its own: a backend pairs what ranks call in one group by its order alone, and
-        would take such a call on one rank for the collective of a step on another, so that both went on with each other's
-        numbers. On the host nothing waits for a device, and no memory of it is taken.
+        It uses gloo, whatever the job has. It is separate because a backend matches calls in one group only by their order: it would match
+        such a call on one rank with a collective of a step on another, and both would continue with wrong numbers. On the host it waits for
+        no device, and takes none of its memory.
         """
-        return self._beside(self._timeout)
+        return self._new_host_group(self._timeout)
 
     def checkpoint_group(self) -> dist.ProcessGroup | None:
-        """Likewise for checkpoints, where ranks wait for each other as long as disks take."""
-        return self._beside(max(self._timeout, DISKS))
+        """As :meth:`meeting_group`, for checkpoints, with a timeout that allows for slow disks."""
+        return self._new_host_group(max(self._timeout, DISKS))
 
     def sums_group(self) -> dist.ProcessGroup | None:
-        """Likewise for sums of tensors on the devices (a norm of all gradients), apart from all groups of steps."""
+        """As :meth:`meeting_group`, for sums of tensors on the devices (a norm of all gradients)."""
         return None if self.mesh.world_size == 1 else dist.new_group(timeout=self._timeout)
 
     def host_group(self) -> dist.ProcessGroup | None:
-        """The group of all ranks for what a step compares on the host; None for one rank alone. All ranks call this.
+        """The group of all ranks for what a step compares on the host; None if there is one rank. All ranks call this.
 
-        That of the job, where it is one of the host's; else one that is made once.
+        It is that of the job if that is on the host, otherwise one that is made once.
         """
         if self.mesh.world_size > 1 and dist.get_backend() in {dist.Backend.GLOO, FAKE}:
             return self._job
@@ -227,25 +227,25 @@ class World:
         """This rank's share of the cores of its host; None on CPUs, where ranks compute on them. All ranks call this."""
         if self.device.type != "cuda":
             return None
-        own, group = socket.gethostname(), self.host_group()
-        here = self.mesh.world_size if dist.get_backend() == FAKE else Meeting(group).all(own).count(own)
-        return max(num_cores() // here, 1)
+        host, group = socket.gethostname(), self.host_group()
+        num_ranks = self.mesh.world_size if dist.get_backend() == FAKE else Meeting(group).all(host).count(host)
+        return max(num_cores() // num_ranks, 1)
 
-    def _beside(self, timeout: timedelta) -> dist.ProcessGroup | None:
+    def _new_host_group(self, timeout: timedelta) -> dist.ProcessGroup | None:
         if self.mesh.world_size == 1:
             return None
         backend = None if dist.get_backend() == FAKE else dist.Backend.GLOO
-        made: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timeout)
-        return made
+        group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timeout)
+        return group
 
-    def _limit(self, group: dist.ProcessGroup) -> None:
-        """Gives a group that torch has made for a mesh the timeout of the others; that of the job keeps its own."""
+    def _set_timeout(self, group: dist.ProcessGroup) -> None:
+        """Sets the timeout of a group that torch has made for a mesh; the job's group keeps its timeout."""
         if group is not dist.group.WORLD and dist.get_backend(group) != FAKE:
             backend = group._get_backend(torch.device(self.device.type))
             backend._set_default_timeout(self._timeout)
 
     def partition_group(self, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
-        """This rank's group of several disjoint ones, made once; None for a rank in none of them."""
+        """This rank's group among several disjoint ones, made once; None for a rank in none of them."""
         if groups == (tuple(range(self.mesh.world_size)),):
             return dist.group.WORLD
         if groups not in self._groups:

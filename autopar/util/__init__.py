@@ -1,1 +1,1 @@
-"""Files written whole, TOML read with line numbers, shipped data found, tables as text: what knows nothing of models or machines."""
+"""Helpers without knowledge of models or machines: atomic writes, TOML with line numbers, shipped data, tables as text."""

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, as another process may read them at any time; where shipped data and sources lie."""
+"""Files that are written completely or not at all, as other processes may read them; and the places of shipped data and sources."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from autopar.errors import CHECK_FILE, AutoparError, UsageError, reason
 
 
 def write_text(path: Path, text: str, *, make_folder: bool = False) -> None:
-    """Under a temporary name beside ``path``, then renamed.
+    """Writes a temporary file next to ``path``, which is then renamed.
 
     Args:
-        make_folder: make the folder that ``path`` is in, where it is not there.
+        make_folder: make the folder of ``path`` if it does not exist.
 
     Raises:
         UsageError: the file cannot be written.
     """
-    temporary = _beside(path)
+    temporary = _temporary(path)
     try:
         if make_folder:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,10 +36,10 @@ def write_text(path: Path, text: str, *, make_folder: bool = False) -> None:
 
 
 def read_text(path: Path, *, fix: str = CHECK_FILE) -> str:
-    """The text of a file, in UTF-8 with or without a mark of it.
+    """The text of a file, in UTF-8 with or without a byte order mark.
 
     Raises:
-        UsageError: the file cannot be read, or is no such text; with what to do.
+        UsageError: the file cannot be read, or is not UTF-8; says what to do.
     """
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -50,7 +50,7 @@ def read_text(path: Path, *, fix: str = CHECK_FILE) -> str:
 def check_same(
     what: str, path: Path, *, expected: object, got: object, fix: str = "Write to another file, or remove this one"
 ) -> None:
-    """A file that a run goes on with has to be of the same ``what``.
+    """Checks that a file from which a run continues is of the same ``what``.
 
     Raises:
         UsageError: it is of another one.
@@ -60,12 +60,12 @@ def check_same(
 
 
 def check_writable(path: Path, *, make_folder: bool = False) -> None:
-    """To be asked before a long computation whose result goes to ``path``.
+    """Checks before a long computation that its result can be written to ``path``.
 
     Raises:
-        UsageError: its folder is not there or cannot be written to, or it is a folder itself.
+        UsageError: its folder does not exist or is not writable, or it is a folder itself.
     """
-    temporary = _beside(path)
+    temporary = _temporary(path)
     try:
         if path.is_dir():
             raise IsADirectoryError(21, "Is a directory")
@@ -77,7 +77,7 @@ def check_writable(path: Path, *, make_folder: bool = False) -> None:
         raise _refused(path, error) from error
 
 
-def _beside(path: Path) -> Path:
+def _temporary(path: Path) -> Path:
     return path.parent / f".{path.name}.{os.getpid()}.tmp"
 
 
@@ -95,12 +95,12 @@ def as_toml(data: dict[str, Any], *, comment: str = "") -> str:
 
 
 def write_toml(path: Path, data: dict[str, Any], *, comment: str = "") -> None:
-    """``data`` as TOML under ``comment``; the folder is made where it is not there."""
+    """Writes ``data`` as TOML under ``comment``; the folder is made if it does not exist."""
     write_text(path, as_toml(data, comment=comment), make_folder=True)
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
-    """``data`` as JSON, one entry of its lists a line; the folder is made where it is not there."""
+    """Writes ``data`` as JSON, with a line for each item of its lists; the folder is made if it does not exist."""
     parts = []
     for key, value in data.items():
         if isinstance(value, list) and value:
@@ -115,11 +115,11 @@ PACKAGE = Path(__file__).resolve().parents[1]
 """The folder of autopar."""
 
 _NOT_PRICED = ("cli", "report", "runtime", "lower", "benchmark", "validate", "measure", "verification")
-"""Folders of the package that no time depends on."""
+"""Folders of the package on which no predicted time depends."""
 
 
 def sources() -> str:
-    """A hash of the code that makes graphs and times: searches by different versions must not mix."""
+    """A hash of the code that makes graphs and times, as searches by different versions must not mix."""
     found = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE)
@@ -129,12 +129,12 @@ def sources() -> str:
 
 
 def child_environment() -> dict[str, str]:
-    """The environment of another Python process, on one thread, that imports what this one can: the package may lie in no place of its own."""
+    """The environment of another Python process that can import what this one can, even if autopar is not installed; it has one thread."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *sys.path])}
 
 
 def default_cache_dir() -> Path:
-    """Where measurements of this machine are kept unless told otherwise."""
+    """The default folder for measurements of this machine."""
     return Path.home() / ".cache" / "autopar"
 
 

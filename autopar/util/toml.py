@@ -1,7 +1,7 @@
-"""Checked reading of TOML and JSON tables: every error names the file, the line and the key.
+"""Checked reading of TOML and JSON tables, whose errors name the file, the line and the key.
 
-A :class:`Table` hands out typed values and remembers which keys were asked for, so that
-:meth:`Table.finish` can refuse what nobody reads: a misspelt key is an error, not a default.
+A :class:`Table` returns typed values and remembers the keys that were read, so that :meth:`Table.finish` can refuse the others: a misspelt
+key is an error, not a default.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Table:
         return self._file + (f", line {line}" if line else "")
 
     def beside(self, name: str) -> Path:
-        """The path of a file that this one names, beside it."""
+        """The path of a file that this one names, relative to its folder."""
         return Path(self._file).parent / name
 
     def has(self, key: str) -> bool:
@@ -188,7 +188,7 @@ class Table:
         return found
 
     def finish(self) -> None:
-        """Refuse keys that nobody asked for.
+        """Refuses keys that were not read.
 
         Raises:
             UsageError: a key is unknown here.

@@ -312,7 +312,7 @@ def test_nothing_outlives_the_graph_that_kept_it() -> None:
     mover.begin([x])
     with mover.block(block.parameters()):
         y = block(x, torch.ones(8))
-    saved = mover._under_way()
+    saved = mover._copying()
     assert saved._here == []  # on the host alone
     kept = weakref.ref(saved)
     del saved

@@ -325,7 +325,7 @@ def main(guard: str, output: str, *names: str) -> None:
 
     expert_ops._sorted = sorted_by
     local_optimizer._read = lambda numbers: [0] * numbers.numel()
-    local_batch._of_all_ranks = lambda mine, ranks, _: [[[0] * mine.shape[1]] * 2] * ranks
+    local_batch._gather_numbers = lambda mine, ranks, _: [[[0] * mine.shape[1]] * 2] * ranks
     found: dict[str, Any] = {}
     if PROBE in names:
         _probe(record)

@@ -1,9 +1,9 @@
-"""The index of a checkpoint, ``checkpoint.json``: where which elements lie, with checksums, and as JSON all that is no tensor.
+"""The index of a checkpoint, ``checkpoint.json``: the places and checksums of tensors, and everything else as JSON.
 
-It begins with the SHA-256 of what follows, so that every changed byte of it is found. The tensors lie in safetensors files, one of
-each rank that wrote; the index has their places itself, and nothing of a checkpoint is a pickle.
+It begins with the SHA-256 of the rest, so that a change of any byte is found. Tensors are in safetensors files, one for each rank that
+wrote; the index has their places itself. No part of a checkpoint is a pickle.
 
-**States.** What JSON has is written as it is. The other kinds are dicts of one entry, whose key begins with ``$``.
+**States.** JSON values are written unchanged. Values of other kinds are dicts with one entry, whose key begins with ``$``.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ PLAN = "plan.json"
 FORMAT, VERSION = "autopar checkpoint", 1
 
 CHUNK_BYTES = 16 * 2**20
-"""About so much is read at once and has a checksum of its own, so that a rank that needs a few rows reads little more."""
+"""Size of a chunk, about, which is read at once and has its own checksum: a rank that needs a few rows reads little more."""
 
 FILE = re.compile(r"data-(\d+)-(\d{5,})\.safetensors")
-"""Names of data files: ``data-GENERATION-RANK.safetensors``; the generation tells a save into the same folder from those before."""
+"""Names of data files: ``data-GENERATION-RANK.safetensors``. Each save into a folder has a new generation."""
 
 _HEAD = b'{"sha256": "%s",\n'
 _HEAD_BYTES = len(_HEAD) - 2 + 64
@@ -44,7 +44,7 @@ AGAIN = "Copy the folder again from where it is undamaged, or load an earlier ch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class File:
-    """A data file: its length, and the length and checksum of the header that other programs read."""
+    """A data file: its length, and the length and checksum of its safetensors header."""
 
     name: str
     num_bytes: int
@@ -54,7 +54,7 @@ class File:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A box of a tensor's elements, row by row in a file.
+    """A box of a tensor's elements, stored row by row in a file.
 
     Attributes:
         start: its first byte in the file.
@@ -80,10 +80,10 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
-        values: all that is no tensor, as JSON.
+        values: everything that is not a tensor, as JSON.
     """
 
     files: Mapping[str, File] = field(default_factory=dict)
@@ -103,7 +103,7 @@ def chunk_rows(shape: Sequence[int], itemsize: int) -> int:
 
 
 def num_chunks(shape: Sequence[int], itemsize: int) -> int:
-    """Of a box."""
+    """The number of chunks of a box."""
     rows, each = shape[0] if shape else 1, chunk_rows(shape, itemsize)
     return (rows + each - 1) // each if prod(shape) else 0
 
@@ -130,7 +130,7 @@ def encode(index: Index) -> bytes:
 
 
 def read(folder: Path) -> tuple[Index, str]:
-    """The index of a folder, and what tells it from any other.
+    """The index of a folder, and its digest.
 
     Raises:
         CheckpointError: there is none, it is damaged, or of a later version.
@@ -157,7 +157,7 @@ def decode(text: bytes, path: Path) -> Index:
     """The index from its JSON.
 
     Raises:
-        CheckpointError: it is of a later version, or none that :func:`encode` wrote.
+        CheckpointError: it is of a later version, or was not written by :func:`encode`.
     """
     try:
         body = json.loads(text)
@@ -183,12 +183,12 @@ def _decoded(body: Any) -> Index:
     by_name = {file.name: file for file in files}
     for name, (dtype, shape, pieces) in body["tensors"].items():
         kind = dtype_of(dtype)
-        made = [
+        entry_pieces = [
             Piece(file=files[number].name, start=start, offset=tuple(offset), shape=tuple(size), sums=tuple(sums))
             for number, start, offset, size, sums in pieces
         ]
-        tensors[name] = Entry(dtype=kind, shape=_counts(shape, name), pieces=tuple(made))
-        for piece in made:
+        tensors[name] = Entry(dtype=kind, shape=_counts(shape, name), pieces=tuple(entry_pieces))
+        for piece in entry_pieces:
             _check_piece(name, tensors[name], piece, by_name)
     values = body["values"]
     _check_values(values)
@@ -196,10 +196,10 @@ def _decoded(body: Any) -> Index:
 
 
 def _check_piece(name: str, entry: Entry, piece: Piece, files: Mapping[str, File]) -> None:
-    """Refuses a piece outside of its tensor or its file.
+    """Checks that a piece lies in its tensor and its file.
 
     Raises:
-        ValueError: it is.
+        ValueError: it does not.
     """
     offset, shape = _counts(piece.offset, name), _counts(piece.shape, name)
     _check(len(offset) == len(shape) == len(entry.shape), name)
@@ -210,10 +210,10 @@ def _check_piece(name: str, entry: Entry, piece: Piece, files: Mapping[str, File
 
 
 def _check_values(values: Any) -> None:
-    """Refuses values without the entries that every checkpoint has.
+    """Checks that the values have the entries that every checkpoint has.
 
     Raises:
-        ValueError: one is not there, or of another kind.
+        ValueError: one is missing, or of another kind.
     """
     progress, optimizer = values["progress"], values["optimizer"]
     _check(_is_count(progress["step"]) and isinstance(progress["seed"], int), "progress")
@@ -245,7 +245,7 @@ def _counts(values: Iterable[object], name: str) -> tuple[int, ...]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Without the module, as the index has it."""
+    """The name of a dtype in the index, without the module."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -268,10 +268,10 @@ def encode_state(value: Any, tensors: Tensors, prefix: str, *, where: str) -> An
     """``value`` as JSON; its tensors are put into ``tensors`` under names that begin with ``prefix``.
 
     Args:
-        where: what to call it in an error.
+        where: the name of the value in errors.
 
     Raises:
-        UsageError: it holds something else than numbers, texts, tensors and containers of them.
+        UsageError: it holds anything but numbers, texts, tensors and containers of them.
 
     >>> tensors = {}
     >>> encode_state({"a": (1, 2.5), 3: None, "best": math.inf, "w": torch.ones(2)}, tensors, "x", where="")
@@ -303,7 +303,7 @@ def encode_state(value: Any, tensors: Tensors, prefix: str, *, where: str) -> An
 
 
 def _plain(value: bool | str | float | None) -> Any:
-    """As the very classes of JSON: an enumeration's text is a text, a number of a kind derived from float is one."""
+    """The value in the exact classes of JSON: enumerations of texts become texts, subclasses of float become floats."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -323,13 +323,13 @@ def _mapping(value: Mapping[Any, Any], of: Callable[[Any, str], Any]) -> Any:
 
 
 def decode_state(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """What :func:`encode_state` was given.
+    """The value that was given to :func:`encode_state`.
 
     Args:
-        tensor: gives the tensor of a name.
+        tensor: returns the tensor of a name.
 
     Raises:
-        ValueError: it is nothing that :func:`encode_state` gave.
+        ValueError: it is not a result of :func:`encode_state`.
     """
     if isinstance(value, list):
         return [decode_state(inner, tensor) for inner in value]
@@ -363,7 +363,7 @@ def _tensor(value: Any, where: str) -> Tensor:
     """A copy on the host.
 
     Raises:
-        UsageError: an array of objects or texts.
+        UsageError: it is an array of objects or texts.
     """
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True).contiguous()

@@ -1,8 +1,8 @@
-"""The data files of a checkpoint: safetensors, written and read chunk by chunk with checksums; and what a load reads, of any format.
+"""The data files of a checkpoint: safetensors, written and read chunk by chunk with checksums; and the choice of a reader by format.
 
-The checksum is a CRC-32: it finds every change of up to 32 bits in a row and every one of up to three bits anywhere, and lets one in
-2**32 of all other damage pass. It runs as fast as memory is read. It is no protection from somebody who means to forge: he would write
-the sums, too; nothing of what he writes is run.
+The checksum is a CRC-32. It finds every change of up to 32 consecutive bits and of up to three bits anywhere, and misses one in 2**32 of
+other damages. It is as fast as reading memory. It does not protect from forgery, as a forger can write the checksums too; but nothing in a
+checkpoint is executed.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _NAMES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
-"""What safetensors calls them; the others are bytes there, and the index alone knows what they are."""
+"""The names of dtypes in safetensors. Other dtypes are stored as bytes, and only the index knows them."""
 
 _ALIGNED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A box of a tensor that is written or read: ``value`` has the elements from ``offset`` on of a tensor of ``whole`` shape."""
+    """A box of a tensor to write or read: ``value`` has the elements from ``offset`` on of a tensor of shape ``whole``."""
 
     name: str
     whole: tuple[int, ...]
@@ -48,12 +48,12 @@ class Part:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the box."""
+        """The shape of the box."""
         return tuple(self.value.shape)
 
 
 def header(named: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], about: Mapping[str, str]) -> bytes:
-    """How a file of safetensors begins that has these tensors, one behind the other."""
+    """The header of a safetensors file with these tensors in sequence."""
     entries: dict[str, object] = {"__metadata__": dict(about)}
     end = 0
     for name, dtype, shape in named:
@@ -70,16 +70,16 @@ def header(named: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], about: Map
 
 
 def in_order(parts: Sequence[Part]) -> list[Part]:
-    """As a file has them: long elements first, so that each is aligned."""
+    """The parts in the order of a file: large element sizes first, so that all are aligned."""
     return sorted(parts, key=lambda part: (-part.value.element_size(), part.name))
 
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that is not there yet, written through to the disk at the end.
+    """The context of a new file, which is synced to disk at the end.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it exists, or cannot be written.
     """
     with path.open("xb") as file:
         yield file
@@ -88,7 +88,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write(path: Path, parts: Sequence[Part], about: Mapping[str, str]) -> tuple[File, dict[str, Piece]]:
-    """Writes a new file through to the disk; which pieces are where in it.
+    """Writes a new file and syncs it to disk; returns the file, and the piece of each part.
 
     Raises:
         OSError: it cannot be written.
@@ -123,27 +123,27 @@ def _chunks(value: Tensor) -> Iterator[memoryview]:
 
 
 def as_bytes(value: Tensor) -> memoryview:
-    """The memory of a contiguous tensor of the host."""
+    """The memory of a contiguous tensor on the host."""
     found: Any = value.reshape(-1).view(torch.uint8).numpy()  # numpy knows fewer dtypes than torch
     return memoryview(found)
 
 
 OLD_INDEX = ".metadata"
-"""Of folders before version 1: a pickle of torch's."""
+"""The index of folders before version 1: a pickle of torch."""
 
 
 class Folder:
-    """A folder that :mod:`autopar.runtime.checkpoint.write` wrote: each chunk that is read is verified.
+    """A folder that :mod:`autopar.runtime.checkpoint.write` wrote; each chunk is verified when it is read.
 
     Attributes:
         path: of the folder.
-        digest: tells it from others.
-        tensors: all that it has, by name.
-        values: all that is no tensor.
-        is_complete: has what no step changes, too.
+        digest: of its index.
+        tensors: all its tensors, by name.
+        values: everything that is not a tensor.
+        is_complete: whether it also has tensors that no step changes.
 
     Raises:
-        CheckpointError: in all methods: a file cannot be read, or is not as it was written; names file and tensor.
+        CheckpointError: in all methods: a file cannot be read, or has changed since it was written; names file and tensor.
     """
 
     is_complete = True
@@ -155,13 +155,13 @@ class Folder:
         self._verified: set[str] = set()
 
     def check_files(self) -> None:
-        """All files are there, as long as they were, and begin as they did."""
+        """Checks that all files exist, and that their lengths and headers are as written."""
         for name in self._files:
             with self._opened(name):
                 pass
 
     def rows(self, name: str, piece: Piece, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Rows ``first`` to ``stop - 1`` of a piece of the tensor ``name``: chunk by chunk, with the number of each one's first row."""
+        """Rows ``first`` to ``stop - 1`` of a piece of the tensor ``name``, chunk by chunk, each with the number of its first row."""
         dtype, shape = self.tensors[name].dtype, piece.shape or (1,)
         each, row = chunk_rows(piece.shape, dtype.itemsize), prod(shape[1:])
         with self._opened(piece.file) as file:
@@ -180,7 +180,7 @@ class Folder:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[BufferedReader]:
-        """A data file, whose length and header are verified when it is opened for the first time."""
+        """A data file; its length and header are verified when it is first opened."""
         try:
             with (self.path / name).open("rb") as file:
                 if name not in self._verified:
@@ -211,7 +211,7 @@ def open_folder(path: Path, *, allow_pickle: bool = False) -> Source:
     """The checkpoint in a folder.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or of the older kind, and that is not allowed.
+        CheckpointError: there is none, it is damaged, or it is of the older kind and ``allow_pickle`` is False.
     """
     if (path / NAME).exists() or not (path / OLD_INDEX).exists():
         return Folder(path)

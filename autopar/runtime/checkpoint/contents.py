@@ -1,7 +1,7 @@
-"""What ranks have for a checkpoint, boxes of tensors and states that are none, and what they tell each other of it on their hosts.
+"""A rank's part of a checkpoint: boxes of tensors, states of optimizers, schedulers, loaders and generators.
 
-Names of tensors are ``model.KEY`` with ``Parameter.key``, which is the same in all plans, ``optimizer.KEY.STATE`` and ``buffer.FQN``,
-and ``state.KIND.OWNER.NUMBER`` for those of schedulers, loaders and generators. Padding of a plan is in none of them.
+Tensors are named ``model.KEY`` with ``Parameter.key``, which is the same in all plans, ``optimizer.KEY.STATE``, ``buffer.FQN``, and
+``state.KIND.OWNER.NUMBER`` for those of schedulers, loaders and generators. They do not include padding of a plan.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from autopar.runtime.world import Meeting
 Settings = dict[str, Any]
 
 WAYS = frozenset({"fused", "foreach", "capturable", "differentiable"})
-"""Hyperparameters that say how an optimizer steps on its devices, not where to: each job has its own."""
+"""Hyperparameters of how, not where to, an optimizer steps; a load leaves those of the job unchanged."""
 
 
 def groups(held: Sequence[Held], optimizer: Optimizer) -> list[tuple[Held, int]]:
-    """Each parameter that the optimizer steps, with the place of its group."""
+    """Each parameter that the optimizer steps, with the index of its group."""
     of = {p: place for place, group in enumerate(optimizer.param_groups) for p in group["params"]}
     return [(h, of[h.parameter]) for h in held if h.parameter in of]
 
 
 def settings(group: Mapping[str, Any]) -> Settings:
-    """The hyperparameters of a group: numbers, switches and tuples of them, by name."""
+    """The hyperparameters of a group by name: numbers, switches and tuples of them."""
     plain = {name: _plain(value) for name, value in group.items()}
     return {name: value for name, value in plain.items() if isinstance(value, float | int | bool | tuple)}
 
 
 def _plain(value: object) -> object:
-    """A number as Python's own, also of numpy's kinds."""
+    """The value as a Python number, also if it is a number of torch or numpy."""
     if _is_number(value):
         return value.item()
     if isinstance(value, tuple):
@@ -62,10 +62,10 @@ def _is_number(value: object) -> TypeGuard[Tensor]:
 def check_groups(
     place: str, held: Sequence[Held], optimizer: Optimizer, saved: Mapping[str, Settings], meeting: Meeting
 ) -> None:
-    """Refuses groups of parameters that were saved with different hyperparameters; all ranks call it.
+    """Checks that the parameters of each group were saved with equal hyperparameters; all ranks call it.
 
     Raises:
-        PlanError: names two of them; on all ranks alike, before a group is changed.
+        PlanError: they were not; names two parameters; raised on all ranks, before a group is changed.
     """
     firsts: dict[int, tuple[str, Settings]] = {}
     with meeting.alike():
@@ -83,21 +83,21 @@ def check_groups(
 
 
 def put_groups(held: Sequence[Held], optimizer: Optimizer, saved: Mapping[str, Settings], meeting: Meeting) -> None:
-    """Hyperparameters are Python values: read beside, then put in; a learning rate in a tensor stays in it.
+    """Sets the hyperparameters of groups in place; a learning rate in a tensor stays in it. All ranks call it.
 
-    Those that the group has not yet, too: what a scheduler that is made later goes on from (``initial_lr``). A group without a
-    parameter of this rank's, as pipeline ranks may have, takes what another rank has in the group at its place. All ranks call it.
+    Names that the group does not have yet are set too, as a scheduler that is made later continues from them (``initial_lr``). A group
+    without a parameter of this rank, as on pipeline ranks, takes the values of another rank's group with the same index.
     """
     own: list[Settings | None] = [None] * len(optimizer.param_groups)
     for h, place in groups(held, optimizer):
         own[place] = saved[h.key]
         _put(optimizer.param_groups[place], saved[h.key].items())
     said = meeting.all(own)
-    if len({len(one) for one in said}) > 1:
+    if len({len(lists) for lists in said}) > 1:
         return  # ranks have groups of their own: none is the other's at the same place
     for place, group in enumerate(optimizer.param_groups):
         if own[place] is None:
-            found = next((one[place] for one in said if one[place] is not None), {})
+            found = next((lists[place] for lists in said if lists[place] is not None), {})
             _put(group, (found or {}).items())
 
 
@@ -113,7 +113,7 @@ def _put(group: dict[str, Any], values: Iterable[tuple[str, Any]]) -> None:
 
 
 def make_state(optimizer: Optimizer) -> bool:
-    """Lets an optimizer make its state tensors, by a step that changes nothing; whether it had none at all."""
+    """Makes an optimizer create its state tensors by a step that changes nothing; returns whether it had none at all."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if all(p in optimizer.state for p in parameters):
         return False
@@ -136,12 +136,12 @@ def make_state(optimizer: Optimizer) -> bool:
 
 @dataclass(slots=True, kw_only=True)
 class Own:
-    """What this rank has.
+    """This rank's part of a checkpoint.
 
     Attributes:
-        parts: boxes, in the memory of the job; those of a tensor that several ranks have are the same on each.
+        parts: boxes, in the memory of the job; those that several ranks have are the same on each.
         settings: hyperparameters of each parameter's group, by its key.
-        numbers: states of the optimizer that are no tensors, by parameter and name.
+        numbers: states of the optimizer that are not tensors, by parameter and name.
         states: of schedulers, loaders and generators, by kind.
     """
 
@@ -156,7 +156,7 @@ class State:
     """An encoded state of this rank.
 
     Attributes:
-        owner: whose it is: the rank, or the data rank.
+        owner: the rank, or the data rank, that it belongs to.
         tensors: names of its tensors.
         digest: equal for equal states.
     """
@@ -168,7 +168,7 @@ class State:
 
 
 def box(value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
-    """The complete shape, where this rank's elements begin in it, and these."""
+    """The complete shape, the offset of this rank's elements in it, and the elements."""
     if not isinstance(value, DTensor):
         return tuple(value.shape), (0,) * value.ndim, value.detach()
     local = value._local_tensor.detach()
@@ -182,7 +182,7 @@ def box(value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
 
 
 def part_of(name: str, value: Tensor, padding: Padding | None = None) -> Part:
-    """This rank's elements of a tensor, without what lies behind the model's."""
+    """This rank's elements of a tensor, without padding."""
     whole, offset, local = box(value)
     if padding is not None:
         dim, length = padding.dim, padding.length
@@ -194,7 +194,7 @@ def part_of(name: str, value: Tensor, padding: Padding | None = None) -> Part:
 
 
 def padding_of(value: Tensor, padding: Padding) -> Tensor:
-    """This rank's elements behind the model's, which are zeros."""
+    """This rank's elements of the padding, which are zeros."""
     _, offset, local = box(value)
     first = min(max(padding.length - offset[padding.dim], 0), local.shape[padding.dim])
     return local.narrow(padding.dim, first, local.shape[padding.dim] - first)
@@ -203,7 +203,7 @@ def padding_of(value: Tensor, padding: Padding) -> Tensor:
 def tensors_of(
     held: Sequence[Held], optimizer: Optimizer | None, fresh: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor, Padding | None]]:
-    """Parameters and the optimizer's states but those of ``fresh`` parameters, by name, each with its padding."""
+    """Parameters and states of the optimizer by name, each with its padding; without the states of ``fresh`` parameters."""
     for h in held:
         yield f"model.{h.key}", h.parameter.detach(), h.padding
     for h in held:
@@ -215,7 +215,7 @@ def tensors_of(
 
 
 def of_optimizer(own: Own, held: Sequence[Held], optimizer: Optimizer) -> None:
-    """Hyperparameters and states that are no tensors.
+    """Adds hyperparameters and states that are not tensors.
 
     Raises:
         UsageError: a state is neither a tensor nor a number or text.
@@ -237,7 +237,7 @@ def of_optimizer(own: Own, held: Sequence[Held], optimizer: Optimizer) -> None:
 
 
 def of_state(own: Own, kind: str, owner: int, given: Any) -> None:
-    """A state of a scheduler, a loader, or generators.
+    """Adds a state of a scheduler, a loader, or generators.
 
     Raises:
         UsageError: it has something that a checkpoint cannot hold.
@@ -252,7 +252,7 @@ def of_state(own: Own, kind: str, owner: int, given: Any) -> None:
 
 
 def state_dicts(given: Any, what: str) -> Any:
-    """What ``state_dict()`` gives, of one or of each in a list.
+    """The ``state_dict()`` of an object, or of each in a list.
 
     Raises:
         UsageError: it has no such method.
@@ -268,7 +268,7 @@ def state_dicts(given: Any, what: str) -> Any:
 
 
 def put_state_dicts(given: Any, state: Any) -> None:
-    """Gives each its own back."""
+    """Gives each object its state back."""
     if isinstance(given, list | tuple):
         for one, own in zip(given, state, strict=True):
             put_state_dicts(one, own)
@@ -277,7 +277,7 @@ def put_state_dicts(given: Any, state: Any) -> None:
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """Of the generators of Python, numpy and torch in this process."""
+    """The states of the generators of Python, numpy and torch in this process."""
     version, words, gauss = random.getstate()
     found = {
         "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
@@ -288,7 +288,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def put_random_states(found: Mapping[str, Any], device: torch.device) -> None:
-    """Draws go on as they would have."""
+    """Restores the states of generators."""
     version, words, gauss = found["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     np.random.set_state(found["numpy"])
@@ -298,5 +298,5 @@ def put_random_states(found: Mapping[str, Any], device: torch.device) -> None:
 
 
 def once(parts: Iterable[Part]) -> list[Part]:
-    """Each name once, as a rank may have a parameter twice; without those of which it has no element, unless nobody has."""
+    """Each name once, as a rank may have a parameter twice; without boxes that have no elements of a tensor that has some."""
     return list({part.name: part for part in parts if part.value.numel() or not prod(part.whole)}.values())

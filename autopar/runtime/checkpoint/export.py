@@ -1,7 +1,7 @@
-"""Weights out, as ``save_pretrained`` of transformers writes them: safetensors under the model's names, with an index beside several.
+"""Exports weights as ``save_pretrained`` of transformers does: safetensors under the model's names, with an index for several files.
 
-Each rank writes some of the files. Of each tensor in them it gets the boxes that others have, and no rank has more of the model at once
-than what it trains and one tensor.
+Each rank writes some of the files. For each tensor in them it receives the boxes of other ranks, so that a rank never holds more of the
+model than what it trains and one tensor.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MI
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What a folder of transformers has beside the weights.
+    """What a folder of transformers has in addition to the weights.
 
     Attributes:
-        configs: what writes itself by ``save_pretrained``: the model's ``config`` and ``generation_config``, if it has them.
+        configs: objects with ``save_pretrained``: the model's ``config`` and ``generation_config``, if it has them.
         ignored: names that the model's own ``save_pretrained`` leaves out.
     """
 
@@ -50,7 +50,7 @@ class ModelFacts:
 
     @classmethod
     def of(cls, model: Any) -> ModelFacts:
-        """Copies: the model may be changed later, or be gone."""
+        """Copies of the model's configurations, as the model may be changed or freed later."""
         config: Any = getattr(model, "config", None)
         if not callable(getattr(config, "save_pretrained", None)):
             return cls()
@@ -63,12 +63,12 @@ class ModelFacts:
 
 
 _Files: TypeAlias = Mapping[str, Sequence[str]]
-"""The names of the tensors in each file, in order. Ranks write them in turns."""
+"""The names of the tensors in each file, in order. Ranks write the files in turn."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Export:
-    """The weights of one model; all ranks make one and call it."""
+    """The export of one model; all ranks make one and call it."""
 
     graph: Graph
     held: Sequence[Held]
@@ -83,7 +83,7 @@ class Export:
         """Writes the folder.
 
         Raises:
-            UsageError: it cannot be written; on all ranks alike.
+            UsageError: it cannot be written; raised on all ranks.
         """
         limit, place = num_bytes(max_shard_size), Path(path).absolute()
         self._own = {write.box_of(part): part for part in self._parts()}
@@ -103,7 +103,7 @@ class Export:
         self.meeting.first(lambda: _commit(place, target))
 
     def _parts(self) -> Iterable[Part]:
-        """What this rank has, as parts of the model's tensors; without what has no elements."""
+        """This rank's elements as parts of the model's tensors; without empty ones."""
         parameters = {p.name: p for p in self.graph.parameters}
         for h in self.held:
             ir = parameters[h.name]
@@ -136,7 +136,7 @@ class Export:
         return {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": own for i, own in enumerate(shards)}
 
     def _write(self, files: _Files, shapes: Mapping[str, tuple[int, ...]], place: Path) -> None:
-        """All ranks take part in each round, at whatever one has failed: each writer gets one tensor of its files."""
+        """Writes this rank's files. In each round every writer receives one tensor; a rank that has failed still takes part."""
         turns = [
             [(file, name) for file in list(files)[rank :: self.meeting.size] for name in files[file]]
             for rank in range(self.meeting.size)
@@ -164,7 +164,7 @@ class Export:
             raise failure
 
     def _exchanged(self, wanted: Mapping[int, str], shapes: Mapping[str, tuple[int, ...]]) -> Tensor | None:
-        """The complete tensor that this rank wants, if it wants one; others get theirs."""
+        """The complete tensor that this rank wants, or None; other ranks receive this rank's boxes of theirs."""
         rank = self.meeting.rank
         mine = wanted.get(rank)
         result = None if mine is None else torch.empty(shapes[mine], dtype=self.untrained.dtypes[mine])
@@ -208,10 +208,10 @@ class Export:
 
 
 def num_bytes(size: str | int) -> int:
-    """A size as transformers writes it.
+    """Bytes of a size in the notation of transformers.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is not a size.
 
     >>> num_bytes("5GB"), num_bytes("20 KB"), num_bytes(7)
     (5000000000, 20000, 7)
@@ -236,7 +236,7 @@ def _begun(place: Path) -> Target:
 
 
 def _commit(place: Path, target: Target) -> None:
-    """Rank 0 puts what was written in the place of weights that are there; an index of several files comes last."""
+    """Moves the written files on rank 0 to their folder, where they replace older weights; an index of several files comes last."""
     staged = write.staging(place, target)
     with _refusing(place):
         if not target.is_there:

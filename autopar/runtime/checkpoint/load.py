@@ -1,4 +1,4 @@
-"""Reads a checkpoint into a job of any plan: each rank what it needs, verified before anything of the job is changed."""
+"""Loads a checkpoint into a job with any plan: each rank reads what it needs, and verifies it before anything is changed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopar.runtime.world import Meeting
 OTHER = "The checkpoint is of another model or optimizer"
 _TAKE_SAME = "Load it with the model and the kind of optimizer that were saved"
 _STAGED_BYTES = 2 * 2**30
-"""So much of what is verified is kept on the host until it is put in place; what goes beyond it is read a second time."""
+"""Bytes of verified data that are kept on the host until they are put in place; data beyond this is read twice."""
 
 
 @dataclass(slots=True)
@@ -27,8 +27,8 @@ class Loading:
     """A checkpoint that is being read; all ranks make one and call the same methods.
 
     Raises:
-        CheckpointError: it is damaged, or ranks read different ones; on all ranks alike.
-        PlanError: it does not fit; on all ranks alike.
+        CheckpointError: it is damaged, or ranks read different ones; raised on all ranks.
+        PlanError: it does not fit; raised on all ranks.
     """
 
     meeting: Meeting
@@ -53,7 +53,7 @@ class Loading:
         return cls(meeting, source)
 
     def check_holds(self, names: Sequence[str], more: Sequence[str] = ()) -> None:
-        """Refuses a checkpoint that lacks tensors of these names on any rank, or the settings ``more``, which this rank has found missing."""
+        """Checks that the checkpoint has these tensors, on all ranks; ``more`` names settings that this rank has found missing."""
         missing = sorted(name for name in set(names) if name not in self.source.tensors)
         lacking = sorted({name for own in self.meeting.all([*missing, *more]) for name in own})
         if lacking:
@@ -66,7 +66,7 @@ class Loading:
             )
 
     def verify(self, parts: Sequence[Part]) -> None:
-        """Reads all that the parts need; keeps some of it on the host."""
+        """Reads and verifies all that the parts need; keeps some of it on the host."""
         self._staged, room = [], _STAGED_BYTES
         with self.meeting.alike():
             for part in parts:
@@ -86,7 +86,7 @@ class Loading:
                 self._staged.append(kept)
 
     def put(self, parts: Sequence[Part]) -> None:
-        """Writes what has been verified into the parts."""
+        """Copies the verified data into the parts."""
         with self.meeting.alike(), torch.no_grad():
             for i, part in enumerate(parts):
                 kept, self._staged[i] = self._staged[i], None
@@ -107,28 +107,28 @@ class Loading:
 
 
 def read_box(source: Source, part: Part, into: Tensor | None) -> None:
-    """Reads a box of a tensor out of the pieces that have elements of it.
+    """Reads a box of a tensor from the pieces that overlap it.
 
     Args:
-        into: gets the elements; None: they are verified alone.
+        into: receives the elements; None only verifies them.
 
     Raises:
-        CheckpointError: something is damaged, or pieces do not have all of it.
+        CheckpointError: something is damaged, or the pieces do not cover the box exactly once.
     """
-    offset, shape, found = part.offset or (0,), part.shape or (1,), 0  # a scalar is a row
+    offset, shape, num_elements = part.offset or (0,), part.shape or (1,), 0  # a scalar is a row
     for piece in sorted(source.tensors[part.name].pieces, key=lambda piece: (piece.file, piece.start)):
         begin = piece.offset or (0,)
         sizes = zip(offset, shape, begin, piece.shape or (1,), strict=True)
         (top, bottom), *inner = ((max(a, b), min(a + m, b + n)) for a, m, b, n in sizes)
         count = prod(max(high - low, 0) for low, high in ((top, bottom), *inner))
-        found += count
+        num_elements += count
         for first, values in source.rows(part.name, piece, top - begin[0], bottom - begin[0]) if count else ():
             if into is not None:
                 low = begin[0] + first
                 common = ((low, low + values.shape[0]), *inner)
                 target = into.view(shape)[_within(common, offset)]
                 target.copy_(values[_within(common, (low, *begin[1:]))])
-    if found != part.value.numel():
+    if num_elements != part.value.numel():
         raise CheckpointError(
             f"The index of the checkpoint lacks elements of {part.name}, or has some twice",
             where=str(source.path),
@@ -154,10 +154,10 @@ def whole(source: Source, name: str) -> Tensor:
 
 
 def state_of(values: Mapping[str, Any], kind: str, owner: int, count: int) -> Any:
-    """The encoded state of a kind that an owner had when it was saved; None where there is none.
+    """The saved state of a kind and owner, encoded; None if there is none.
 
     Raises:
-        PlanError: there were as many states as ranks, and now there is another number of these.
+        PlanError: ranks had different states, and their number was another.
     """
     saved = values["states"].get(kind)
     if saved is None:

@@ -1,7 +1,7 @@
-"""Checkpoints before version 1, as ``torch.distributed.checkpoint`` writes them: pickles, without checksums.
+"""Checkpoints before version 1, as ``torch.distributed.checkpoint`` writes them: pickles without checksums.
 
-A pickle may name any function and have it called. These are read only where the caller says so, and even then a file may name the
-classes that such a checkpoint is made of, and is refused where it names another. That is care, no promise: new checkpoints have no pickles.
+A pickle may call any function. These are read only if the caller allows it, and even then a file is refused unless it names only the
+classes of such checkpoints. This reduces the risk but does not exclude it; newer checkpoints have no pickles.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CLASSES = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
 }
-"""What torch writes into metadata, from 2.11 to 2.13; a dtype of torch is known besides."""
+"""The classes in metadata that torch 2.11 to 2.13 writes; dtypes of torch are allowed too."""
 
 _PATHS = frozenset({"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"})
 
@@ -51,10 +51,10 @@ class _Metadata(pickle.Unpickler):
     """Reads the metadata of a checkpoint, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a file names: the very classes above, by no other way to them.
+        """The object that a file names, if it is one of the classes above under its own name.
 
         Raises:
-            UnpicklingError: it names something else.
+            UnpicklingError: it is not.
         """
         found = _CLASSES.get((module, name))
         if found is not None:
@@ -70,7 +70,7 @@ class _Metadata(pickle.Unpickler):
         )
 
     def persistent_load(self, pid: Any) -> Any:
-        """Metadata refers to nothing outside of it.
+        """Refuses references to other objects, which metadata does not have.
 
         Raises:
             UnpicklingError: always.
@@ -79,10 +79,10 @@ class _Metadata(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> Metadata:
-    """What the file ``.metadata`` holds.
+    """The contents of the file ``.metadata``.
 
     Raises:
-        UnpicklingError: it is no metadata of a checkpoint, or names files elsewhere.
+        UnpicklingError: it is not the metadata of a checkpoint, or names files elsewhere.
         OSError: it cannot be read.
     """
     with (path / OLD_INDEX).open("rb") as file:
@@ -95,10 +95,10 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def _checked(found: Any) -> Metadata:
-    """What is found, where that is the metadata of a folder.
+    """The object, if it is the metadata of a folder.
 
     Raises:
-        UnpicklingError: it is something else, or names files that are not in the folder.
+        UnpicklingError: it is not, or names files outside the folder.
     """
     if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
         raise pickle.UnpicklingError(f"its metadata is {type(found).__name__}, none of a checkpoint")
@@ -112,10 +112,10 @@ def _checked(found: Any) -> Metadata:
 
 
 class OlderFolder:
-    """Reads such a folder, as :class:`~autopar.runtime.checkpoint.chunk_files.Folder` does those of today.
+    """Reads such a folder with the interface of :class:`~autopar.runtime.checkpoint.chunk_files.Folder`.
 
     Raises:
-        CheckpointError: a file cannot be read, is cut off, or names what no checkpoint is made of; nothing of it was run then.
+        CheckpointError: a file cannot be read, is truncated, or names what no checkpoint contains, of which nothing is executed.
     """
 
     is_complete = False
@@ -138,7 +138,7 @@ class OlderFolder:
         self.values = self._values()
 
     def check_files(self) -> None:
-        """None is shorter than it was written."""
+        """Checks that no file is shorter than it was written."""
         ends: defaultdict[str, int] = defaultdict(int)
         for stored in self._metadata.storage_data.values():
             ends[stored.relative_path] = max(ends[stored.relative_path], stored.offset + stored.length)
@@ -151,7 +151,7 @@ class OlderFolder:
                 raise self._damaged(name, "it is cut off")
 
     def rows(self, name: str, piece: Piece, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """The complete piece is read."""
+        """As in ``Folder``; the complete piece is read."""
         value = self._loaded(name, piece.offset)
         if not isinstance(value, Tensor) or tuple(value.shape) != piece.shape:
             raise self._damaged(piece.file, f"{name} is no tensor of shape {piece.shape}")
@@ -172,7 +172,7 @@ class OlderFolder:
         return Entry(dtype=stored.properties.dtype, shape=tuple(stored.size), pieces=tuple(pieces))
 
     def _values(self) -> dict[str, Any]:
-        """As those of an index."""
+        """The values in the form of an index."""
         progress: dict[str, Any] = {}
         for name in ("seed", "step", "scaler"):
             if f"progress.{name}" in self.tensors:
@@ -191,7 +191,7 @@ class OlderFolder:
         }
 
     def _loaded(self, name: str, offset: tuple[int, ...]) -> Any:
-        """A value: its file is a zip of torch's, of which tensors, numbers and texts are taken alone."""
+        """A value. Its file is a zip of torch's, from which only tensors, numbers and texts are read."""
         stored = self._storage.get((name, offset)) or self._storage.get((name, ()))
         if stored is None:
             raise self._damaged(OLD_INDEX, f"it lacks a part of {name}")

@@ -1,4 +1,4 @@
-"""Checkpoints of a parallel model: what it has, gathered for a save, what a load puts back, and those of one run side by side."""
+"""Checkpoints of a parallel model: gathers its state for a save, restores it, and manages the series of checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _WITH_METHODS = (SCHEDULER, LOADER)
 """Kinds of states whose owners have ``state_dict`` and ``load_state_dict``, or are lists of such."""
 
 Beside: TypeAlias = Mapping[str, Any]
-"""What a caller keeps with a checkpoint, by kind; None where it keeps nothing of a kind."""
+"""What a caller saves with a checkpoint, by kind; None for a kind without a state."""
 
 
 class Checkpointed:
@@ -54,13 +54,13 @@ class Checkpointed:
 
     @property
     def meeting(self) -> Meeting:
-        """Of saves and loads, made with the first one."""
+        """The meeting of all ranks for saves and loads, made with the first one."""
         if self._meeting is None:
             self._meeting = Meeting(self._world.checkpoint_group())
         return self._meeting
 
     def save(self, path: str | Path, progress: Mapping[str, Any], optimizer: Optimizer | None, beside: Beside) -> Save:
-        """Begins a save: after it the folder for it is there, and nothing is written.
+        """Begins a save: makes its folder, but writes nothing yet.
 
         Raises:
             UsageError: see :class:`~autopar.runtime.checkpoint.write.Save`.
@@ -90,18 +90,18 @@ class Checkpointed:
     def load(
         self, path: str | Path, optimizer: Optimizer | None, beside: Beside, *, allow_pickle: bool = False
     ) -> tuple[Mapping[str, Any], Any]:
-        """Reads a folder in place: the progress and the extra that were saved.
+        """Loads a folder in place; returns the saved progress and ``extra``.
 
         Raises:
-            PlanError: the folder is no checkpoint, is damaged, is another one on some rank, or of another model; on all ranks
-                alike. Everything is as it was.
+            PlanError: the folder is no checkpoint, is damaged, differs between ranks, or is of another model; raised on all ranks.
+                Nothing is changed.
         """
         is_new = optimizer is not None and make_state(optimizer)
         try:
             return self._load(Loading.begin(Path(path), self.meeting, allow_pickle=allow_pickle), optimizer, beside)
         except PlanError:
             if optimizer is not None and is_new:
-                optimizer.state.clear()  # for who goes on without: what was made here has counted a step
+                optimizer.state.clear()  # the states made here have counted a step
             raise
 
     def _load(self, loading: Loading, optimizer: Optimizer | None, beside: Beside) -> tuple[Mapping[str, Any], Any]:
@@ -136,7 +136,7 @@ class Checkpointed:
         return values["progress"], found.get(EXTRA)
 
     def _without_states(self, loading: Loading, optimizer: Optimizer | None) -> set[str]:
-        """Parameters that an optimizer of this kind had not stepped when it was saved: it begins with no states of them again."""
+        """Parameters that an optimizer of this kind had not stepped when it was saved, and that have no states after the load."""
         saved = loading.source.values["optimizer"]
         if optimizer is None or saved.get("kind") != type(optimizer).__name__:
             return set()
@@ -150,7 +150,7 @@ class Checkpointed:
         return {key: sets[number] for key, number in values["optimizer"]["of"].items()}
 
     def _states(self, loading: Loading, beside: Beside) -> dict[str, Any]:
-        """The states of schedulers, loaders and generators that are wanted, read."""
+        """The decoded states of the requested schedulers and loaders, and of generators."""
         found: dict[str, Any] = {}
         with self.meeting.alike():
             for kind, owner in self._owners.items():
@@ -193,7 +193,7 @@ class Checkpointed:
                         contents.put_state_dicts(beside[kind], found[kind])
                 if RANDOM in found:  # after what may draw
                     contents.put_random_states(found[RANDOM], self._world.device)
-            except Exception as error:  # code of the caller's, which the other ranks do not wait for
+            except Exception as error:  # the caller's code may raise anything, and other ranks must not wait
                 raise PlanError(
                     "A state of the checkpoint does not fit the scheduler or the dataloader that was given",
                     where=str(loading.source.path),
@@ -215,10 +215,10 @@ class Checkpoints:
 
     Args:
         root: the folder for them, on a file system that all nodes share; made when it is first needed.
-        keep: how many complete ones stay; older ones are removed after a newer one is there.
-        asynchronous: :meth:`save` copies what is saved to the host's memory and returns; a thread writes it while training goes on.
-            There is one such copy, kept from save to save: a save waits for the one before it. What fails there is raised by
-            the next :meth:`save` or :meth:`wait`.
+        keep: how many complete ones are kept; older ones are removed after a newer one is complete.
+        asynchronous: :meth:`save` copies the state to the host's memory and returns; a thread writes it while training continues.
+            There is one such copy, so that a save waits for the one before it. Its errors are raised by the next :meth:`save` or
+            :meth:`wait`.
 
     Raises:
         UsageError: ``keep`` is less than 1.
@@ -243,10 +243,10 @@ class Checkpoints:
         dataloader: Any = None,
         extra: Any = None,
     ) -> Path:
-        """As :meth:`ParallelModel.save`, into the folder of the step ``par.step_count``; which that is.
+        """As :meth:`ParallelModel.save`, into the folder of the step ``par.step_count``, whose path it returns.
 
         Raises:
-            UsageError: the folder cannot be written, or that of the save before, in the background, could not.
+            UsageError: the folder cannot be written, or the previous save in the background failed.
         """
         self.wait()
         path = self.root / f"step-{par.step_count:08d}"
@@ -264,19 +264,19 @@ class Checkpoints:
         return path
 
     def wait(self) -> None:
-        """Until the save that is under way is complete.
+        """Waits until the save in the background is complete.
 
         Raises:
-            UsageError: it could not be written; on all ranks alike.
+            UsageError: it could not be written; raised on all ranks.
         """
         begun, self._under_way = self._under_way, None
         if begun is not None:
             begun.result()
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint, the same on all ranks; None where there is none.
+        """The newest complete checkpoint, the same on all ranks; None if there is none.
 
-        Its index is whole and its files are as long as they were. Every tensor is verified when it is loaded.
+        Its index is undamaged and its files have the right lengths. Tensors are verified when they are loaded.
         """
         self.wait()
         return self._together().first(lambda: next(iter(self._complete()), None))
@@ -289,14 +289,14 @@ class Checkpoints:
         scheduler: Any = None,
         dataloader: Any = None,
     ) -> int | None:
-        """Loads the newest checkpoint; the step that it was saved at, or None where there is none. ``extra`` has its extra.
+        """Loads the newest checkpoint; returns its step, or None if there is none. Its extra is in ``extra``.
 
-        Where it is damaged the one before it is loaded instead, with a warning; a damaged one stays where it is, and does not count
-        among those that are kept. What fits another model or optimizer alone is an error at once.
+        If it is damaged, the one before it is loaded instead, with a warning; a damaged one is not removed, and does not count among those
+        that are kept. A checkpoint that fits only another model or optimizer is an error at once.
 
         Raises:
             CheckpointError: there are checkpoints, and all of them are damaged.
-            PlanError: the newest whole one is of another model, optimizer or number of data ranks.
+            PlanError: the newest undamaged one is of another model, optimizer or number of data ranks.
         """
         self.wait()
         failure: CheckpointError | None = None
@@ -316,10 +316,10 @@ class Checkpoints:
         return None
 
     extra: Any = None
-    """What the checkpoint that was loaded had as ``extra``."""
+    """The ``extra`` of the checkpoint that was loaded."""
 
     def _together(self) -> Meeting:
-        """Of all ranks, for this alone: it is used while steps are made."""
+        """The meeting of all ranks; it has its own group, as it is used during steps."""
         if self._meeting is None:
             is_job = dist.is_initialized() and dist.get_world_size() > 1
             self._meeting = Meeting(dist.new_group(backend=dist.Backend.GLOO, timeout=DISKS) if is_job else None)
@@ -331,27 +331,27 @@ class Checkpoints:
             self._retain(save.folder)
 
     def _retain(self, newest: Path) -> None:
-        """Removes the oldest, never the one that has just been written."""
+        """Removes the oldest checkpoints, never the one just written."""
         others = [path for path in self._complete() if path != newest]
         for path in others[self.keep - 1 :]:
             _remove(path)
 
     def _clean(self) -> None:
-        """Removes what saves have left that were killed."""
+        """Removes the files of saves that were killed."""
         with suppress(OSError):
             for path in self.root.iterdir():
                 if _UNDER_WAY.fullmatch(path.name):
                     shutil.rmtree(path, ignore_errors=True)
 
     def _all(self) -> list[Path]:
-        """Those that are there, the newest first; on rank 0."""
+        """The existing checkpoints, newest first; called on rank 0."""
         if not self.root.is_dir():
             return []
         found = [path for path in self.root.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
         return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
     def _complete(self) -> list[Path]:
-        """Those of them that are whole, as far as their indexes and the lengths of their files say."""
+        """Those that are complete, as far as their indexes and the lengths of their files show."""
         return [path for path in self._all() if path not in self._damaged and _is_complete(path)]
 
 
@@ -365,7 +365,7 @@ def _is_complete(path: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Renamed first: what is half removed is no checkpoint any more."""
+    """Removes a checkpoint; it is renamed first, so that a partly removed one is no checkpoint."""
     gone = path.with_name(f".{path.name}.saving")
     with suppress(OSError):
         path.rename(gone)

@@ -1,11 +1,11 @@
-"""Writes a checkpoint: every rank a share of its tensors, rank 0 the index; the folder becomes a checkpoint in one step or not at all.
+"""Writes a checkpoint: every rank a share of its tensors, rank 0 the index. The folder becomes a checkpoint in one step, or not at all.
 
-A save writes into a folder of its own: beside the target, and renamed, where that is not there yet; inside of it where it is. Then
-its data files, whose names no earlier save has had, are moved, and a rename puts its index in place of the old one: at no moment is
-there none, or one without its files. What a save leaves that was killed is removed by the next one.
+A save writes into a new folder: next to the target, and then renamed, if the target does not exist; inside it otherwise. In that case the
+data files, whose names no earlier save has had, are moved first; then a rename replaces the index. So at every moment there is an index,
+and its files exist. The next save removes what a killed one has left.
 
-What several ranks have is written by one of them, which rank 0 chooses so that all write about as much. The index is a
-deterministic function of what is saved: two saves of the same state by the same job are the same bytes.
+Boxes that several ranks have are written by one of them, which rank 0 chooses so that ranks write about equally much. The index is a
+deterministic function of its contents: two saves of the same state by the same job have the same bytes.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _OLD = re.compile(r"\.metadata|\.metadata\.tmp|__\d+_.*\.distcp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where a save goes; rank 0 decides, and tells the others.
+    """Where a save goes; rank 0 decides, and informs the others.
 
     Attributes:
-        is_there: the folder is there already, with a checkpoint or with something else.
+        is_there: whether the folder exists and is not empty.
         generation: part of the names of its data files.
     """
 
@@ -51,7 +51,7 @@ class Target:
 
 
 def look(folder: Path) -> Target:
-    """What is there; an empty folder counts as none."""
+    """The target for a folder; an empty folder counts as missing."""
     if not folder.is_dir():
         return Target()
     names = [path.name for path in folder.iterdir() if path.name != _INSIDE]
@@ -60,12 +60,12 @@ def look(folder: Path) -> Target:
 
 
 def staging(folder: Path, target: Target) -> Path:
-    """Where the files of a save are written first."""
+    """The folder in which the files of a save are written first."""
     return folder / _INSIDE if target.is_there else folder.with_name(f".{folder.name}{_INSIDE}")
 
 
 def begin(folder: Path) -> Target:
-    """Makes the folder of a save, without what one has left that was killed; called by rank 0.
+    """Makes the folder of a save, and removes what a killed one has left; called by rank 0.
 
     Raises:
         OSError: it cannot.
@@ -80,7 +80,7 @@ def begin(folder: Path) -> Target:
 
 @contextmanager
 def refusing(what: str, more: str = "") -> Iterator[None]:
-    """Around what writes ``what``, for all ranks.
+    """The context of writing ``what``, on all ranks.
 
     Raises:
         UsageError: in place of an error of the file system; says what to do, and ``more``.
@@ -96,7 +96,7 @@ def refusing(what: str, more: str = "") -> Iterator[None]:
 
 
 def give_up(folder: Path, target: Target, *, own: str, is_first: bool) -> None:
-    """After a save that has failed: removes its files, this rank's ``own`` or all, so that they do not fill a disk without room."""
+    """Removes the files of a failed save, ``own`` or on the first rank all, so that they do not fill up the disk."""
     place = staging(folder, target)
     with suppress(OSError):
         (place / own).unlink()
@@ -107,7 +107,7 @@ def give_up(folder: Path, target: Target, *, own: str, is_first: bool) -> None:
 
 
 def write_through(path: Path, data: bytes) -> None:
-    """Writes a file through to the disk.
+    """Writes a file and syncs it to disk.
 
     Raises:
         OSError: it cannot be written.
@@ -117,10 +117,10 @@ def write_through(path: Path, data: bytes) -> None:
 
 
 def commit(folder: Path, target: Target) -> None:
-    """Makes what has been written the checkpoint of the folder; called by rank 0 after all have written.
+    """Makes the written files the checkpoint of the folder; called by rank 0 after all ranks have written.
 
     Raises:
-        OSError: it cannot; what was there is as it was.
+        OSError: it cannot; the previous checkpoint is unchanged.
     """
     place = staging(folder, target)
     _sync(place)
@@ -143,7 +143,7 @@ def commit(folder: Path, target: Target) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Writes through to the disk which files a folder has, where that can be asked for."""
+    """Syncs the entries of a folder to disk, if the system supports it."""
     with suppress(OSError):
         number = os.open(folder, os.O_RDONLY)
         try:
@@ -153,30 +153,30 @@ def _sync(folder: Path) -> None:
 
 
 Box = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], torch.dtype]
-"""Name, whole shape, offset, shape, dtype."""
+"""Name, complete shape, offset, shape, dtype."""
 
 
 def box_of(part: Part) -> Box:
-    """What a part is a part of, and which."""
+    """The box of a part."""
     return part.name, part.whole, part.offset, part.shape, part.value.dtype
 
 
 _Told: TypeAlias = tuple[tuple[Box, ...], Own]
-"""What a rank tells rank 0 before anything is written: its boxes, and what it has besides, without the tensors."""
+"""What a rank sends to rank 0 before anything is written: its boxes, and its other contents without tensors."""
 
 _Written: TypeAlias = tuple[File | None, dict[str, Piece]]
-"""A rank's file, and where which tensors are in it."""
+"""A rank's file, and the pieces in it."""
 
 
 class Save:
-    """One save, begun: what is written, where. All ranks make one, then call the same methods.
+    """A save in progress. All ranks make one, then call the same methods.
 
     Args:
-        own: what this rank has.
+        own: this rank's contents.
         values: of the index, the same on all ranks.
 
     Raises:
-        UsageError: the folder cannot be written; on all ranks alike.
+        UsageError: the folder cannot be written; raised on all ranks.
     """
 
     def __init__(self, path: str | Path, own: Own, values: Mapping[str, Any], meeting: Meeting) -> None:
@@ -191,7 +191,7 @@ class Save:
         """Writes and commits.
 
         Raises:
-            UsageError: it cannot be written; on all ranks alike, and what was there before is as it was.
+            UsageError: it cannot be written; raised on all ranks. The previous checkpoint is unchanged.
         """
         try:
             with meeting.alike():
@@ -203,10 +203,10 @@ class Save:
             raise
 
     def _shared_out(self, said: Sequence[_Told]) -> tuple[list[set[str]], Target]:
-        """On rank 0: the names of the tensors that each rank writes, and where; makes the folder for it.
+        """On rank 0: the names of the tensors that each rank writes, and the target, whose folder is made.
 
         Raises:
-            UsageError: what ranks have does not fit together, or the folder cannot be made.
+            UsageError: the contents of ranks do not fit together, or the folder cannot be made.
         """
         owns = [own for _, own in said]
         states, dropped = _states(owns)
@@ -218,7 +218,7 @@ class Save:
             return shares, begin(self.folder)
 
     def _written(self, rank: int) -> _Written:
-        """This rank's file."""
+        """Writes this rank's file."""
         if not self.parts:
             return None, {}
         with self._refusing():
@@ -227,7 +227,7 @@ class Save:
             return write(place / self._name, self.parts, {"format": "pt", "rank": str(rank)})
 
     def _commit(self, said: Sequence[_Written]) -> None:
-        """On rank 0, when all have written."""
+        """Writes the index and commits, on rank 0, after all ranks have written."""
         place, pieces = staging(self.folder, self._target), defaultdict[str, list[Piece]](list)
         for _, found in said:
             for name, piece in found.items():
@@ -254,7 +254,7 @@ class Save:
 
 
 def copied(parts: Sequence[Part], buffers: dict[str, Tensor]) -> list[Part]:
-    """The parts in memory of the host that nothing else writes; ``buffers`` keeps it for the next time."""
+    """The parts in memory of the host that nothing else writes; ``buffers`` keeps the memory for the next save."""
     done = []
     for part in parts:
         kept = buffers.get(part.name)
@@ -277,7 +277,7 @@ def _host_memory(like: Tensor) -> Tensor:
 
 
 def givers(boxes: Sequence[Sequence[Box]]) -> dict[Box, int]:
-    """Of what several ranks have the one that gives it, so that each gives about as many bytes.
+    """For each box the rank that gives it, chosen so that ranks give about equally many bytes.
 
     Args:
         boxes: of each rank.
@@ -295,10 +295,10 @@ def givers(boxes: Sequence[Sequence[Box]]) -> dict[Box, int]:
 
 
 def _shares(boxes: Sequence[Sequence[Box]], dropped: frozenset[str]) -> list[set[str]]:
-    """The names that each rank writes: every box once, and about as many bytes on each.
+    """The names that each rank writes: every box once, about equally many bytes on each.
 
     Raises:
-        UsageError: ranks have parts of a tensor that do not make it.
+        UsageError: the ranks' boxes of a tensor do not make up the tensor.
     """
     chosen = givers([[box for box in own if box[0] not in dropped] for own in boxes])
     elements: defaultdict[str, int] = defaultdict(int)
@@ -317,7 +317,7 @@ def _shares(boxes: Sequence[Sequence[Box]], dropped: frozenset[str]) -> list[set
 
 
 def _optimizer(said: Sequence[Own]) -> dict[str, Any]:
-    """Hyperparameters, each different set once, and states that are no tensors; of all ranks' parameters."""
+    """Hyperparameters, each distinct set once, and states that are not tensors, of all ranks."""
     merged = {key: value for told in said for key, value in told.settings.items()}
     sets: dict[str, int] = {}
     of = {}
@@ -328,7 +328,7 @@ def _optimizer(said: Sequence[Own]) -> dict[str, Any]:
 
 
 def _states(said: Sequence[Own]) -> tuple[dict[str, Any], frozenset[str]]:
-    """States by kind and owner, once where all are the same; and the names of tensors that are not needed."""
+    """States by kind and owner, once if all are equal; and the names of tensors that are not needed."""
     found: dict[str, Any] = {}
     kept: set[str] = set()
     for kind in sorted({kind for told in said for kind in told.states}):

@@ -1,1 +1,1 @@
-"""One training step on one rank: stages, gradients, the loss and its scale, what is kept for backward."""
+"""One training step on one rank: stages, gradients, the global loss and its scale, and activations kept for backward."""

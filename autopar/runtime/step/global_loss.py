@@ -1,9 +1,9 @@
-"""The loss of the global batch, of which each rank has a part or none, and its scale in float16, whose infinities are those of all.
+"""The loss of the global batch, to which ranks contribute parts, and its scale in float16.
 
-Gradients of activations lie below what float16 can hold, so backward begins at a number of thousands instead of one. Who
-holds the loss multiplies there (``train_step`` by itself, since its backward has run when it returns; a loss of ``par(**batch)``
-is given to ``scaler.scale``); whoever steps divides, and skips the step where a gradient is not finite. A rank sees the
-gradients that it holds, and so asks all others: a step is made on all of them or on none, and the scale is the same everywhere.
+Many gradients of activations are smaller than float16 can represent, so backward starts from a scale of thousands instead of one. The scale
+is applied where the loss is: ``train_step`` applies it by itself, as its backward has run when it returns; the loss of ``par(**batch)`` is
+passed to ``scaler.scale``. The scaler's ``step`` divides the gradients by it, and skips the step if a gradient is not finite. A rank sees
+only the gradients that it holds, so ranks sum what they find: all of them step or none does, and the scale is the same everywhere.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from autopar.runtime.world import World
 
 
 class GlobalLoss:
-    """Sums the parts of all ranks; all of them make one and call the same methods."""
+    """Sums the parts of all ranks; every rank makes one and calls the same methods."""
 
     def __init__(self, plan: Plan, world: World, monitor: Monitor) -> None:
         self._device, self._monitor = world.device, monitor
@@ -40,32 +40,32 @@ class GlobalLoss:
         self.dtype = torch.float64 if plan.precision.compute == "float64" else torch.float32
 
     def of(self, part: Tensor | None) -> Tensor:
-        """The sum, from this rank's part if it has one: a scalar without a gradient, the same on every rank."""
-        none = torch.zeros((), device=self._device, dtype=self.dtype)
-        return self.summed(none if part is None else part.to(self.dtype))
+        """The global loss, given this rank's part if it has one: a scalar without gradient, the same on every rank."""
+        zero = torch.zeros((), device=self._device, dtype=self.dtype)
+        return self.summed(zero if part is None else part.to(self.dtype))
 
     def called(
         self, part: Tensor, begin: Callable[[], None], finish: Callable[[], None], parameters: Iterable[Tensor]
     ) -> Tensor:
-        """The sum, whose ``backward()`` is that of the part; it calls ``begin`` before it and ``finish`` after it.
+        """The global loss, whose ``backward()`` is that of the part; it calls ``begin`` before that backward and ``finish`` after it.
 
         Args:
-            parameters: for which nobody may ask by ``torch.autograd.grad``.
+            parameters: parameters whose gradients must not be requested by ``torch.autograd.grad``.
         """
         engine = torch.autograd.Variable._execution_engine
 
-        def passed_on(gradient: Tensor) -> Tensor:
+        def backward(gradient: Tensor) -> Tensor:
             begin()
             # Twice, so that it comes after the callback that FSDP queues in the course of this backward.
             engine.queue_callback(lambda: engine.queue_callback(finish))
             return gradient
 
-        return with_backward(self.summed(part.detach().clone()), passed_on, parameters, part)
+        return with_backward(self.summed(part.detach().clone()), backward, parameters, part)
 
     def summed(self, loss: Tensor) -> Tensor:
-        """In place."""
+        """The sum of ``loss`` over all ranks, in place."""
         if self._group is not None:
-            # the ranks of a pipeline end at different times, and wait for the last one here
+            # ranks of a pipeline finish at different times and wait here for the last one
             with self._monitor.part(self._part):
                 dist.all_reduce(loss, group=self._group)
         return loss
@@ -74,24 +74,24 @@ class GlobalLoss:
 def with_backward(
     value: Tensor, act: Callable[[Tensor], Tensor | None], parameters: Iterable[Tensor], part: Tensor | None = None
 ) -> Tensor:
-    """The value as a loss whose ``backward()`` calls ``act`` with the gradient that it was given.
+    """The value as a loss whose ``backward()`` calls ``act`` with the gradient of the loss.
 
     Args:
-        parameters: for which nobody may ask by ``torch.autograd.grad``.
-        part: gets the gradient that ``act`` returns; without one ``act`` does all there is to do.
+        parameters: parameters whose gradients must not be requested by ``torch.autograd.grad``.
+        part: receives the gradient that ``act`` returns; without a part, ``act`` does the complete backward.
     """
     start = torch.zeros((), device=value.device, requires_grad=part is None or part.requires_grad)
     return cast("Tensor", _Loss.apply(start, part, value, act, *parameters))  # type: ignore[no-untyped-call]
 
 
 def _check_plain(node: Any, gradient: Tensor) -> None:
-    """Nothing, where the ``backward`` of a loss was called as it stands.
+    """Checks that the ``backward`` of a loss was called without options that change what is computed.
 
     Args:
-        node: of the loss in the graph of autograd; its first input is a leaf that nobody else has.
+        node: the node of the loss in the autograd graph; its first input is a leaf that is used nowhere else.
 
     Raises:
-        UsageError: gradients are asked for in a way by which they would not be those of all ranks.
+        UsageError: gradients are requested in a way that would not give those of all ranks.
     """
     if torch.is_grad_enabled():
         raise UsageError.unsupported(
@@ -112,7 +112,7 @@ def _check_plain(node: Any, gradient: Tensor) -> None:
 
 
 class _Loss(torch.autograd.Function):
-    """Forward: the value. Backward: what is done with its gradient."""
+    """Forward returns the value; backward calls ``act`` with its gradient."""
 
     @staticmethod
     def forward(
@@ -132,27 +132,27 @@ class _Loss(torch.autograd.Function):
         return None, ctx.act(gradients[0]), *[None] * (2 + ctx.count)
 
 
-_MAKE = "scaler = par.grad_scaler()"
+_MAKE_SCALER = "scaler = par.grad_scaler()"
 SCALER_NUMBERS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 """The entries of ``GradScaler.state_dict()``."""
-_WHOLE = frozenset({"growth_interval", "_growth_tracker"})
+_INTEGERS = frozenset({"growth_interval", "_growth_tracker"})
 
 
 class ParallelScaler(GradScaler):
-    """``torch.amp.GradScaler`` for one parallel model: where a gradient of any rank is not finite, all skip the step.
+    """``torch.amp.GradScaler`` for one parallel model: if a gradient of any rank is not finite, all ranks skip the step.
 
-    Its interface and its numbers are torch's. ``unscale_``, or ``step`` where that has not been called, is a call that all ranks
-    make; in it they sum one number. It is switched off until :meth:`make`; what stands before :meth:`scale` is for the model's steps.
+    Its interface and its numbers are those of torch. All ranks must call ``unscale_``, or ``step`` without it, as the ranks exchange one
+    number in it. The scaler is disabled until :meth:`make`. The methods before :meth:`scale` serve the steps of the model.
 
     Args:
-        held: of the model.
-        calls: of the model: unscaling is one that all ranks make.
-        group: of all ranks, for calls besides steps; None where there is one rank.
+        held: the parameters of the model on this rank.
+        calls: the calls of the model, to which unscaling belongs.
+        group: all ranks, for calls outside of steps; None if there is one rank.
 
     Attributes:
-        is_made: somebody has asked for it.
-        is_stepping: inside of ``step``.
-        has_been_asked: to ``scale`` something since the last ``update``.
+        is_made: whether the user has called :meth:`make`.
+        is_stepping: whether ``step`` is running.
+        has_been_asked: whether ``scale`` was called since the last ``update``.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class ParallelScaler(GradScaler):
         self.is_made = self.is_stepping = self.has_been_asked = False
 
     def make(self, **options: Any) -> Self:
-        """Switches it on for a plan in fp16; what a checkpoint said of it before counts, as by ``load_state_dict``.
+        """Enables the scaler for a plan in fp16; a state that a checkpoint loaded before applies, as by ``load_state_dict``.
 
         Raises:
             UsageError: it has been made already.
@@ -203,55 +203,56 @@ class ParallelScaler(GradScaler):
 
     @numbers.setter
     def numbers(self, numbers: Mapping[str, float]) -> None:
+        """The state that checkpoints keep; None if there is no scale."""
         self._loaded = {name: float(numbers[name]) for name in SCALER_NUMBERS}
         if self.is_enabled():
-            self.load_state_dict({name: int(n) if name in _WHOLE else n for name, n in self._loaded.items()})
+            self.load_state_dict({name: int(n) if name in _INTEGERS else n for name, n in self._loaded.items()})
 
     def check(self) -> None:
-        """Before a step whose gradients would be lost without a scale.
+        """Refuses a step whose gradients would underflow without a scale.
 
         Raises:
-            UsageError: they would.
+            UsageError: the plan scales the loss, and no scaler was made.
         """
         if self._precision.scales_loss and not self.is_made:
             raise UsageError(
                 "Training in float16 needs a scaled loss, as most gradients would be zero without",
-                fix=f"Write {_MAKE} before the first step, and scaler.step(optimizer) and scaler.update() after each. "
+                fix=f"Write {_MAKE_SCALER} before the first step, and scaler.step(optimizer) and scaler.update() after each. "
                 "Clip after scaler.unscale_(optimizer), and pass enabled=False to train without a scale",
             )
 
     @property
     def factor(self) -> Tensor | None:
-        """By what the gradients of a step are larger than those of its loss: a scalar in float32; None where they are these."""
+        """The scale of the step's gradients, a scalar in float32; None if they are not scaled."""
         return super().scale(self._one) if self.is_enabled() else None
 
     def of(self, loss: Tensor) -> Tensor:
-        """The loss itself, whose backward begins at the scale."""
+        """The unchanged loss, whose backward starts from the scale."""
         factor = self.factor
         return loss if factor is None else cast("Tensor", _Scaled.apply(loss, factor))  # type: ignore[no-untyped-call]
 
     def done(self) -> None:
-        """After the backward of a step: its gradients are those of the scaled loss."""
+        """Notes after the backward of a step that its gradients are those of the scaled loss."""
         if self.is_enabled():
             self._scaled.update(id(h.parameter) for h in self._held if h.parameter.grad is not None)
 
     def check_called(self) -> None:
-        """At the begin of a backward that the user called.
+        """Checks at the beginning of a backward that the user called that its loss was scaled.
 
         Raises:
-            UsageError: of a loss that this model's scaler has not scaled.
+            UsageError: the scaler of this model has not scaled the loss.
         """
         if self.is_enabled() and not self.has_been_asked:
             raise UsageError(
                 "This is the backward() of a loss that the scaler of this model has not scaled",
-                fix=f"Write {_MAKE}, then scaler.scale(loss).backward(), where loss is that of par(**batch) or of step_loss(par, batch)",
+                fix=f"Write {_MAKE_SCALER}, then scaler.scale(loss).backward(), where loss is that of par(**batch) or of step_loss(par, batch)",
             )
 
     def check_unscaled(self) -> None:
-        """Before all gradients are looked at, as one.
+        """Checks before an operation on all gradients together that none is scaled any more.
 
         Raises:
-            UsageError: some are still those of the scaled loss.
+            UsageError: some gradients are still those of the scaled loss.
         """
         first = next((h.key for h in self._held if self._is_scaled(h.parameter)), "")
         if first:
@@ -261,10 +262,10 @@ class ParallelScaler(GradScaler):
             )
 
     def check_step(self, optimizer: Optimizer) -> None:
-        """Before any optimizer's step.
+        """Checks the gradients before the step of any optimizer.
 
         Raises:
-            UsageError: it would take gradients of the scaled loss for those of the loss.
+            UsageError: the step would use gradients of the scaled loss as if they were not scaled.
         """
         if self.is_stepping:
             return
@@ -278,10 +279,10 @@ class ParallelScaler(GradScaler):
         return parameter.grad is not None and id(parameter) in self._scaled
 
     def scale(self, outputs: Any) -> Any:
-        """As torch's.
+        """As in torch.
 
         Raises:
-            UsageError: it is the loss of a ``train_step``.
+            UsageError: ``outputs`` is the loss of a ``train_step``, which is scaled already.
         """
         if self.is_enabled() and isinstance(outputs, StepLoss):
             raise UsageError(
@@ -292,12 +293,12 @@ class ParallelScaler(GradScaler):
         return super().scale(outputs)
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """As torch's; all ranks call it."""
+        """As in torch; all ranks call it."""
         super().unscale_(optimizer)
         self._scaled -= {id(p) for group in optimizer.param_groups for p in group["params"]}
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """As torch's; all ranks call it, and step or do not alike."""
+        """As in torch; all ranks call it, and either all step or none does."""
         self.is_stepping = True
         try:
             return super().step(optimizer, *args, **kwargs)
@@ -306,35 +307,35 @@ class ParallelScaler(GradScaler):
             self._scaled -= {id(p) for group in optimizer.param_groups for p in group["params"]}
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """As torch's."""
+        """As in torch."""
         self.has_been_asked = False
         super().update(new_scale)
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """What torch's unscales and looks at: here the elements that this rank has, and what the others found.
+        """Overrides how torch unscales gradients and looks for infinities: on local elements, with the findings of all ranks.
 
-        DTensors would ask the ranks of their own mesh, those of the first of a list for all of it; no stage of a pipeline would
-        know of the others. Torch's sharded scaler takes this place too (``torch.distributed.fsdp.sharded_grad_scaler``).
+        With DTensors torch would ask only the ranks of their mesh, for a list only those of its first tensor, and never other pipeline
+        stages. Torch's sharded scaler overrides the same method (``torch.distributed.fsdp.sharded_grad_scaler``).
         """
         lists: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         for group in optimizer.param_groups:
             for grad in (p.grad for p in group["params"] if p.grad is not None):
                 local = grad._local_tensor if isinstance(grad, DTensor) else grad
                 lists[local.device, local.dtype].append(local)
-        with torch.no_grad(), self._calls.at_once("unscale_", meets=False):  # what is found is a meeting of its own
+        with torch.no_grad(), self._calls.at_once("unscale_", meets=False):  # the reduction synchronises
             for (device, _), grads in lists.items():
-                here = found_inf.to(device)
-                torch._amp_foreach_non_finite_check_and_unscale_(grads, here, inv_scale.to(device))
-                found_inf.copy_(torch.maximum(found_inf, here.to(found_inf.device)))
+                found = found_inf.to(device)
+                torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inv_scale.to(device))
+                found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
             if self._group is not None:
                 dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=self._group)
         return {found_inf.device: found_inf}
 
 
 class _Scaled(torch.autograd.Function):
-    """Forward: the loss as it is, so that what is reported is not rounded again. Backward: times the scale."""
+    """Forward returns the loss unchanged, so that the reported loss is not rounded again; backward multiplies by the scale."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, factor: Tensor) -> Tensor:
@@ -347,18 +348,19 @@ class _Scaled(torch.autograd.Function):
 
 
 class StepLoss(Tensor):
-    """A scalar without gradient that knows why, as it does divided by a number, which loops that accumulate do.
+    """The scalar loss of ``train_step``, without gradient, whose ``backward()`` says why.
 
-    What else is computed from it, saved or copied is an ordinary tensor.
+    Divided by a number, as in loops that accumulate gradients, it keeps its class. Other results, saved tensors and copies are ordinary
+    tensors.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def backward(self, *_: object, **__: object) -> NoReturn:
-        """For loops that call it by habit.
+        """Refuses the call, which loops contain by habit.
 
         Raises:
-            UsageError: always: the gradients are there.
+            UsageError: always, as the backward pass has run already.
         """
         raise UsageError(
             "A loss.backward() was called after par.train_step(batch), which has already run the backward pass",
@@ -370,11 +372,11 @@ class StepLoss(Tensor):
         return quotient.as_subclass(StepLoss) if isinstance(other, int | float) else quotient
 
     def __mul__(self, other: Any) -> Tensor:
-        """As a tensor's.
+        """As of a tensor.
 
         Raises:
-            UsageError: it is ``torch.amp.GradScaler`` that asks, whose ``step`` would divide gradients by what has not scaled them.
-                (The scaler of a plan in float16 says so itself: :mod:`autopar.runtime.step.global_loss`.)
+            UsageError: ``torch.amp.GradScaler`` calls it: its ``step`` would divide gradients by a scale that was never applied to them.
+                (The scaler of a plan in float16 raises its own error in :meth:`ParallelScaler.scale`.)
         """
         if sys._getframe(1).f_globals.get("__name__") == GradScaler.__module__:
             raise UsageError(

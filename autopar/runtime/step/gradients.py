@@ -1,11 +1,10 @@
-"""Gradient sums that FSDP does not do, the norm over a mesh, and torch's clipping where a rank has only some gradients.
+"""Gradient sums that FSDP does not do, the norm of all gradients, and a check of torch's clipping.
 
-What must be summed, once a step: over ``dp_replicate`` without FSDP, over the axes on which a
-parameter's gradient is left pending (``Parameter.gradient_sum_axes``), and over the pipeline
-stages that hold the same (tied) parameter.
+Once a step gradients are summed over ``dp_replicate`` without FSDP, over the axes on which the gradient of a parameter is left as a pending
+sum (``Parameter.gradient_sum_axes``), and over the pipeline stages that hold the same (tied) parameter.
 
-``torch.nn.utils.clip_grad_norm_`` asks the ranks of a parameter's mesh for their parts. Of the parameters of other pipeline stages, and of
-other ranks' experts, it knows nothing, so that each rank would scale by a norm of its own, without a word.
+``torch.nn.utils.clip_grad_norm_`` reduces over the mesh of each parameter. It misses the parameters of other pipeline stages and the
+experts of other ranks, so each rank would silently scale by a different norm.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ class Held:
     """A parameter on this rank.
 
     Attributes:
-        name, key: of the graph, of checkpoints.
-        parameter: what users and optimizers see: a DTensor.
-        leaf: what emitted code reads instead, on the same memory; None under FSDP, which lends its own.
-        group: over which the gradient that backward leaves is summed.
-        tie_group: over which it is summed after that: stages with the same parameter.
-        copies: ranks that hold the same elements.
-        replicated: the axes along which they do, stages left out.
-        padding: zeros that the model's parameter does not have.
+        name, key: its name in the graph, and in checkpoints.
+        parameter: the DTensor that users and optimizers see.
+        leaf: the tensor on the same memory that emitted code reads instead; None under FSDP, which passes its own.
+        group: the group over which the gradient that backward leaves is summed.
+        tie_group: the group over which it is summed after that: stages with the same parameter.
+        copies: number of ranks that hold the same elements.
+        replicated: mesh axes along which ranks hold the same elements, stages left out.
+        padding: the zeros by which the plan has lengthened the model's parameter.
     """
 
     name: str
@@ -61,7 +60,12 @@ class Held:
 
 @dataclass(slots=True, eq=False)
 class _Bucket:
-    """Gradients that are summed together."""
+    """Gradients that are summed in one collective.
+
+    Attributes:
+        arrived: number of gradients that backward has left so far, over all micro-batches.
+        flat: the gradients while they are summed.
+    """
 
     group: Group
     leaves: list[nn.Parameter]
@@ -71,23 +75,23 @@ class _Bucket:
 
 
 class BucketedSums:
-    """Sums the leaves' gradients while backward still runs, and hands them to the parameters.
+    """Sums the gradients of leaves while backward still runs, and hands them to the parameters.
 
-    A bucket leaves as soon as the last micro-batch's gradients of all its members are there. Every
-    rank of a group runs the same code, so the order of the sums is the same everywhere.
+    A bucket is reduced as soon as backward of the last micro-batch has left the gradients of all its members. Every rank of a group runs
+    the same code, so the sums have the same order everywhere.
     """
 
     def __init__(self, held: Sequence[Held], *, bucket_bytes: int = BUCKET_BYTES) -> None:
-        own = [(h, h.leaf) for h in held if h.leaf is not None and h.leaf.requires_grad]
-        self._leaves = [(leaf, h.parameter) for h, leaf in own]
-        self._buckets = _fill([(leaf, h.group) for h, leaf in own if h.group is not None], bucket_bytes)
+        leaves = [(h, h.leaf) for h in held if h.leaf is not None and h.leaf.requires_grad]
+        self._leaves = [(leaf, h.parameter) for h, leaf in leaves]
+        self._buckets = _fill([(leaf, h.group) for h, leaf in leaves if h.group is not None], bucket_bytes)
         self._expected = 0
         for bucket in self._buckets:
             for leaf in bucket.leaves:
                 leaf.register_post_accumulate_grad_hook(self._hook(bucket))  # type: ignore[no-untyped-call]
 
     def begin(self, num_backwards: int) -> None:
-        """Before the first of ``num_backwards`` backward passes, whose gradients are summed as one."""
+        """Prepares for ``num_backwards`` backward passes, whose gradients are summed together."""
         for leaf, _ in self._leaves:
             leaf.grad = None
         self._expected = num_backwards
@@ -95,12 +99,12 @@ class BucketedSums:
             bucket.arrived, bucket.flat, bucket.work = 0, None, None
 
     def finish(self) -> None:
-        """After the last backward: waits for the sums; parameters have their gradients then."""
+        """Waits for the sums after the last backward, and gives them to the parameters."""
         for bucket in self._buckets:
             if bucket.work is None:
                 _launch(bucket)
         for bucket in self._buckets:
-            _land(bucket)
+            _wait_for(bucket)
         for leaf, parameter in self._leaves:
             if leaf.grad is not None:
                 if parameter.requires_grad:  # it may have been frozen since
@@ -117,24 +121,24 @@ class BucketedSums:
 
 
 def _fill(leaves: Sequence[tuple[nn.Parameter, Group]], bucket_bytes: int) -> list[_Bucket]:
-    """Buckets by group and dtype, in the order in which backward is likely to come by."""
-    done: list[_Bucket] = []
-    filling: dict[tuple[Group, torch.dtype], tuple[_Bucket, int]] = {}
+    """Buckets by group and dtype, in the reverse order of the leaves, in which backward is likely to reach them."""
+    full: list[_Bucket] = []
+    open_buckets: dict[tuple[Group, torch.dtype], tuple[_Bucket, int]] = {}
     for leaf, group in reversed(leaves):
-        place = (group, leaf.dtype)
-        bucket, size = filling.get(place, (_Bucket(group, []), 0))
+        key = (group, leaf.dtype)
+        bucket, size = open_buckets.get(key, (_Bucket(group, []), 0))
         bucket.leaves.append(leaf)
         size += leaf.numel() * leaf.element_size()
-        filling[place] = (bucket, size)
+        open_buckets[key] = (bucket, size)
         if size >= bucket_bytes:
-            done.append(filling.pop(place)[0])
-    return done + [bucket for bucket, _ in filling.values()]
+            full.append(open_buckets.pop(key)[0])
+    return full + [bucket for bucket, _ in open_buckets.values()]
 
 
 def _launch(bucket: _Bucket) -> None:
     grads = []
     for leaf in bucket.leaves:
-        if leaf.grad is None:  # unused on this rank, yet the others count on its part
+        if leaf.grad is None:  # unused on this rank, but the collective needs its part
             leaf.grad = torch.zeros_like(leaf)
         grads.append(leaf.grad)
     bucket.flat = grads[0].view(-1) if _is_dense(grads) else torch.cat([grad.reshape(-1) for grad in grads])
@@ -145,8 +149,8 @@ def _is_dense(grads: Sequence[Tensor]) -> bool:
     return len(grads) == 1 and grads[0].is_contiguous()
 
 
-def _land(bucket: _Bucket) -> None:
-    """Gradients become views of the summed bucket: no copy back."""
+def _wait_for(bucket: _Bucket) -> None:
+    """Waits for the sum; the gradients become views of the bucket, without a copy."""
     assert bucket.work is not None
     assert bucket.flat is not None
     bucket.work.wait()
@@ -157,7 +161,7 @@ def _land(bucket: _Bucket) -> None:
 
 
 def hand_over(parameter: nn.Parameter, grad: Tensor) -> None:
-    """Adds a local gradient to the parameter's own."""
+    """Adds a local gradient to the gradient of the parameter."""
     if not isinstance(parameter, DTensor):
         parameter.grad = grad if parameter.grad is None else parameter.grad + grad
     elif isinstance(parameter.grad, DTensor):
@@ -167,10 +171,10 @@ def hand_over(parameter: nn.Parameter, grad: Tensor) -> None:
 
 
 def sum_in_place(held: Sequence[Held], group_of: Callable[[Held], Group | None]) -> None:
-    """Sums the parameters' gradients over each one's group; one all-reduce for each group and dtype.
+    """Sums the gradients of parameters over the group of each, by one all-reduce for each group and dtype.
 
-    By name: two stages may hold what they share in another order, and all ranks must send the same gradient in the
-    same place and meet group after group.
+    Parameters are sorted by name, as two stages may hold shared parameters in different order: all ranks must send the same gradient at the
+    same place, and enter the groups in the same order.
     """
     buckets: dict[tuple[Group, torch.dtype], list[Tensor]] = {}
     for h in sorted(held, key=lambda h: h.name):
@@ -200,7 +204,7 @@ def local_part(tensor: Tensor) -> Tensor:
 class Norm:
     """The 2-norm of all gradients of the model, each element counted once.
 
-    Every rank adds the squares of what it holds, divided by the number of ranks that hold the same.
+    Every rank adds the squares of its elements, divided by the number of ranks that hold the same ones.
     """
 
     held: Sequence[Held]
@@ -209,14 +213,14 @@ class Norm:
     dtype: torch.dtype = torch.float32
 
     def __call__(self) -> Tensor:
-        """The norm, a scalar in fp32, or in fp64 where parameters are, the same on every rank; all ranks call it."""
+        """The norm, a scalar in fp32 (fp64 if parameters are in fp64), the same on every rank; all ranks call it."""
         by_copies: dict[int, list[Tensor]] = {}
         for h in self.held:
             if (grad := h.gradient) is not None:
                 by_copies.setdefault(h.copies, []).append(grad)
         square = torch.zeros((), device=self.device, dtype=self.dtype)
         for copies, grads in by_copies.items():
-            # one by one: a tensor of weights would be made on the host, which then waits for the device
+            # group by group: a tensor of weights would come from the host, which then waits for the device
             norms = torch.stack([n.to(self.dtype) for n in torch._foreach_norm(grads)])
             square += norms.square().sum() / copies
         if self.group is not None:
@@ -225,14 +229,14 @@ class Norm:
 
 
 def lengthened(value: Tensor, dim: int, length: int) -> Tensor:
-    """``value`` with zeros behind it along ``dim``."""
+    """``value`` with zeros appended along ``dim``, up to ``length``."""
     missing = list(value.shape)
     missing[dim] = length - value.shape[dim]
     return torch.cat([value, value.new_zeros(missing)], dim) if missing[dim] else value
 
 
 def clip(held: Sequence[Held], norm: Tensor, max_norm: float) -> None:
-    """Scales all gradients so that their norm is at most ``max_norm``; as ``torch.nn.utils`` does."""
+    """Scales all gradients so that their norm is at most ``max_norm``, as ``torch.nn.utils`` does."""
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     grads = [grad for h in held if (grad := h.gradient) is not None]
     if grads:
@@ -245,14 +249,14 @@ _scale = getattr(clip_grad, _NAME)
 
 
 def refuse_clipping(parameters: Iterable[Tensor]) -> None:
-    """Torch's function raises an error from now on where it is given one of these, whatever name it was imported by."""
+    """Makes torch's clipping raise an error if it is given one of these parameters, under whatever name it was imported."""
     for parameter in parameters:
         setattr(parameter, _MARK, True)
-    setattr(clip_grad, _NAME, _checked)
+    setattr(clip_grad, _NAME, _scale_or_refuse)
 
 
-def _checked(parameters: Any, *args: Any, **kwargs: Any) -> None:
-    """In place of torch's, which scales gradients once their norm is known."""
+def _scale_or_refuse(parameters: Any, *args: Any, **kwargs: Any) -> None:
+    """Replaces torch's private function that scales gradients once their norm is known."""
     if not isinstance(parameters, Tensor) and any(hasattr(p, _MARK) for p in parameters):
         raise UsageError(
             "A norm by torch.nn.utils.clip_grad_norm_ would be that of this rank's pipeline stages or experts alone",

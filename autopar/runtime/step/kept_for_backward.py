@@ -1,16 +1,15 @@
-"""What blocks keep for backward: on the host in the meantime, or not at all but made again (selective recompute).
+"""What blocks keep for backward: moved to the host (offload), or dropped and recomputed (selective recompute).
 
-**On the host.** A storage that autograd saves in a block goes down once, when the block's forward is done, and comes back when backward
-reaches the block after it, or the block itself. On a GPU both run on a stream of their own; forward waits for the copies of
-the block before last, so that what two blocks keep is on the device at most. On CPU ranks both are copies.
+**Offload.** A storage that autograd saves in a block is copied to the host once, when the forward of the block ends. It is copied back when
+backward reaches the next block, or the block itself. On a GPU the copies run on a stream of their own. Forward waits for the copies of the
+block before last, so that the device holds at most what two blocks keep. On CPU ranks the copies are synchronous.
 
-**Made again.** While the block runs forward, autograd hands over every tensor that it keeps. One that lies in the memory of what a cheap operator
-made, or that such an operator made inside of itself (statistics, masks), is replaced by a note of where it comes from. The
-calls behind these notes are remembered with what they read, which is kept. When backward asks for the first of them, these calls
-run once more, in order, each on its own, and nothing else of the block does: no product, no collective. Random
-operators draw from the streams that their arguments name, so that they repeat themselves.
+**Selective recompute.** While the block runs forward, autograd passes every tensor that it saves to a hook. A tensor that shares memory
+with the output of a cheap operator, or that such an operator made internally (statistics, masks), is replaced by a note of its origin. The
+calls behind the notes are recorded, with their operands. When backward unpacks the first note, these calls run once more, in order; nothing
+else of the block does: no product, no collective. Random operators draw from streams that their arguments name, so they repeat themselves.
 
-Which operators are cheap the program says (``BlockProgram.again``, :mod:`autopar.graph.operator_kinds`).
+The program says which operators are cheap (``BlockProgram.again``, :mod:`autopar.graph.operator_kinds`).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Packed:
-    """A tensor that autograd saved, as a view of a storage that moves."""
+    """A tensor that autograd saved, as a view of an offloaded storage."""
 
     slot: int
     dtype: torch.dtype
@@ -40,53 +39,58 @@ class _Packed:
 
 
 class Mover:
-    """Moves what the blocks of one stage keep.
+    """Offloads what the blocks of one stage keep.
 
     Attributes:
-        down_bytes, up_bytes: moved so far.
+        down_bytes, up_bytes: bytes copied to the host and back so far.
     """
 
     def __init__(self) -> None:
         self.down_bytes = self.up_bytes = 0
         self.stream: Any = None
         self._resident: frozenset[int] = frozenset()
-        self._before: weakref.ref[_Saved] | None = None  # what autograd has dropped is gone from here, too
-        self._under_way: weakref.ref[_Saved] | None = None
+        self._before: weakref.ref[_Saved] | None = None  # weak: freed when autograd drops it
+        self._copying: weakref.ref[_Saved] | None = None
 
     def begin(self, resident: Iterable[object]) -> None:
-        """A micro-batch's forward; ``resident``: what stays on the device whatever blocks keep."""
+        """Begins the forward of a micro-batch; storages of ``resident`` stay on the device whatever blocks keep."""
         self._resident = _storages(resident)
         self._before = None
 
     @contextmanager
     def block(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """A block's forward."""
+        """The context of the forward of one block."""
         saved = _Saved(self, self._resident | _storages(parameters), self._before)
         with saved_tensors_hooks(saved.pack, saved.unpack):
             yield
-        under_way = None if self._under_way is None else self._under_way()
+        under_way = None if self._copying is None else self._copying()
         if under_way is not None:
             under_way.release()
         saved.go_down()
-        self._before = self._under_way = weakref.ref(saved)
+        self._before = self._copying = weakref.ref(saved)
 
 
 class _Saved:
-    """What one block keeps of one micro-batch."""
+    """What one block keeps of one micro-batch.
+
+    Attributes:
+        _slots: position of each storage, by its address.
+        _here, _there: the storages as bytes, on the device and on the host.
+    """
 
     def __init__(self, mover: Mover, resident: frozenset[int], before: weakref.ref[_Saved] | None) -> None:
         self._mover, self._resident, self._before = mover, resident, before
         self._slots: dict[int, int] = {}
-        self._here: list[Tensor] = []  # each storage as bytes; kept until it is down, so that its address stays its own
+        self._here: list[Tensor] = []  # kept until it is copied, so that no other storage gets its address
         self._there: list[Tensor] = []
         self._devices: list[torch.device] = []
-        # the GPU of those that have one: an operator may keep a tensor of the host too
+        # the GPU of those on one: an operator may also keep tensors of the host
         self._device: torch.device | None = None
         self._down: Any = None
         self._up: Any = None
 
     def pack(self, tensor: Tensor) -> Tensor | _Packed:
-        if isinstance(tensor, DTensor):  # a shared parameter, as recompute is given it
+        if isinstance(tensor, DTensor):  # a shared parameter, which recompute passes as an input
             return tensor
         storage = tensor.untyped_storage()
         if storage.data_ptr() in self._resident or not storage.nbytes():
@@ -106,11 +110,11 @@ class _Saved:
             before.come_up()
         self._before = None
         here = self._arrived(packed.slot)
-        found = torch.empty(0, dtype=packed.dtype, device=here.device)
-        return found.set_(here.untyped_storage(), packed.offset, packed.size, packed.stride)
+        view = torch.empty(0, dtype=packed.dtype, device=here.device)
+        return view.set_(here.untyped_storage(), packed.offset, packed.size, packed.stride)
 
     def go_down(self) -> None:
-        """Begins to copy; on a CPU, copies."""
+        """Starts the copies to the host; on a CPU, copies."""
         self._slots.clear()
         self._mover.down_bytes += sum(tensor.numel() for tensor in self._here)
         cuda = [tensor for tensor in self._here if tensor.is_cuda]
@@ -131,13 +135,13 @@ class _Saved:
             self._down.record(stream)
 
     def release(self) -> None:
-        """Gives the device's memory back once the copies are down; the computation that follows waits for them."""
+        """Frees the device memory of what is copied; the computation that follows waits for the copies."""
         if self._down is not None and self._here:
             torch.cuda.current_stream(self._device).wait_event(self._down)
             self._here = []
 
     def come_up(self) -> None:
-        """Begins to copy back what is not on the device."""
+        """Starts the copies back of what is not on the device."""
         if self._here or not self._there:
             return
         there, self._there = self._there, []
@@ -173,7 +177,7 @@ def _as_bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
 
 
 _Key: TypeAlias = tuple[int, str, int]
-"""A call, ``output`` or ``inner``, and which one."""
+"""A tensor of a call: the call's number, ``output`` or ``inner``, and the position."""
 
 Function: TypeAlias = Callable[..., Any]
 Meshes: TypeAlias = Callable[[], AbstractContextManager[None]]
@@ -193,7 +197,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A tensor that a call reads and that is kept, without its history."""
+    """An operand of a call that is kept, without its autograd history."""
 
     tensor: Tensor
     requires_grad: bool
@@ -201,14 +205,14 @@ class _Kept:
 
 @dataclass(slots=True)
 class _Call:
-    """A cheap operator: what it reads, as :class:`_Part` or :class:`_Kept`, and what of it backward will ask for.
+    """A cheap operator: its operands, as :class:`_Part` or :class:`_Kept`, and which of its tensors backward will need.
 
     Attributes:
-        packed: tensors that autograd has asked to keep while it ran.
-        inner: positions among these that it made inside of itself.
-        wanted: of its outputs those that backward will ask for.
-        read: those that other calls read.
-        last: outputs of calls that no later call reads, nor backward.
+        packed: number of tensors that autograd has saved while it ran.
+        inner: positions among these of tensors that it made internally.
+        wanted: positions of the outputs that backward will need.
+        read: positions of the outputs that other calls read.
+        last: outputs of calls that neither later calls nor backward read.
     """
 
     function: Function
@@ -223,7 +227,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """Stands for a tensor that is made again: output or inner tensor of a call of ``tape``."""
+    """Stands for a tensor that is recomputed: an output or an inner tensor of a call of ``tape``."""
 
     tape: Tape
     key: _Key
@@ -231,55 +235,55 @@ class _Note:
 
 
 class Tape:
-    """One forward run of a block; ``meshes``: what sets the meshes whose axes operators name."""
+    """The record of one forward run of a block; ``meshes`` is the context of the meshes whose axes operators name."""
 
     def __init__(self, meshes: Meshes) -> None:
         self._meshes = meshes
         self._calls: dict[int, _Call] = {}
         self._running: tuple[int, _Call, set[int]] | None = None
-        self._made: dict[int, tuple[StorageWeakRef, int, int, torch.dtype]] = {}
-        self._again: dict[_Key, Tensor] = {}
+        self._origins: dict[int, tuple[StorageWeakRef, int, int, torch.dtype]] = {}
+        self._recomputed: dict[_Key, Tensor] = {}
 
     # --- forward
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """The block runs inside of it."""
+        """The context in which the block runs."""
         with saved_tensors_hooks(self._pack, _unpack):
             yield
-        self._made.clear()
+        self._origins.clear()
         self._prune()
 
     def call(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a cheap operator."""
+        """Runs a cheap operator and records it."""
         number, read = len(self._calls), set[int]()
 
-        def taken(x: object) -> object:
+        def operand(x: object) -> object:
             if not isinstance(x, Tensor):
                 return x
             read.add(_storage(x))
             return self._part(x, x.requires_grad) or _Kept(x.detach(), x.requires_grad)
 
-        call = _Call(function, _mapped(taken, args), _mapped(taken, kwargs))
+        call = _Call(function, _map_leaves(operand, args), _map_leaves(operand, kwargs))
         self._calls[number], self._running = call, (number, call, read)
         try:
             result = function(*args, **kwargs)
         finally:
             self._running = None
-        for k, made in enumerate(_several(result)):
-            if isinstance(made, Tensor) and _storage(made) not in read and _is_plain(made):
-                alive = StorageWeakRef(made.untyped_storage())  # type: ignore[no-untyped-call]  # no other takes its place
-                self._made[_storage(made)] = (alive, number, k, made.dtype)
+        for k, output in enumerate(_as_sequence(result)):
+            if isinstance(output, Tensor) and _storage(output) not in read and _is_plain(output):
+                alive = StorageWeakRef(output.untyped_storage())  # type: ignore[no-untyped-call]  # no other takes its place
+                self._origins[_storage(output)] = (alive, number, k, output.dtype)
         return result
 
     def _part(self, tensor: Tensor, requires_grad: bool = False) -> _Part | None:
-        """Where a tensor comes from, if a call made it."""
+        """The origin of a tensor, if a recorded call made it."""
         if not _is_plain(tensor):
             return None
-        found = self._made.get(_storage(tensor))
-        if found is None or found[3] != tensor.dtype:
+        origin = self._origins.get(_storage(tensor))
+        if origin is None or origin[3] != tensor.dtype:
             return None
-        _, call, output, _ = found
+        _, call, output, _ = origin
         place = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         return _Part(call, output, *place, requires_grad)
 
@@ -299,7 +303,7 @@ class Tape:
         return _Note(self, (number, "inner", position))
 
     def _prune(self) -> None:
-        """Forgets the calls that nothing asks for."""
+        """Drops the calls that nothing needs."""
         for number in reversed(list(self._calls)):
             call = self._calls[number]
             if not call.inner and not call.wanted and not call.read:
@@ -314,33 +318,33 @@ class Tape:
     # --- backward
 
     def tensor(self, note: _Note) -> Tensor:
-        """What a note stands for; asked for an inner tensor once more, all is made once more."""
-        if note.key not in self._again:
+        """The tensor of a note. If an inner tensor is requested a second time, all calls run again."""
+        if note.key not in self._recomputed:
             self._replay()
-        return self._again.pop(note.key) if note.part is None else _placed(self._again[note.key], note.part)
+        return self._recomputed.pop(note.key) if note.part is None else _view(self._recomputed[note.key], note.part)
 
     def _replay(self) -> None:
         for number, call in self._calls.items():
-            kept: list[Tensor] = []
-            args, kwargs = _mapped(self._value, call.args), _mapped(self._value, call.kwargs)
-            with torch.enable_grad(), self._meshes(), saved_tensors_hooks(kept.append, _unpack):
-                made = _several(call.function(*args, **kwargs))
-            self._again |= {(number, "output", k): made[k].detach() for k in call.wanted | call.read}
-            self._again |= {(number, "inner", k): kept[k] for k in call.inner}
+            saved: list[Tensor] = []
+            args, kwargs = _map_leaves(self._value, call.args), _map_leaves(self._value, call.kwargs)
+            with torch.enable_grad(), self._meshes(), saved_tensors_hooks(saved.append, _unpack):
+                outputs = _as_sequence(call.function(*args, **kwargs))
+            self._recomputed |= {(number, "output", k): outputs[k].detach() for k in call.wanted | call.read}
+            self._recomputed |= {(number, "inner", k): saved[k] for k in call.inner}
             for key in call.last:
-                del self._again[key]
+                del self._recomputed[key]
 
-    def _value(self, read: object) -> object:
-        if isinstance(read, _Kept):
-            return read.tensor.detach().requires_grad_(read.requires_grad)
-        if isinstance(read, _Part):
-            whole = self._again[read.call, "output", read.output]
-            return _placed(whole, read).detach().requires_grad_(read.requires_grad)
-        return read
+    def _value(self, operand: object) -> object:
+        if isinstance(operand, _Kept):
+            return operand.tensor.detach().requires_grad_(operand.requires_grad)
+        if isinstance(operand, _Part):
+            output = self._recomputed[operand.call, "output", operand.output]
+            return _view(output, operand).detach().requires_grad_(operand.requires_grad)
+        return operand
 
 
 def with_tape(body: fx.GraphModule, again: Sequence[str], tape: Callable[[], Tape | None]) -> fx.GraphModule:
-    """A block's code whose operators of these names run on the tape that there is, if there is one."""
+    """A copy of a block's code in which the operators of these names run on the current tape, if there is one."""
     graph, names = fx.Graph(), frozenset(again)
     values: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(body.graph, values))
@@ -351,30 +355,30 @@ def with_tape(body: fx.GraphModule, again: Sequence[str], tape: Callable[[], Tap
 
 
 def _on_tape(function: Function, name: str, tape: Callable[[], Tape | None]) -> Function:
-    def again(*args: Any, **kwargs: Any) -> Any:
-        now = tape()
-        return function(*args, **kwargs) if now is None else now.call(function, args, kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        current = tape()
+        return function(*args, **kwargs) if current is None else current.call(function, args, kwargs)
 
-    again.__name__ = f"again_{name}"
-    return again
+    call.__name__ = f"again_{name}"
+    return call
 
 
-def _mapped(change: Callable[[object], object], value: Any) -> Any:
-    """Arguments with each leaf changed."""
+def _map_leaves(change: Callable[[object], object], value: Any) -> Any:
+    """The arguments with ``change`` applied to each leaf."""
     if isinstance(value, tuple | list):
-        return type(value)(_mapped(change, item) for item in value)
+        return type(value)(_map_leaves(change, item) for item in value)
     if isinstance(value, dict):
-        return {key: _mapped(change, item) for key, item in value.items()}
+        return {key: _map_leaves(change, item) for key, item in value.items()}
     return change(value)
 
 
 def _parts(call: _Call) -> list[_Part]:
-    found: list[_Part] = []
-    _mapped(lambda x: found.append(x) if isinstance(x, _Part) else None, (call.args, call.kwargs))
-    return found
+    parts: list[_Part] = []
+    _map_leaves(lambda x: parts.append(x) if isinstance(x, _Part) else None, (call.args, call.kwargs))
+    return parts
 
 
-def _several(result: Any) -> Sequence[Any]:
+def _as_sequence(result: Any) -> Sequence[Any]:
     return result if isinstance(result, tuple | list) else (result,)
 
 
@@ -387,11 +391,11 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is told by its memory, shape and strides."""
+    """Whether a tensor is determined by its memory, shape and strides."""
     return tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _placed(whole: Tensor, part: _Part) -> Tensor:
+def _view(whole: Tensor, part: _Part) -> Tensor:
     if tuple(whole.shape) == part.size and whole.stride() == part.stride and whole.storage_offset() == part.offset:
         return whole
     return whole.as_strided(part.size, part.stride, part.offset)

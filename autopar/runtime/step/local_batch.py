@@ -1,8 +1,8 @@
-"""One rank's samples of a batch: which, in which micro-batches, with which sums over all; and whether ranks were given the same.
+"""One rank's samples of a batch, its micro-batches and sums over the global batch; and a check that ranks were given the same samples.
 
-The ranks of ``tp``, ``cp`` and ``pp`` take one part of the global batch together. Where each brings another (a shuffle without a
-common seed, a sampler by ``dist.get_rank()``), sums over ``tp`` are of different tokens, and the last stage of a pipeline holds
-other labels than the first has inputs for: losses look like losses.
+The ranks of ``tp``, ``cp`` and ``pp`` work on the same part of the global batch. If each brings different samples (a shuffle without a
+common seed, a sampler by ``dist.get_rank()``), sums over ``tp`` mix different tokens, and the last stage of a pipeline has labels of other
+inputs than the first one. The losses would still look plausible, so the samples are compared.
 """
 
 from __future__ import annotations
@@ -33,66 +33,66 @@ from autopar.tracing.batch import named_inputs
 _LOGGER = logging.getLogger("autopar")
 
 EVERY = 32
-"""Of how many steps one is looked at, the first that is not refused among them (which is not timed either)."""
+"""One of so many steps is checked, beginning with the first that is not refused (which is not timed)."""
 
 _ELEMENTS = 1 << 16
-"""Of an input that are looked at, at most: two batches differ nearly everywhere."""
+"""At most so many elements of an input are compared: two batches differ nearly everywhere."""
 
 
 class SharedSamples:
-    """Compares what ranks were given; every rank of the job makes one and enters the same calls."""
+    """Compares the samples that ranks were given; every rank of the job makes one and makes the same calls."""
 
     def __init__(self, world: World, inputs: Sequence[Input]) -> None:
         self._rank, self._group = world.rank, world.host_group()
         self._data_index = [world.mesh.data_index(rank) for rank in range(world.mesh.world_size)]
         self._inputs = tuple(inputs)
-        self._calls, self._told = 0, False
-        self._pending: _Marks | None = None
+        self._calls, self._has_warned = 0, False
+        self._pending: _Checksums | None = None
         self._is_alone = len(self._data_index) == 1 or dist.get_backend() == FAKE
 
     def check(self, given: Mapping[str, Tensor], local: Mapping[str, Tensor], own: range, alarm: Alarm) -> None:
-        """Before a step; all ranks call it, and all raise the same.
+        """Compares samples before a step; all ranks call it, and all raise the same error.
 
-        Batches of the first step are compared in it. Those of a later one are marked where they lie, and compared before the step
-        after it: the host has given the device that whole step meanwhile, and does not wait for what is queued before it.
+        Batches of the first step are compared in it. For a later one checksums are launched on the device, and compared before the step
+        after it, so that the host does not wait for work that is queued on the device.
 
-        A warning, once, where data ranks were given different global batches: each takes its part of another one.
+        Logs a warning, once, if data ranks were given different global batches, of which each takes its part.
 
         Args:
-            given: the batch as it came, with the global batch or this rank's samples.
+            given: the batch as it was passed, with the global batch or this rank's samples.
             local: this rank's samples of it, as a step takes them.
-            own: which samples of the global batch these are.
-            alarm: of the call.
+            own: the positions of these samples in the global batch.
+            alarm: the alarm of the call.
 
         Raises:
-            UsageError: ranks of one ``data_rank`` have different samples, or any have different values of an input without samples.
+            UsageError: ranks of one ``data_rank`` have different samples, or any ranks have different values of an input without samples.
         """
         if self._is_alone:
             return
         pending, self._pending = self._pending, None
         number, self._calls = self._calls, self._calls + 1
         if number % EVERY == 0:
-            self._pending = _Marks(self._inputs, given, local, own)
+            self._pending = _Checksums(self._inputs, given, local, own)
             if number == 0:
                 pending, self._pending = self._pending, None
         if pending is None:
             return
         alarm.runs()
-        found = _of_all_ranks(pending.read(), len(self._data_index), self._group)
+        marks = _gather_numbers(pending.read(), len(self._data_index), self._group)
         alarm.met()
-        self._calls = 0  # where ranks are refused, the next step is again a first one
+        self._calls = 0  # if the comparison raises, the next step is a first one again
         for place, leaf in enumerate(self._inputs):
-            self._compare(leaf, [row[0][place] for row in found])
+            self._compare(leaf, [row[0][place] for row in marks])
         self._calls = number + 1
-        self._tell_of_other_batches([row[1] for row in found])
+        self._warn_of_other_batches([row[1] for row in marks])
 
     def are_equal(self, given: Mapping[str, Tensor], alarm: Alarm) -> bool:
         """Whether all ranks were given the same samples; all ranks call it."""
         if self._is_alone:
             return False
-        mine = _Marks(self._inputs, given, given, range(0)).read()
+        numbers = _Checksums(self._inputs, given, given, range(0)).read()
         alarm.runs()
-        rows = _of_all_ranks(mine, len(self._data_index), self._group)
+        rows = _gather_numbers(numbers, len(self._data_index), self._group)
         alarm.met()
         return all(row == rows[0] for row in rows)
 
@@ -109,10 +109,10 @@ class SharedSamples:
                     "shuffle and draw with a seed that is the same on all ranks",
                 )
 
-    def _tell_of_other_batches(self, wholes: Sequence[Sequence[int]]) -> None:
-        if self._told or all(row == wholes[0] for row in wholes):
+    def _warn_of_other_batches(self, wholes: Sequence[Sequence[int]]) -> None:
+        if self._has_warned or all(row == wholes[0] for row in wholes):
             return
-        self._told = True
+        self._has_warned = True
         if self._rank == 0:
             _LOGGER.warning(
                 "data ranks were given different global batches, and each takes its part of its own: samples may come twice or "
@@ -121,8 +121,8 @@ class SharedSamples:
             )
 
 
-class _Marks:
-    """Numbers of each input's elements and their places, on their way to the host from wherever the input lies.
+class _Checksums:
+    """Checksums of each input, on their way to the host from the device of the input.
 
     Args:
         inputs, given, local, own: see :meth:`SharedSamples.check`.
@@ -137,38 +137,38 @@ class _Marks:
             value, dim = given[leaf.name].to(local[leaf.name].dtype), leaf.batch_dim
             is_whole = dim is not None and value.shape[dim] != local[leaf.name].shape[dim]
             if is_whole:
-                self._numbers[1, place].copy_(_mark(value), non_blocking=True)
+                self._numbers[1, place].copy_(_checksum(value), non_blocking=True)
             part = value.narrow(dim, own.start, len(own)) if is_whole and dim is not None else value
-            self._numbers[0, place].copy_(_mark(part), non_blocking=True)
+            self._numbers[0, place].copy_(_checksum(part), non_blocking=True)
         self._events = events(given[leaf.name] for leaf in inputs)
 
     def read(self) -> Tensor:
-        """[2, inputs]: of this rank's samples, and of the whole global batch, 0 where it was not given."""
+        """[2, inputs]: checksums of this rank's samples, and of the complete global batch (0 if it was not given)."""
         for event in self._events:
             event.synchronize()
         return self._numbers
 
 
-def _mark(value: Tensor) -> Tensor:
-    """A number of the elements and their places: a scalar where the value lies."""
+def _checksum(value: Tensor) -> Tensor:
+    """A checksum of elements and their positions: a scalar on the value's device."""
     flat = value.detach().contiguous().view(-1)
     return checksums([flat[:: (flat.numel() // _ELEMENTS) | 1]])[0]
 
 
-def _of_all_ranks(mine: Tensor, num_ranks: int, group: dist.ProcessGroup | None) -> list[Any]:
+def _gather_numbers(numbers: Tensor, num_ranks: int, group: dist.ProcessGroup | None) -> list[Any]:
     """The numbers of every rank of the job, as nested lists."""
-    rows = [torch.empty_like(mine) for _ in range(num_ranks)]
-    dist.all_gather(rows, mine, group=group)
+    rows = [torch.empty_like(numbers) for _ in range(num_ranks)]
+    dist.all_gather(rows, numbers, group=group)
     return [row.tolist() for row in rows]
 
 
 def num_samples(batch: object, inputs: Sequence[Input]) -> int | None:
-    """Samples of a batch; None where inputs have none, or differ in how many."""
+    """The number of samples of a batch; None if inputs have none, or differ in it."""
     if not isinstance(batch, Mapping):
         return None
     batch = named_inputs(batch)
-    found = {batch[leaf.name].shape[leaf.batch_dim] for leaf in inputs if _has_samples(batch.get(leaf.name), leaf)}
-    return found.pop() if len(found) == 1 else None
+    sizes = {batch[leaf.name].shape[leaf.batch_dim] for leaf in inputs if _has_samples(batch.get(leaf.name), leaf)}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _has_samples(value: object, leaf: Input) -> TypeGuard[Tensor]:
@@ -183,16 +183,17 @@ def local_batch(
     device: torch.device,
     partial: PartialBatch | None = None,
 ) -> dict[str, Tensor]:
-    """What the data rank takes of a batch, on its device, in the dtypes of ``inputs``; the batch may hold its samples alone.
+    """The data rank's samples of a batch, on its device, in the dtypes of ``inputs``. The batch may have only its samples.
+
+    A copy from page-locked memory may still run when this returns. A tensor that has the device and the dtype already is used without a
+    copy.
 
     Args:
-        partial: how it computes a batch of fewer samples, where this is one.
-
-    Page-locked memory is read after this returns; what lies on the device already in the dtype is taken as it is, not copied.
+        partial: how the rank computes a batch of fewer samples, if this is one.
 
     Raises:
-        UsageError: the batch is no mapping, has other inputs, shapes or sizes than the plan, or inputs that need gradients
-            where these are on.
+        UsageError: the batch is no mapping, has other inputs, shapes or sizes than the plan, or has inputs that require gradients while
+            gradients are on.
     """
     expected = [leaf.name for leaf in inputs]
     if not isinstance(batch, Mapping):
@@ -226,8 +227,8 @@ def local_batch(
     local: dict[str, Tensor] = {}
     for leaf in inputs:
         value, dim = _without_history(batch[leaf.name], leaf.name), leaf.batch_dim
-        rest = [size for d, size in enumerate(value.shape) if d != dim]
-        if rest != [size for d, size in enumerate(leaf.spec.shape) if d != dim]:
+        other_sizes = [size for d, size in enumerate(value.shape) if d != dim]
+        if other_sizes != [size for d, size in enumerate(leaf.spec.shape) if d != dim]:
             sizes = ("samples" if d == dim else str(size) for d, size in enumerate(leaf.spec.shape))
             raise UsageError(
                 f"{leaf.name} has shape {tuple(value.shape)}, but the plan takes ({', '.join(sizes)})",
@@ -249,10 +250,10 @@ def local_batch(
 
 
 def _dtype_for(leaf: Input, given: torch.dtype) -> torch.dtype:
-    """The plan's dtype, where a batch has floating numbers for floating ones, or integers that fit for integers.
+    """The plan's dtype, if both it and the batch's are floating, or both integers and the batch's fits.
 
     Raises:
-        UsageError: it has others: the plan has what forward did with the dtype of the example.
+        UsageError: they differ otherwise: the plan has what forward did with the dtype of the example.
     """
     wanted = leaf.spec.dtype
     is_floating = given.is_floating_point and wanted.is_floating_point
@@ -279,7 +280,7 @@ def _without_history(value: object, name: str) -> Tensor:
     """An input as a step takes it.
 
     Raises:
-        UsageError: it is no tensor, or needs a gradient: each rank would leave that of its own samples alone.
+        UsageError: it is no tensor, or requires a gradient: each rank would compute only that of its samples.
     """
     if not isinstance(value, Tensor):
         raise UsageError(
@@ -290,12 +291,12 @@ def _without_history(value: object, name: str) -> Tensor:
             f"{name} requires a gradient, but gradients of a step go to parameters alone",
             fix="Call detach() on it, or make what computes it a part of the model that is given to autopar.parallelize",
         )
-    # autograd may not keep what inference mode has made; a copy it may
+    # autograd cannot save tensors made in inference mode, but copies of them
     return value.clone() if value.is_inference() and not torch.is_inference_mode_enabled() else value
 
 
 class Batches:
-    """Of one parallel model; every rank of the job makes one and calls the same methods."""
+    """Prepares the batches of one parallel model; every rank of the job makes one and calls the same methods."""
 
     def __init__(self, program: Program, world: World, shared: SharedSamples, alarm: Alarm, calls: Calls) -> None:
         self._program, self._world, self._plan = program, world, program.plan
@@ -307,7 +308,7 @@ class Batches:
         )
 
     def partial(self, batch: Batch, purpose: str) -> PartialBatch | None:
-        """How this rank computes a batch that is smaller than the plan's; all ranks meet for one that is."""
+        """How this rank computes a batch that is smaller than the plan's, None if it is not; for a smaller one all ranks synchronise."""
         size = num_samples(batch, self._program.graph.inputs)
         if size is None or not self._sizes.is_partial(batch, size, purpose):
             return None
@@ -325,30 +326,30 @@ class Batches:
         return local
 
     def count(self, partial: PartialBatch | None) -> int:
-        """Micro-batches of a step."""
+        """The number of micro-batches of a step."""
         return self._plan.num_micro_batches if partial is None else len(partial.micro_batches)
 
     def totals(self, local: Batch, partial: PartialBatch | None, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The program's sums over the global batch, by name.
 
         Args:
-            state: buffers that steps change, by the graph's names.
+            state: buffers that steps change, by the names of the graph.
         """
-        found: dict[str, Tensor] = {}
+        sums_by_name: dict[str, Tensor] = {}
         for sums in self._program.sums:
             totals: list[Tensor] = []
             with torch.no_grad(), spmd_types.set_current_mesh(self._world.device_mesh):
                 for number, part in enumerate(micro_batches(local, self._program.graph.inputs, self.count(partial))):
-                    given: dict[str, Any] = {**state, **found, **part, SHARE: 1.0, MICRO_BATCH_WEIGHT: 1.0}
+                    given: dict[str, Any] = {**state, **sums_by_name, **part, SHARE: 1.0, MICRO_BATCH_WEIGHT: 1.0}
                     if partial is not None:
                         given |= {SHARE: partial.share, MICRO_BATCH_WEIGHT: partial.weights[number]}
-                    made = sums.module(*[given[name] for name in sums.inputs])
+                    outputs = sums.module(*[given[name] for name in sums.inputs])
                     if partial is not None:
-                        made = [partial.weighed(value, number) for value in made]
-                    totals = list(made) if not totals else [a + b for a, b in zip(totals, made, strict=True)]
+                        outputs = [partial.weighed(value, number) for value in outputs]
+                    totals = list(outputs) if not totals else [a + b for a, b in zip(totals, outputs, strict=True)]
             for i, total in enumerate(totals):
                 if self._group is not None:
                     totals[i] = total.contiguous().clone()
                     dist.all_reduce(totals[i], group=self._group)
-            found.update(zip(sums.outputs, totals, strict=True))
-        return found
+            sums_by_name.update(zip(sums.outputs, totals, strict=True))
+        return sums_by_name

@@ -1,4 +1,4 @@
-"""One training step over the micro-batches of a rank: accumulated, or as a pipeline schedule of torch's; and its gradients."""
+"""Forward and backward over the micro-batches of a rank, accumulated or by a pipeline schedule of torch, and the step's gradient sums."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from autopar.runtime.world import World
 
 
 class StepGradients:
-    """Begins before the first backward of a step, and ends after the last, or when one has failed."""
+    """Prepares gradients before the first backward of a step, and sums them after the last."""
 
     def __init__(self, assembly: Assembly, plan: Plan, monitor: Monitor) -> None:
         self._assembly, self._monitor = assembly, monitor
         self._leaf_sums = BucketedSums(assembly.held, bucket_bytes=plan.bucket_bytes)
         self._late = [h for h in assembly.held if h.leaf is None and h.group is not None]
-        # gradients of earlier steps, kept out of sums that work on gradients in place
+        # gradients of earlier steps, which sums in place must not include
         in_place = (h.parameter for h in (*self._late, *assembly.tied) if h.parameter.requires_grad)
         self._earlier: dict[nn.Parameter, Tensor | None] = dict.fromkeys(in_place)
         self._part = DATA if plan.mesh.data > 1 else COMPUTE
         self.is_open = False
 
     def begin(self, num_backwards: int) -> None:
-        """Before the first of ``num_backwards``: gradients of this step are kept apart until they are summed."""
+        """Begins a step of ``num_backwards`` backward passes: its gradients are kept apart from earlier ones until they are summed."""
         if self.is_open:
             return
         self.is_open = True
@@ -48,7 +48,7 @@ class StepGradients:
         self._leaf_sums.begin(num_backwards)
 
     def finish(self) -> None:
-        """Gradient sums after the last backward."""
+        """Sums the gradients after the last backward, and adds them to those of earlier steps."""
         if not self.is_open:
             return
         self.is_open = False
@@ -66,7 +66,7 @@ class StepGradients:
                 parameter.grad = earlier if new is None else earlier.add_(new)
 
     def abandon(self) -> None:
-        """Leaves the gradients of a step that failed, some of whose micro-batches may have added theirs."""
+        """Restores the earlier gradients after a step that failed, in which some micro-batches may have added theirs."""
         if self.is_open:
             self.is_open = False
             for parameter in self._earlier:
@@ -78,28 +78,28 @@ Scaled: TypeAlias = Callable[[Tensor], Tensor]
 
 
 def micro_batches(batch: Batch, inputs: Sequence[Input], count: int) -> list[dict[str, Tensor]]:
-    """Cuts a rank's samples into ``count`` equal micro-batches: views."""
-    made: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    """Cuts a rank's samples into ``count`` equal micro-batches, which are views."""
+    batches: list[dict[str, Tensor]] = [{} for _ in range(count)]
     for leaf in inputs:
         value = batch[leaf.name]
         dim = leaf.batch_dim
         parts = [value] * count if dim is None else torch.split(value, value.shape[dim] // count, dim)
-        for micro_batch, part in zip(made, parts, strict=True):
+        for micro_batch, part in zip(batches, parts, strict=True):
             micro_batch[leaf.name] = part
-    return made
+    return batches
 
 
 class Accumulation:
-    """One stage: micro-batches one after the other, gradients added up; backward is that of ``scaled(loss)``."""
+    """Runs one stage: micro-batches in sequence, whose gradients accumulate; backward starts from ``scaled(loss)``."""
 
     def __init__(self, stage: StageModule, plan: Plan, inputs: Sequence[Input], scaled: Scaled) -> None:
         self.stage, self._plan, self._inputs, self._scaled = stage, plan, inputs, scaled
 
     def run(self, batch: Batch, count: int) -> Tensor:
-        """Forward and backward: from this rank's samples, in ``count`` micro-batches, to its part of the loss."""
+        """Runs forward and backward of this rank's samples, in ``count`` micro-batches; returns its part of the loss."""
         total: Tensor | None = None
         for number, micro_batch in enumerate(micro_batches(batch, self._inputs, count)):
-            if count > 1:  # with one, all is as after the last
+            if count > 1:  # with one micro-batch FSDP's settings are those of the last
                 before_backward(self.stage, self._plan, is_last=number == count - 1)
             loss = self.forward(micro_batch, number)
             self._scaled(loss).backward()  # type: ignore[no-untyped-call]
@@ -108,7 +108,7 @@ class Accumulation:
         return total
 
     def evaluate(self, batch: Batch, count: int) -> Tensor:
-        """As :meth:`run`, forward alone and without gradients."""
+        """As :meth:`run`, with forward only and without gradients."""
         parts = micro_batches(batch, self._inputs, count)
         with torch.no_grad():
             return torch.stack([self.forward(part, number) for number, part in enumerate(parts)]).sum()
@@ -121,9 +121,9 @@ class Accumulation:
 
 
 class Pipeline:
-    """Several stages, by ``torch.distributed.pipelining``; each stage gets the batch inputs as keywords.
+    """Runs several stages by ``torch.distributed.pipelining``; each stage gets the batch inputs as keywords.
 
-    Backward is that of ``scaled(loss)``, which has the value of the loss.
+    Backward starts from ``scaled(loss)``, which has the value of the loss.
     """
 
     def __init__(
@@ -131,12 +131,12 @@ class Pipeline:
     ) -> None:
         self._stages, self._program, self._monitor = stages, program, monitor
         plan = program.plan
-        _check(plan)
+        _check_schedule(plan)
         group = world.device_mesh.get_group("pp")
         self._group, self._device = group, world.device
         self._rank_of = {stage.index: dist.get_global_rank(group, stage.pp_rank) for stage in program.stages}
         self._received = {module.index: tuple(p.example() for p in module.passed_in) for module in stages}
-        self._meet_neighbours()
+        self._make_communicators()
         wrapped = [
             _Stage(
                 monitor,
@@ -173,43 +173,43 @@ class Pipeline:
                 )
 
     def run(self, batch: Batch, count: int) -> Tensor | None:
-        """As :meth:`Accumulation.run`; None where the loss is made elsewhere.
+        """As :meth:`Accumulation.run`; None on ranks without the last stage.
 
-        More micro-batches than the schedule has are run by it in turns.
+        If there are more micro-batches than the schedule has, it runs several times.
         """
-        own, inputs = self._program.plan.num_micro_batches, self._program.graph.inputs
-        rest = {leaf.name: batch[leaf.name] for leaf in inputs if leaf.name not in self._chunked}
-        found: list[Tensor] = []
-        for turn, part in enumerate(micro_batches(batch, inputs, count // own)):
+        schedule_count, inputs = self._program.plan.num_micro_batches, self._program.graph.inputs
+        unsplit = {leaf.name: batch[leaf.name] for leaf in inputs if leaf.name not in self._chunked}
+        part_losses: list[Tensor] = []
+        for turn, part in enumerate(micro_batches(batch, inputs, count // schedule_count)):
             for stage in self._stages:
-                stage.first_micro_batch, stage.totals = turn * own, stage.totals | rest
+                stage.first_micro_batch, stage.totals = turn * schedule_count, stage.totals | unsplit
             keywords, losses = {INPUT + name: part[name] for name in self._chunked}, list[Tensor]()
-            with self._monitor.part(PIPELINE):  # but for the stages' own work: waiting for the neighbours
+            with self._monitor.part(PIPELINE):  # waiting for neighbours; the work of stages is a part of its own
                 self._schedule.step(target=self._numbers, losses=losses, return_outputs=False, **keywords)
-            found += [loss.detach() for loss in losses]
-        return torch.stack(found).sum() if found else None
+            part_losses += [loss.detach() for loss in losses]
+        return torch.stack(part_losses).sum() if part_losses else None
 
     def evaluate(self, batch: Batch, count: int) -> Tensor | None:
-        """As :meth:`run`, forward alone and without gradients.
+        """As :meth:`run`, with forward only and without gradients.
 
-        One micro-batch after the other: torch's schedules drop gradients when they turn to evaluate.
+        Micro-batches run in sequence, without torch's schedules, which drop gradients when they switch to evaluation.
         """
         losses, sent = list[Tensor](), list[tuple[Sequence[Tensor], dist.Work]]()  # tensors live until they are sent
         with torch.no_grad(), self._monitor.part(PIPELINE):
             for number, part in enumerate(micro_batches(batch, self._program.graph.inputs, count)):
-                here: dict[int, tuple[Tensor, ...]] = {0: ()}
+                local: dict[int, tuple[Tensor, ...]] = {0: ()}
                 for stage in self._stages:
-                    given = here[stage.index] if stage.index in here else self._receive(stage.index)
+                    received = local[stage.index] if stage.index in local else self._receive(stage.index)
                     stage.micro_batch = number
-                    with _named(stage.index):
-                        made = stage(*given, **part)
+                    with _naming_stage(stage.index):
+                        outputs = stage(*received, **part)
                     if stage.is_last:
-                        losses.append(made)
+                        losses.append(outputs)
                     elif self._rank_of[stage.index + 1] == self._rank_of[stage.index]:
-                        here[stage.index + 1] = made
+                        local[stage.index + 1] = outputs
                     else:
-                        works = self._exchange(dist.isend, made, self._rank_of[stage.index + 1])
-                        sent += [(made, work) for work in works]
+                        works = self._exchange(dist.isend, outputs, self._rank_of[stage.index + 1])
+                        sent += [(outputs, work) for work in works]
         for _, work in sent:
             work.wait()
         return torch.stack(losses).sum() if losses else None
@@ -220,38 +220,38 @@ class Pipeline:
             work.wait()
         return tensors
 
-    def _exchange(self, way: Any, tensors: Sequence[Tensor], peer: int) -> list[dist.Work]:
-        """As one batch: on GPUs it goes by the group's communicator, which is there, and makes none of the two ranks."""
-        made: list[dist.Work] = dist.batch_isend_irecv([dist.P2POp(way, x, peer, self._group) for x in tensors])
-        return made
+    def _exchange(self, direction: Any, tensors: Sequence[Tensor], peer: int) -> list[dist.Work]:
+        """Sends or receives as one batch, which on GPUs uses the existing communicator of the group and makes none for the two ranks."""
+        works: list[dist.Work] = dist.batch_isend_irecv([dist.P2POp(direction, x, peer, self._group) for x in tensors])
+        return works
 
-    def _meet_neighbours(self) -> None:
-        """Makes the communicators of sends between stages: all before the first step, none in the middle of its schedule.
+    def _make_communicators(self) -> None:
+        """Makes the communicators between stages before the first step, so that none is made in the middle of the schedule.
 
-        Torch's schedules send alone (by a communicator of two ranks), and both ways at once (by the group's). All ranks of the
-        group go through the neighbours in the order of the stages, so that none waits for one that waits for it.
+        Torch's schedules use a communicator of two ranks for single sends, and that of the group for sends in both directions at once. All
+        ranks of the group go through the pairs in the order of the stages, so there is no deadlock.
         """
         ranks = [self._rank_of[index] for index in sorted(self._rank_of)]
         pairs = dict.fromkeys((min(a, b), max(a, b)) for a, b in pairwise(ranks) if a != b)
-        here, both = dist.get_rank(), list[dist.P2POp]()
+        rank, both = dist.get_rank(), list[dist.P2POp]()
         for first, second in pairs:
-            if here not in {first, second}:
+            if rank not in {first, second}:
                 continue
-            way, peer = (dist.isend, second) if here == first else (dist.irecv, first)
+            call, peer = (dist.isend, second) if rank == first else (dist.irecv, first)
             token = torch.zeros(1, device=self._device)
-            work = way(token, peer, group=self._group)
+            work = call(token, peer, group=self._group)
             assert work is not None
             work.wait()
-            both += [dist.P2POp(way, torch.zeros_like(token), peer, self._group) for way in (dist.isend, dist.irecv)]
+            both += [dist.P2POp(call, torch.zeros_like(token), peer, self._group) for call in (dist.isend, dist.irecv)]
         for work in dist.batch_isend_irecv(both) if both else ():
             work.wait()
 
 
 class _Stage(PipelineStage):
-    """One whose work the monitor tells from waiting, and whose module knows which micro-batch it is given.
+    """A stage whose work the monitor tells from waiting, and whose module knows the number of its micro-batch.
 
-    Told by an attribute: FSDP would move a tensor among the keywords to the GPU, and reading it there makes the host wait for all
-    that it has launched.
+    The number is passed by an attribute. FSDP would move a tensor among the keywords to the GPU, and reading it there makes the host wait
+    for all work that it has launched.
     """
 
     def __init__(self, monitor: Monitor, *args: Any, **options: Any) -> None:
@@ -261,20 +261,20 @@ class _Stage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         module = cast("StageModule", self.submod)
         module.micro_batch = module.first_micro_batch + fwd_chunk_id
-        with self._monitor.part(COMPUTE), _named(self.stage_index):
+        with self._monitor.part(COMPUTE), _naming_stage(self.stage_index):
             return super().forward_one_chunk(fwd_chunk_id, *args, **options)
 
     def backward_one_chunk(self, *args: Any, **options: Any) -> Any:
-        with self._monitor.part(COMPUTE), _named(self.stage_index):
+        with self._monitor.part(COMPUTE), _naming_stage(self.stage_index):
             return super().backward_one_chunk(*args, **options)
 
 
 @contextmanager
-def _named(index: int) -> Iterator[None]:
-    """An error names the stage, and is the one of the model: torch puts it behind one of its own that lists tensors."""
+def _naming_stage(index: int) -> Iterator[None]:
+    """Adds the stage to an error, and raises the model's error instead of torch's, which wraps it in a list of tensors."""
     try:
         yield
-    except Exception as error:  # of whatever kind: it is raised again
+    except Exception as error:  # any kind, as it is raised again
         cause = error.__cause__
         first = cause if isinstance(error, RuntimeError) and isinstance(cause, Exception) else error
         first.add_note(f"pipeline stage {index}")
@@ -283,11 +283,11 @@ def _named(index: int) -> Iterator[None]:
         raise first from first.__cause__
 
 
-def _check(plan: Plan) -> None:
+def _check_schedule(plan: Plan) -> None:
     """Refuses what torch's schedules cannot run.
 
     Raises:
-        PlanError: says what.
+        PlanError: names it.
     """
     if plan.zero_stage == 2:
         raise PlanError(

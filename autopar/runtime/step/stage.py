@@ -1,12 +1,12 @@
 """One pipeline stage as a module: its blocks, run in order over named values, and what stages pass to each other.
 
-A program says of a value between two stages its shape, its dtype and whether it has a gradient. torch 2.11 asks for more
-(``torch/distributed/pipelining/stage.py``): whatever a stage receives requires a gradient, so that it is of a floating-point
-dtype; backward leaves one on each; and what is sent has the strides of a newly made tensor, those of dims of length 1
-included. Later versions ask for none of it, and take what has it.
+The program gives shape, dtype and ``requires_grad`` of a value between two stages. torch 2.11 requires more
+(``torch/distributed/pipelining/stage.py``): all received values require a gradient, so they have a floating-point dtype; backward leaves a
+gradient on each; and sent values have the strides of a new tensor, also in dims of length 1. Later versions do not require this, but accept
+it.
 
-So stages begin in :func:`enter` and end in :func:`leave`. Between them is what the program says. Outside of them integers are
-floats of the same bits, strides are those of a new tensor, and a gradient that backward does not make is zero.
+So a stage begins with :func:`enter` and ends with :func:`leave`. Between them values are as in the program. Outside integers are passed as
+floats of the same bits, strides are those of a new tensor, and a gradient that backward does not produce is zero.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from autopar.runtime.step.kept_for_backward import Mover, Tape, with_tape
 from autopar.runtime.step.other_runs import variant
 
 INPUT = "autopar_input_"
-"""Stands before the names of batch inputs where torch's schedules have keywords of their own (``target``)."""
+"""Prefix of the names of batch inputs, as torch's schedules have keywords of their own (``target``)."""
 
 
 class BlockModule(nn.Module):
-    """A block's emitted code with its parameters; the unit of FSDP and of recompute. After ``eval()`` it runs as models do then.
+    """The emitted code of a block with its parameters: the unit of FSDP and of recompute. After ``eval()`` it runs in evaluation mode.
 
     Attributes:
-        taps: values inside that outputs of the model are.
-        taken: where they are put, without their history; None: nowhere.
-        frees_parameters: FSDP frees what it gathered when the block has run, so that views of it are copied before.
+        taps: inner values that outputs of the model need.
+        taken: where the taps are stored, detached; None if they are not.
+        frees_parameters: whether FSDP frees gathered parameters after the block, so that outputs that are views of them are copied.
     """
 
     def __init__(self, program: BlockProgram, meshes: Sequence[DeviceMesh], mover: Mover | None = None) -> None:
@@ -61,7 +61,7 @@ class BlockModule(nn.Module):
             self.body = with_tape(program.module, program.again, lambda: self._tape)
 
     def forward(self, *values: Any) -> tuple[Tensor, ...]:
-        """From ``inputs`` to ``outputs``, both in order."""
+        """Computes ``outputs`` from ``inputs``, both in order."""
         if self._mover is not None and torch.is_grad_enabled():
             with self._mover.block((*self.body.parameters(), *self.body.buffers())):
                 return self._run(*values)
@@ -70,28 +70,28 @@ class BlockModule(nn.Module):
     def _run(self, *values: Any) -> tuple[Tensor, ...]:
         code = self._function()
         if self.training and self.recompute == "full" and torch.is_grad_enabled():
-            # emitted code draws from streams of its own: there is no state of generators to bring back
-            run_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-            made = cast("tuple[Tensor, ...]", run_again(partial(self._with_mesh, code), *values))
+            # emitted code draws from its own streams, so no generator state has to be restored
+            checkpointed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+            outputs = cast("tuple[Tensor, ...]", checkpointed(partial(self._with_mesh, code), *values))
         elif self.training and self.recompute == "selective" and torch.is_grad_enabled():
-            made = self._on_tape(code, values)
+            outputs = self._on_tape(code, values)
         else:
-            made = cast("tuple[Tensor, ...]", code(*values))
-        if self.frees_parameters and any(value._is_view() or value.is_inference() for value in made):
-            made = self._without_views(made)
+            outputs = cast("tuple[Tensor, ...]", code(*values))
+        if self.frees_parameters and any(value._is_view() or value.is_inference() for value in outputs):
+            outputs = self._without_views(outputs)
         if self.taken is None or not self.taps:
-            return made
+            return outputs
         count = len(self.outputs)
-        self.taken |= {ref: value.detach() for ref, value in zip(self.taps, made[count:], strict=True)}
-        return made[:count]
+        self.taken |= {ref: value.detach() for ref, value in zip(self.taps, outputs[count:], strict=True)}
+        return outputs[:count]
 
-    def _without_views(self, made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Copies of what lies in a parameter's memory (learned queries, expanded to the batch), and the rest as it is."""
+    def _without_views(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The outputs, with copies of those in the memory of a parameter (learned queries, expanded to the batch)."""
         gathered = {plain.local(p).untyped_storage().data_ptr() for p in self.body.parameters()}
-        return tuple(v.clone() if v.untyped_storage().data_ptr() in gathered else v for v in made)
+        return tuple(v.clone() if v.untyped_storage().data_ptr() in gathered else v for v in outputs)
 
     def _function(self) -> Callable[..., Any]:
-        """What computes the outputs, and the taps where they are taken."""
+        """The function that computes the outputs, and the taps if they are stored."""
         taps = self.taps if self.taken is not None else ()
         if self.training and not taps:
             return self.body
@@ -110,36 +110,36 @@ class BlockModule(nn.Module):
             self._tape = None
 
     def _with_mesh(self, code: Callable[..., Any], *values: Any) -> tuple[Tensor, ...]:
-        with on_meshes(self._meshes):  # backward runs it again, on a thread of its own
+        with on_meshes(self._meshes):  # backward runs this again on another thread
             return cast("tuple[Tensor, ...]", code(*values))
 
 
 class StageModule(nn.Module):
-    """Runs one stage for one micro-batch: from what it receives and the batch to what it sends, or the loss.
+    """Runs one stage for one micro-batch: from received values and the batch to sent values, or the loss.
 
     Attributes:
         totals: values of ``Program.sums`` over the global batch, set before the step's first micro-batch.
-        state: buffers that steps change, as they were at the step's begin.
-        new_state: what the last micro-batch made of those that this stage changes.
-        taken: for each micro-batch the values that outputs of the model are; None: they are not kept.
-        seed: of the step; every micro-batch draws from a stream of its own.
-        micro_batch: number of the one that the next forward is given.
-        passed_in, passed_on: what it receives and what it gives, the loss of the last one.
-        share: part of the plan's global batch that the step has.
-        first_micro_batch: of the pipeline's schedule that runs.
-        weights: by what the loss of each micro-batch counts; None: each as it is.
+        state: buffers that steps change, with their values at the beginning of the step.
+        new_state: the new values of buffers that this stage changes, from the last micro-batch.
+        taken: for each micro-batch the inner values that outputs of the model need; None if they are not stored.
+        seed: of the step; every micro-batch draws from its own stream.
+        micro_batch: number of the micro-batch of the next forward.
+        passed_in, passed_on: the values that it receives, and that it sends (the loss, of the last stage).
+        share: the share of the plan's global batch that the step computes.
+        first_micro_batch: number of the first micro-batch in the current run of the pipeline's schedule.
+        weights: weight of the loss of each micro-batch; None if all are one.
     """
 
-    def __init__(self, program: StageProgram, whole: Program, meshes: Sequence[DeviceMesh]) -> None:
+    def __init__(self, program: StageProgram, full_program: Program, meshes: Sequence[DeviceMesh]) -> None:
         super().__init__()
         self.index, self.is_last = program.index, program.is_last
-        self.receives, self.sends, self.loss = program.receives, program.sends, whole.loss
-        self.passed_in = passed_of(whole, program.receives)
-        self.passed_on = passed_of(whole, (whole.loss,) if program.is_last else program.sends)
-        self._is_whole = len(whole.stages) == 1
+        self.receives, self.sends, self.loss = program.receives, program.sends, full_program.loss
+        self.passed_in = passed_of(full_program, program.receives)
+        self.passed_on = passed_of(full_program, (full_program.loss,) if program.is_last else program.sends)
+        self._is_whole = len(full_program.stages) == 1
         self.mover = mover = Mover() if any(block.offload for block in program.blocks) else None
-        made = (BlockModule(block, meshes, mover if block.offload else None) for block in program.blocks)
-        self.blocks = cast("Sequence[BlockModule]", nn.ModuleList(made))
+        modules = (BlockModule(block, meshes, mover if block.offload else None) for block in program.blocks)
+        self.blocks = cast("Sequence[BlockModule]", nn.ModuleList(modules))
         self.prelude = None if program.prelude is None else program.prelude.module
         self.shared_names = program.shared_parameters
         self._prelude_program: PreludeProgram | None = program.prelude
@@ -150,19 +150,20 @@ class StageModule(nn.Module):
         self.new_state: dict[str, Tensor] = {}
         self.taken: dict[int, dict[Ref, Tensor]] | None = None
         self.seed = self.micro_batch = self.first_micro_batch = 0
-        self._num_streams = whole.plan.num_micro_batches
+        self._num_streams = full_program.plan.num_micro_batches
         self.share = 1.0
         self.weights: Sequence[float] | None = None
 
     def forward(self, *received: Tensor, **batch: Any) -> Tensor | tuple[Tensor, ...]:
-        """One micro-batch.
+        """Runs one micro-batch.
 
         Args:
-            received: one tensor for each of ``receives``, as the stage before gave it.
+            received: one tensor for each of ``receives``, as the stage before sent it.
             batch: the micro-batch's inputs by name (with or without :data:`INPUT`).
 
         Returns:
-            The loss on the last stage (this rank's part of the global sum), else the tuple of ``sends``, as they are sent.
+            The loss on the last stage (this rank's part of the global sum), otherwise the tuple of ``sends``, in the form in which they are
+            sent.
         """
         taken, link = enter(self.passed_in, received)
         values: dict[str, Any] = {name.removeprefix(INPUT): value for name, value in batch.items()}
@@ -178,22 +179,22 @@ class StageModule(nn.Module):
             if self._prelude_program is not None and self.prelude is not None:
                 with torch.no_grad():
                     code = self.prelude if self.training else self._prelude_at_rest
-                    made = code(*[values[name] for name in self._prelude_program.inputs])
-                values.update(zip(self._prelude_program.outputs, made, strict=True))
+                    outputs = code(*[values[name] for name in self._prelude_program.inputs])
+                values.update(zip(self._prelude_program.outputs, outputs, strict=True))
             if self.mover is not None:
                 self.mover.begin(value for name, value in values.items() if name not in self.receives)
-            own = None if self.taken is None else self.taken.setdefault(self.micro_batch, {})
+            taps = None if self.taken is None else self.taken.setdefault(self.micro_batch, {})
             for block in self.blocks:
-                block.taken = own
-                made = block(*[values[name] for name in block.inputs])
-                values.update(zip(block.outputs, made, strict=True))
+                block.taken = taps
+                outputs = block(*[values[name] for name in block.inputs])
+                values.update(zip(block.outputs, outputs, strict=True))
         self.new_state = {buffer: values[name].detach() for buffer, name in self.mutations}
         if self.is_last and self.weights is not None:
             values[self.loss] = values[self.loss] * weight
         if self._is_whole:
             return cast("Tensor", values[self.loss])
-        given = leave(self.passed_on, link, [values[name] for name in ((self.loss,) if self.is_last else self.sends)])
-        return given[0] if self.is_last else given
+        sent = leave(self.passed_on, link, [values[name] for name in ((self.loss,) if self.is_last else self.sends)])
+        return sent[0] if self.is_last else sent
 
     @cached_property
     def _prelude_at_rest(self) -> Callable[..., Any]:
@@ -201,20 +202,20 @@ class StageModule(nn.Module):
         return variant(self.prelude, self.prelude.graph, trains=False, taps=())
 
     def keep(self, taps: Mapping[int, Sequence[Ref]]) -> None:
-        """Which values inside of its blocks, by their positions here, are taken when values are."""
+        """Sets which inner values are stored, by the position of their block in this stage."""
         for position, block in enumerate(self.blocks):
             block.taps = tuple(taps.get(position, ()))
 
     def holders(self) -> dict[str, nn.Module]:
         """For each parameter name the module that has it registered under that name."""
-        found: dict[str, nn.Module] = {}
+        modules: dict[str, nn.Module] = {}
         for block in self.blocks:
-            found |= dict.fromkeys(block.body._parameters, block.body)
-        return found | dict.fromkeys(self.shared_names, self)
+            modules |= dict.fromkeys(block.body._parameters, block.body)
+        return modules | dict.fromkeys(self.shared_names, self)
 
 
 _FLOATS = {1: torch.float8_e5m2, 2: torch.float16, 4: torch.float32, 8: torch.float64}
-"""A dtype for the bits of one that has no gradient, by bytes of an element."""
+"""The dtype that carries the bits of one without gradient, by bytes of an element."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,8 +226,8 @@ class Passed:
         shape: of one rank's part, for one micro-batch.
         dtype: in which stages compute.
         requires_grad: as in the program.
-        returns: whether a gradient comes back, if only zero: of each that requires one, of one where none does, so that
-            backward runs through every stage.
+        returns: whether a gradient (maybe zero) is sent back. It is for each value that requires one; if none does it is for the first, so
+            that backward runs through every stage.
     """
 
     shape: tuple[int, ...]
@@ -236,11 +237,11 @@ class Passed:
 
     @property
     def carrier(self) -> torch.dtype:
-        """The dtype under way: one that may have a gradient, with as many bytes."""
+        """The dtype in which the value is sent: one that may have a gradient, of as many bytes."""
         return self.dtype if _is_differentiable(self.dtype) else _FLOATS[self.dtype.itemsize]
 
     def example(self) -> Tensor:
-        """What is under way, on meta."""
+        """The value as it is sent, on meta."""
         return torch.empty(self.shape, dtype=self.carrier, device="meta").requires_grad_(self.returns)
 
 
@@ -249,22 +250,22 @@ def _is_differentiable(dtype: torch.dtype) -> bool:
 
 
 def passed_of(program: Program, names: Sequence[str]) -> tuple[Passed, ...]:
-    """The values of these names, of one end of a stage of ``program``."""
+    """The values of these names, at one end of a stage of ``program``."""
     specs = {str_name(Ref(op.name, i)): spec for op in program.graph.ops for i, spec in enumerate(op.outputs)}
-    found = [specs[name] for name in names]
-    have = [spec.requires_grad and _is_differentiable(spec.dtype) for spec in found]
+    selected = [specs[name] for name in names]
+    have = [spec.requires_grad and _is_differentiable(spec.dtype) for spec in selected]
     return tuple(
         Passed(shape=tuple(spec.shape), dtype=spec.dtype, requires_grad=has, returns=has or (i == 0 and not any(have)))
-        for i, (spec, has) in enumerate(zip(found, have, strict=True))
+        for i, (spec, has) in enumerate(zip(selected, have, strict=True))
     )
 
 
 Link: TypeAlias = Tensor | None
-"""Ties the gradients at a stage's begin to those at its end: no elements; None where the stage receives nothing."""
+"""An empty tensor that ties the gradients at a stage's beginning to those at its end; None if the stage receives nothing."""
 
 
 def enter(passed: Sequence[Passed], received: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Link]:
-    """What a stage computes with, of what it received; the link goes to :func:`leave`."""
+    """The received values in the form in which the stage computes; the link must be passed to :func:`leave`."""
     if not received:
         return (), None
     link, *values = _Enter.apply(passed, *received)  # type: ignore[no-untyped-call]
@@ -272,13 +273,13 @@ def enter(passed: Sequence[Passed], received: Sequence[Tensor]) -> tuple[tuple[T
 
 
 def leave(passed: Sequence[Passed], link: Link, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """What the stage gives, of what it computed. Their backward runs that of what it received, whatever they depend on."""
+    """The computed values in the form in which they are sent. Their backward runs that of all received values, whatever they depend on."""
     if not values:
         return ()
     if link is None:
         link = values[0].new_empty(0, dtype=torch.float32).requires_grad_(torch.is_grad_enabled())
-    given: tuple[Tensor, ...] = _Leave.apply(passed, link, *map(_laid_out, values))  # type: ignore[no-untyped-call]
-    return given
+    sent: tuple[Tensor, ...] = _Leave.apply(passed, link, *map(_laid_out, values))  # type: ignore[no-untyped-call]
+    return sent
 
 
 def _as(value: Tensor, before: torch.dtype, after: torch.dtype) -> Tensor:
@@ -286,13 +287,13 @@ def _as(value: Tensor, before: torch.dtype, after: torch.dtype) -> Tensor:
 
 
 def _laid_out(value: Tensor) -> Tensor:
-    """With the strides of a new tensor: a contiguous one may have any in dims of length 1."""
-    is_so = value.stride() == contiguous(tuple(value.shape))
-    return value if is_so else value.clone(memory_format=torch.contiguous_format)
+    """The value with the strides of a new tensor: a contiguous tensor may have any in dims of length 1."""
+    has_strides = value.stride() == contiguous(tuple(value.shape))
+    return value if has_strides else value.clone(memory_format=torch.contiguous_format)
 
 
 class _Enter(torch.autograd.Function):
-    """Values in their own dtypes, behind a link; each that asks for a gradient gets one."""
+    """Values in their own dtypes, after a link; backward gives a gradient to each received value that needs one."""
 
     @staticmethod
     def forward(ctx: Any, passed: Sequence[Passed], *received: Tensor) -> tuple[Tensor, ...]:
@@ -318,21 +319,21 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Values as they are under way; their gradients, and one of the link."""
+    """Values as they are sent; backward gives their gradients, and one of the link."""
 
     @staticmethod
     def forward(ctx: Any, passed: Sequence[Passed], link: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
         ctx.passed, ctx.link = passed, (link.dtype, link.device)
         ctx.set_materialize_grads(False)
-        given = [_as(x, p.dtype, p.carrier) for x, p in zip(values, passed, strict=True)]
-        ctx.mark_non_differentiable(*(x for x, p in zip(given, passed, strict=True) if not p.returns))
-        return tuple(given)
+        sent = [_as(x, p.dtype, p.carrier) for x, p in zip(values, passed, strict=True)]
+        ctx.mark_non_differentiable(*(x for x, p in zip(sent, passed, strict=True) if not p.returns))
+        return tuple(sent)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         dtype, device = ctx.link
-        own = (g if p.requires_grad else None for p, g in zip(ctx.passed, gradients, strict=True))
-        return (None, torch.empty(0, dtype=dtype, device=device), *own)
+        gradients_back = (g if p.requires_grad else None for p, g in zip(ctx.passed, gradients, strict=True))
+        return (None, torch.empty(0, dtype=dtype, device=device), *gradients_back)
 
 
 spmd_types.register_local_autograd_function(_Enter)
