@@ -186,8 +186,8 @@ class Regions:
         if key not in found and self.known_at is not None:
             times = self.batch_size // self.known_at
             for (*other, fewer, samples), one in found.items():
-                if one and tuple(other) == call and samples == self.known_at and _are_more(fewer, specs, times):
-                    return _of_more(one[0], self.known_at, times), one[1]
+                if tuple(other) == call and samples == self.known_at and _are_more(fewer, specs, times):
+                    return None if one is None else (_of_more(one[0], self.known_at, times), one[1])
         if key not in found:
             found[key] = opaque_probe.apart_from_trace(look, self.modes)
         return found[key]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import AutoparError, TraceError, UsageError
 from autopar.plan.file import load_plan, save_plan
+from autopar.tracing import opaque_trials
 from autopar.tracing.trace import trace
 from tests.support.lower import unusual as u
 from tests.support.lower.against_model import check
@@ -109,6 +110,17 @@ def test_a_region_is_tried_where_what_it_gives_is_finite(inner: type[nn.Module],
 def test_a_backward_that_is_the_usual_one_is_traced() -> None:
     plan = check(u.Around(applies(u.Square)), u.batch(), ["tp=2"])
     assert not any("opaque" in note for note in plan.notes)
+
+
+def test_a_usual_backward_is_tried_at_one_size_and_large_inputs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    draws: list[int] = []
+    usual = opaque_trials.Subject.draw
+    monkeypatch.setattr(opaque_trials.Subject, "draw", lambda self, n: (draws.append(n), usual(self, n))[1])
+    trace(u.Around(applies(u.Square)), (), u.batch())  # and a second time, with twice as many samples
+    assert draws == [0, 1, 2, 3]
+    monkeypatch.setattr(opaque_trials, "LARGE", 1)
+    trace(u.Around(applies(u.Square)), (), u.batch())
+    assert draws == [0, 1, 2, 3, 0]
 
 
 def test_modules_are_named_and_a_plan_keeps_the_names(tmp_path: Path) -> None:
