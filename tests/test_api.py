@@ -1,7 +1,5 @@
 """What Python calls: signatures, keywords that mean the same everywhere, and the names that autopar exports."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Data ranks that take different numbers of samples, in a plan: its file, its text, what is wrong with one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What guides show is true: their code runs, their commands are read by the shell, the errors that they quote exist."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib

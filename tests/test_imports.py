@@ -1,7 +1,5 @@
 """What is imported, and what is not yet: seen in a process of its own by the modules that it has loaded."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

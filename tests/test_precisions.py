@@ -1,7 +1,5 @@
 """Precisions that are planned: what they are priced at, and which of them run."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

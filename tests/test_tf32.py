@@ -1,7 +1,5 @@
 """Products of float32 in TF32: a precision of its own, priced by the profile's rate and held against the process's mode."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 from unittest import mock

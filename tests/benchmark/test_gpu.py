@@ -1,7 +1,5 @@
 """What ``make gpu`` runs, on a small model on the CPU where there is no GPU."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

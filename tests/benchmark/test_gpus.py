@@ -1,7 +1,5 @@
 """What ``make gpus`` runs, over gloo where there are no GPUs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

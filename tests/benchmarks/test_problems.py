@@ -1,7 +1,5 @@
 """The problems' file, the rule, and one tiny problem through every command."""
 
-from __future__ import annotations
-
 import json
 from copy import deepcopy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The search finds the best of all plans: some small problems; the command prices more (``docs/evidence/brute.md``)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The shell command on plan files, its errors and its exit codes; what needs a model stands in test_models.py."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

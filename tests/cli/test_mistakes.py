@@ -1,7 +1,5 @@
 """Mistakes that newcomers make in the shell: one message of at most three sentences, which says what to do."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

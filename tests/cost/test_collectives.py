@@ -1,7 +1,5 @@
 """Collectives: laws, hand-counted groups, and tables that others measured."""
 
-from __future__ import annotations
-
 import csv
 from dataclasses import replace
 from pathlib import Path
@@ -141,7 +139,7 @@ DEVICES = {
 
 
 @pytest.mark.skipif(not TABLE.is_file(), reason=f"the table of measurements is absent: {TABLE.name}")
-def test_large_messages_match_measured_bus_bandwidths(record_property: pytest.RecordProperty) -> None:
+def test_large_messages_match_measured_bus_bandwidths() -> None:
     """From 256 MiB: 3.4% mean absolute error; the worst 31%, two nodes on a cloud's fabric that the profile is not of."""
     errors = {}
     with TABLE.open(newline="") as file:
@@ -156,7 +154,6 @@ def test_large_messages_match_measured_bus_bandwidths(record_property: pytest.Re
             found = bus_bandwidth(model, row["collective"], float(row["bytes"]), Mesh(tp=size), "tp") / 1e9
             errors[row["gpu"], size, row["bytes"], row["notes"]] = found / float(row["busbw_gbs"]) - 1
     mean = sum(map(abs, errors.values())) / len(errors)
-    record_property("mean_absolute_error", mean)
     assert len(errors) > 30
     assert mean < 0.05
     assert max(map(abs, errors.values())) < 0.35, max(errors.items(), key=lambda item: abs(item[1]))

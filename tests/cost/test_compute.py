@@ -1,7 +1,5 @@
 """Work and time of operators, counted by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

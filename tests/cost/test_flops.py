@@ -12,8 +12,6 @@ One difference is meant: a causal mask spares fused attention (rows + 1) / (2 ro
 counter does not know. The test takes that factor back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Work by other kernels than those of torch's eager mode, and by DeepSpeed's pipeline and Megatron's kernels of 2021 and 2022."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -13,8 +13,6 @@ What is predicted differs by what the models here have not, or what the paper le
 and paper + lines = prediction, to the byte.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

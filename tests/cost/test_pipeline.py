@@ -1,7 +1,5 @@
 """The pipeline simulation: closed forms, laws and speed."""
 
-from __future__ import annotations
-
 import itertools
 import time
 

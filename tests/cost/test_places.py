@@ -1,7 +1,5 @@
 """Each pipeline rank is priced on the devices that it lies on, data ranks with shares of their own as on a cluster of their devices."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

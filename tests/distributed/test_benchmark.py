@@ -1,7 +1,5 @@
 """``autopar benchmark local`` on two ranks: plans run in turns, what fails is said, measurements are kept."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Checkpoints of several ranks: from plan to plan bit for bit, damaged, killed, beside training, by torch's own means, older and forged ones."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from pathlib import Path

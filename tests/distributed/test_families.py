@@ -1,7 +1,5 @@
 """One small model of each kind of architecture against one device; ``tools.campaigns.models`` runs all families."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """float16 on several ranks: what one device computes with the same casts and scale, and the same steps skipped everywhere."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Jobs under torchrun: the scripts that start examples on several machines, and ranks that die or are told to end."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -4,8 +4,6 @@ Of collectives are not compared: experts that travel (routing decides how many r
 the cost model lists as the collectives of equal volume.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What several ranks hold is the same on all of them: copies of parameters, which are compared, and what dropout leaves of a value."""
 
-from __future__ import annotations
-
 import logging
 from itertools import combinations
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Batches of fewer samples than the plan's, also of samples that meet inside of a step: trained and evaluated as by one device."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 from typing import Any
 

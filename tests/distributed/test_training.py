@@ -1,7 +1,5 @@
 """Training on several ranks beyond plain steps: clipping, calls, precision, dropout, checkpoints, launching, inference mode."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

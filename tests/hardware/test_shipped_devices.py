@@ -1,7 +1,5 @@
 """Shipped devices by the names that drivers report and in their table; the cluster of a running job, from what its ranks say of their places."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hugging Face's Trainer with a parallel model does what it does with the model itself."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A LightningModule trains a parallel model as it trains the model itself."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The nanoGPT-like example: with the lines of autopar it trains in parallel as it does on one device without them."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Gradients that lack their sum over an axis, or are summed though they are whole, are refused where types alone pass."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

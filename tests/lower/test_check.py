@@ -1,7 +1,5 @@
 """The check accepts what lowering makes, for worlds of any size, and rejects it with any one change of type taken out."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

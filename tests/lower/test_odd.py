@@ -1,7 +1,5 @@
 """What divides unevenly or oddly, on ranks that are threads: right, or refused with a remedy."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Regions of unknown code in a plan: right numbers on ranks that are threads, and what the plan says of them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

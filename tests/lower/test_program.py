@@ -1,7 +1,5 @@
 """Lowered programs compute what the graph computes, mixtures of experts in every way to run them; faults of a plan's typings are named."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

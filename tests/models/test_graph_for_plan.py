@@ -1,7 +1,5 @@
 """Graphs that plans are for: of inputs of any form, in the dtype and batch of the plan, and kept between commands."""
 
-from __future__ import annotations
-
 import os
 from collections import UserDict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """MODEL descriptions: what they give, the batches they make by their configurations, and how they fail."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import sys

@@ -1,7 +1,5 @@
 """Mixtures of experts against each token by itself in float64, in a loop and in grouped products, on one rank and several."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 

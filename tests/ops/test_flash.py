@@ -1,7 +1,5 @@
 """Blocks of fused attention, merged, equal attention over all of their columns, forward and backward."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from functools import partial

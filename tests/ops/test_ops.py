@@ -1,7 +1,5 @@
 """Operators of emitted code: each collective's forward and backward, dropout's streams, parameters, types under the checker."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

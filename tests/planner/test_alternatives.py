@@ -1,7 +1,5 @@
 """What a plan says of its alternatives, one of which becomes the plan where it is faster, of work that ranks repeat, of what its space leaves out."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Sequence
 from functools import cache

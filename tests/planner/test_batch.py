@@ -1,7 +1,5 @@
 """The typing that splits samples: found, applied, and refused by name; compact graphs: what stands for what."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Candidates of the outer search, and why there are none; spaces read from files."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Both exact solvers against brute force, through one suite of laws."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from itertools import combinations, product

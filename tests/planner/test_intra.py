@@ -1,7 +1,5 @@
 """Layouts of blocks: exact against brute force, and what they are for a Llama layer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import cache, lru_cache

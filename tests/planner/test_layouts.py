@@ -1,7 +1,5 @@
 """Layouts of one micro-batch: bounds of typed ones beside costs of priced ones, costs of several at once, what searches keep with a graph."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import replace
 

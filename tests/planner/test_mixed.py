@@ -1,7 +1,5 @@
 """Devices that differ: stages on them, and shares of the batch by their speed; bounds and the search against all candidates."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

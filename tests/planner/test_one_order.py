@@ -1,7 +1,5 @@
 """Searches that share a ledger choose what one search alone chooses, however they interleave and whichever die; with a sampler as well."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The whole search on a small model: best of all, deterministic, within memory, refused by the smallest conflict."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

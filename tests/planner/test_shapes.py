@@ -1,7 +1,5 @@
 """What profiles tell a search: operators are measured exactly where it prices them, a plan fits when its memory interval does."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Studies: in any storage, resumed by name, shared by processes; nothing of other tasks in them."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

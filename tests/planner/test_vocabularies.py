@@ -1,7 +1,5 @@
 """Padding of vocabularies as a choice of the search, and certificates where a split or padding aligns what was not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pictures of plans: golden texts, a page without references outside, a trace that keeps the schedule's order."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

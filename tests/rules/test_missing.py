@@ -1,7 +1,5 @@
 """Operators that the table does not know: found by execution at planning time, kept, reported; and rules that users declare."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The interface of the rules: strategies of a call, its local form, a user's own rules."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from fractions import Fraction

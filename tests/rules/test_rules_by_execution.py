@@ -1,7 +1,5 @@
 """Every rule of the table, and of every operator of real training graphs, run: forward and backward against one device."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from fractions import Fraction

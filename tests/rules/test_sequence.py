@@ -1,7 +1,5 @@
 """Attention over a split sequence: every strategy by execution, mutants of it, and what may stand in zig-zag order beside a ring."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction

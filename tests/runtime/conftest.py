@@ -1,7 +1,5 @@
 """A process group of one rank, and a small model that trains in it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

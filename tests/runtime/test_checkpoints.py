@@ -1,7 +1,5 @@
 """What a checkpoint of one rank holds, that damage in it is found, and that what is there is complete."""
 
-from __future__ import annotations
-
 import json
 import math
 import pickle

@@ -1,7 +1,5 @@
 """Checksums: equal for equal bits wherever they lie, and different for whatever else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Batches that ranks load: together they are those of one process, from any position, under any number of data ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The training loop on one rank: resumes, saves, ends when it is told to, and what it does with numbers that are none."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

@@ -1,7 +1,5 @@
 """Jobs are started, and met as their launcher says; devices are as the plan counts them; a rank that waits hears of the failure of another."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """What blocks keep for backward: on the host in the meantime, or made again (selective recompute), the same numbers and bytes as predicted."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Optimizers step on the plain tensors inside of DTensors, and nobody sees it but the clock."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

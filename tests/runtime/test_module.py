@@ -1,7 +1,5 @@
 """A parallel model is a ``torch.nn.Module``: what code asks of one it answers, or refuses in one sentence."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

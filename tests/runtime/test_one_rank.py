@@ -1,7 +1,5 @@
 """A job of one rank runs the model as it is; what does not fit the plan is refused."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

@@ -1,7 +1,5 @@
 """What a parallel model returns, in a job of one rank: as the model itself, in each of its modes."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from functools import cache

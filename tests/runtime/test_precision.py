@@ -1,7 +1,5 @@
 """Models that mix dtypes, as buffers in float32 and torch.zeros do, and the scaler of float16: torch's own numbers, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Where parameters and buffers get their values: slices, initialisation of models on meta, files of safetensors."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runs the command inside the test's process, in a directory of its own."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

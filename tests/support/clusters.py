@@ -1,7 +1,5 @@
 """Clusters for tests: devices with other numbers, CPU ranks of several kinds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

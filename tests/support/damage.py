@@ -1,7 +1,5 @@
 """Random damage to the folder of a checkpoint, and a forgery."""
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path

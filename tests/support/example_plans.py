@@ -1,7 +1,5 @@
 """Two hand-made plans, small enough to read, for printing and for broken copies; and what the actions of a schedule wait for."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Literal
 

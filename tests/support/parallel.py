@@ -1,7 +1,5 @@
 """Parallel models, as a rank of the process group that is there makes them, and what they and ordinary models are asked alike."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

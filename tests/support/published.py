@@ -1,7 +1,5 @@
 """Tables of runs for tests: one made by hand, and the published one where it stands beside the checkout."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

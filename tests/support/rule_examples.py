@@ -1,7 +1,5 @@
 """Calls of every operator in the table, small enough to run, with sizes that split over 2 and 4 ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -17,8 +17,6 @@ unit more. Experts that travel and keys that go round a ring are listed as the b
 if it were even, a ring as the collective of its volume.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

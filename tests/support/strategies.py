@@ -1,7 +1,5 @@
 """Hypothesis strategies shared by the tests: whole plans that keep every law of ``autopar.plan.check``."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

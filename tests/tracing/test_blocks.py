@@ -1,7 +1,5 @@
 """Blocks are found by what operators compute, not by their names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 

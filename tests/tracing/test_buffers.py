@@ -1,7 +1,5 @@
 """Buffers that training changes, in the traced graph; no_grad and in-place operators keep their meaning."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Experts of transformers, with biases, gates of their own and weights stored in other ways, are one operator that computes the same."""
 
-from __future__ import annotations
-
 import importlib
 from types import SimpleNamespace
 from typing import Any

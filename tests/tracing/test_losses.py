@@ -1,7 +1,5 @@
 """Losses as users write them: traced they give the module's value and gradients, and their samples stay apart."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """How often opaque regions are tried: once over all exports of a trace, and once for layers that are built alike."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

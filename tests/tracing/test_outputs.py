@@ -1,7 +1,5 @@
 """What a model returns besides its loss is kept beside the graph, and changes nothing of it."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Recurrent networks and bags of embeddings compute the same; random operators are operators of the graph, split with the samples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What models besides transformers bring: gradients in forward, older checkpoints, packed sequences, batch norms, modules in eval()."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a trace of one step cannot know is seen in more of them: what steps leave to later ones, and numbers that count samples."""
 
-from __future__ import annotations
-
 import random
 import types
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A traced graph computes what the model computes, and keeps the promises of the clean-up."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import warnings

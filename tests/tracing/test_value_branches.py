@@ -1,7 +1,5 @@
 """Branches on values: clamps of what is not finite are traced, each sample by itself, and those that only raise are no obstacle."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

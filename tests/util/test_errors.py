@@ -1,7 +1,5 @@
 """Every error of the package is written in the form that :mod:`autopar.errors` describes."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 import pickle

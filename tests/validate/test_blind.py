@@ -1,7 +1,5 @@
 """Runs that no fit has seen: their file, what is assumed of sources that nobody described, runs that add up in one order, and the page."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import cache

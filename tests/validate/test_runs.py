@@ -1,7 +1,5 @@
 """Rows of measured runs: what is read, bad cells by file, row, column and remedy, and what repeated runs say of the order that true times reach."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

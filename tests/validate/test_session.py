@@ -1,7 +1,5 @@
 """Runs laid out by the planner's own code and priced by the cost model's; the fit: planted values come back, bounds hold, outliers do not pull."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

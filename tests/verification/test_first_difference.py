@@ -1,7 +1,5 @@
 """The walk along a graph, on what one rank recorded in two micro-batches; and parts against the whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache

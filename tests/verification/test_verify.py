@@ -1,7 +1,5 @@
 """What counts as different from one device."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

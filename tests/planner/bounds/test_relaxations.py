@@ -1,7 +1,5 @@
 """Every relaxation: never above a simulated plan, never lower when the goal rises, the same alone and in company; proofs hold."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Recompute of ranks with several stages, and moves of blocks between stages: never slower, never too large, whatever is known."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product

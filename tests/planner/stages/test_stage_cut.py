@@ -1,7 +1,5 @@
 """Stage cuts against brute force: one and several kinds of blocks and of devices, memory limits that bind, pins."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations, product
 

@@ -1,7 +1,5 @@
 """What tests of checkpoints, and the campaign of them, run on every rank; by name, so that workers can import it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """What the tests run on every rank; by name, so that workers can import it."""
 
-from __future__ import annotations
-
 import logging
 import resource
 import signal

@@ -1,7 +1,5 @@
 """Layouts of four ranks by name, and small models planned and trained under them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Jobs of the tests of ``autopar profile links``: what workers run must be importable by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

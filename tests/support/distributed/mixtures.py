@@ -1,7 +1,5 @@
 """Hand-written mixtures of experts, with ``autopar.nn``, that ranks import by name."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 
 import torch

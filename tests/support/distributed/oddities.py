@@ -1,7 +1,5 @@
 """Odd models that ranks import by name, and subjects of them."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -1,7 +1,5 @@
 """What tests of float16 run on every rank, and on one device alone: float32 parameters, float16 products, a scaled loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

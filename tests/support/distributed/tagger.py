@@ -1,7 +1,5 @@
 """Models of one's own that return logits, and losses of them, as workers import them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A loop by accelerate, on one device and with a parallel model: the same but for which Accelerator it is."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import accelerate

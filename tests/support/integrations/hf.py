@@ -1,7 +1,5 @@
 """Trainings by Hugging Face's Trainer, by itself and with a parallel model."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Trainings by Lightning, on one device and with a parallel model: the same LightningModule."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

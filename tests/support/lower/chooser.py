@@ -1,7 +1,5 @@
 """Test help: well-typed typings of any graph, at random or with a preference; no cost is looked at."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Test help: a small graph made by hand (two layers of linear, gelu, linear, add), and typings for it."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import torch

@@ -1,7 +1,5 @@
 """Test help: traced small models, whole tensors for them, and plans made from typings."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Test help: all ranks of a small mesh as threads of this process, and programs and graphs run on them."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import threading
@@ -58,7 +56,7 @@ class _Group(ProcessLocalGroup):
         return _MAIL.post((self.pg_name, source, self.rank(), tag), wanted=[x.detach() for x in tensors])
 
     @staticmethod
-    def make(store: Any, rank: int, size: int, timeout: Any) -> _Group:
+    def make(store: Any, rank: int, size: int, timeout: Any) -> "_Group":
         dist.distributed_c10d._store_based_barrier(rank, store, "", size, timeout)
         group = _Group(rank, size)
         group._run = _HERE.run

@@ -1,7 +1,5 @@
 """Searches that take turns: each in a thread of its own, which goes on only when it is told to."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
