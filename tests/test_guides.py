@@ -52,9 +52,7 @@ def test_what_a_user_reads_is_short() -> None:
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
-def test_the_shell_reads_every_command_that_a_guide_shows(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_shell_reads_every_command_of_a_guide(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for words in commands(page):
         for word in words:
@@ -130,9 +128,7 @@ def planned(run: Run, *words: str) -> str:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(600)
-def test_the_tutorial_plans_trains_and_goes_on_from_its_checkpoint(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tutorial_trains_and_goes_on(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = ROOT / "docs" / "tutorial.md"
     model, script = blocks(page, "python")
     (tmp_path / "my_model.py").write_text(model)

@@ -166,9 +166,7 @@ def test_large_messages_match_measured_bus_bandwidths() -> None:
         (4, 268.4, 2071),
     ],
 )  # fmt: skip
-def test_messages_of_training_on_nvlink_take_what_two_tables_say(
-    devices: int, megabytes: float, measured_us: float
-) -> None:
+def test_messages_on_nvlink_take_what_two_tables_say(devices: int, megabytes: float, measured_us: float) -> None:
     """A100, all-reduce: nccl-tests in stas00/ml-engineering and Hetu-Galvatron's profile; 8 devices: the mean of both."""
     model = CollectiveModel(benchmarked("a100-sxm4-80gb:1x8"))
     found = model.time_s("all_reduce", megabytes * 1e6, Mesh(dp_shard=8 // devices, tp=devices), ("tp",))

@@ -101,9 +101,7 @@ def test_each_data_rank_has_its_position_again(pool: WorkerPool, tmp_path: Path)
         ("pp2 x dp2 ZeRO 1", "llama-untied", "30KB"),
     ],
 )
-def test_weights_go_out_to_transformers_and_in_again(
-    pool: WorkerPool, tmp_path: Path, layout: str, kind: str, size: str
-) -> None:
+def test_weights_to_transformers_and_back(pool: WorkerPool, tmp_path: Path, layout: str, kind: str, size: str) -> None:
     from transformers import AutoModelForCausalLM
 
     subject, plan, graph = planned(layout, kind)

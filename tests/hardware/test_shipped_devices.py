@@ -167,9 +167,7 @@ def test_what_is_no_cluster_is_refused(measured: list[str], ranks: list[Place], 
     assert not measured or ranks[0].device == L40S, "the first rank's device alone"
 
 
-def test_an_unknown_device_is_measured_on_the_first_rank_for_all_that_are_like_it(
-    measured: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unknown_device_is_measured_on_one_rank(measured: list[str], caplog: pytest.LogCaptureFixture) -> None:
     cluster = cluster_at(job(("a", L40S, 4), ("b", L40S, 4)))
     assert len(measured) == 1
     assert [(g.num_nodes, g.devices_per_node, g.nics_per_node) for g in cluster.groups] == [(2, 4, 1)]

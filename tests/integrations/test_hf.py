@@ -34,9 +34,7 @@ def assert_logs_close(found: list[dict[str, float]], expected: list[dict[str, fl
 
 
 @pytest.mark.parametrize(("name", "accumulated"), ACCUMULATED)
-def test_what_is_logged_equals_one_process(
-    pair: WorkerPool, graph: Graph, tmp_path: Path, name: str, accumulated: int
-) -> None:
+def test_logs_equal_one_process(pair: WorkerPool, graph: Graph, tmp_path: Path, name: str, accumulated: int) -> None:
     changes = {"gradient_accumulation_steps": accumulated}
     ranks = pair.run(
         hf.parallel, plan_of(name, graph), graph, str(tmp_path), changes, {"metrics": False}, timeout_s=200.0
@@ -50,9 +48,7 @@ def test_what_is_logged_equals_one_process(
 
 
 @pytest.mark.parametrize(("first", "second"), [("tp2", "pp2"), ("ZeRO 3", "tp2")])
-def test_metrics_predictions_and_resuming_under_another_plan(
-    pair: WorkerPool, graph: Graph, tmp_path: Path, first: str, second: str
-) -> None:
+def test_it_goes_on_under_another_plan(pair: WorkerPool, graph: Graph, tmp_path: Path, first: str, second: str) -> None:
     changes = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 1, "report_to": ["tensorboard"]}
     begun = pair.run(
         hf.parallel, plan_of(first, graph), graph, str(tmp_path), changes, {"metrics": True, "stop_after": 5}

@@ -77,7 +77,7 @@ def test_few_lines_make_it_parallel() -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [("dp=2 zero=3", "pp=2"), ("tp=2", "dp=2 zero=3")])
-def test_it_trains_and_goes_on_as_on_one_device(
+def test_it_trains_as_on_one_device(
     pair: WorkerPool, alone: dict[str, Any], plans: Plans, tmp_path: Path, first: str, second: str
 ) -> None:
     """Losses and norms of gradients, with a checkpoint in the middle that another plan goes on from."""

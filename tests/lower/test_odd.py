@@ -71,9 +71,7 @@ def test_odd_sequences(spec: str, length: int, pins: list[str]) -> None:
         (GPT, 16, 6, ["dp_shard=2", "num_micro_batches=2"], r"num_micro_batches=2 \(equal parts .* global batch 6\)"),
     ],
 )
-def test_what_does_not_divide_is_refused_with_a_remedy(
-    spec: str, length: int, samples: int, pins: list[str], said: str
-) -> None:
+def test_uneven_parts_have_a_remedy(spec: str, length: int, samples: int, pins: list[str], said: str) -> None:
     with pytest.raises(InfeasibleError, match=said):
         checked(spec, length, pins, samples)
 
@@ -112,9 +110,7 @@ HYBRID = (
         (THREE_HEADS.replace("n_layer=1", "n_layer=2"), 16, "tp=4", ("h.0.mlp.c_fc.weight", "h.1.mlp.c_fc.weight")),
     ],
 )  # fmt: skip
-def test_heads_that_tp_does_not_divide_leave_the_other_blocks_split(
-    spec: str, length: int | None, degree: str, split: tuple[str, ...]
-) -> None:
+def test_undivided_heads_leave_others_split(spec: str, length: int | None, degree: str, split: tuple[str, ...]) -> None:
     """What is pinned is split by output rows, and those heads stay whole: one sample at a time leaves nothing else to split."""
     dim = 1 if "c_fc" in split[0] else 0
     plan = checked(spec, length, [degree, "micro_batch=1", *(f"*.{name}=tp:S({dim})" for name in split)])
@@ -175,9 +171,7 @@ CHANNELS = {"first.weight": S(0), "norm.weight": S(0), "norm.bias": S(0), "secon
     ],
 )
 @pytest.mark.parametrize("data", [1, 2])
-def test_convolutions_by_channels_and_norms(
-    norm: partial[nn.Module], groups: int, pinned: dict[str, object], data: int
-) -> None:
+def test_convolutions_and_norms(norm: partial[nn.Module], groups: int, pinned: dict[str, object], data: int) -> None:
     pins = ["tp=2", f"dp_shard={data}", *(f"{name}=tp:{kind}" for name, kind in pinned.items())]
     plan = check(Convolved(norm, groups), images(), pins, graph=convolved(norm, groups))
     assert at_rest(plan).items() >= pinned.items()

@@ -174,9 +174,7 @@ def test_a_graph_is_traced_once_for_all_batches_of_a_command(folder: Path, count
 
 
 @pytest.mark.slow
-def test_whatever_a_graph_depends_on_makes_another(
-    folder: Path, count: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_graph_depends_on_makes_another(folder: Path, count: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert fingerprint() == fingerprint()
     other = {"model": MODEL.replace("vocab=64", "vocab=128"), "sequence": 8, "precision": "bf16", "opaque": ("*.mlp",)}
     for made, (name, value) in enumerate(other.items(), start=2):

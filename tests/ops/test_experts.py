@@ -213,9 +213,7 @@ def joined(ranks: list[list[Tensor]], start: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("shares", [(3, 3, 3, 3), (0, 4, 4, 4)], ids=["even", "a rank without tokens"])
 @pytest.mark.parametrize("name", CASES)
-def test_tokens_that_travel_to_their_experts_come_back(
-    name: str, shares: tuple[int, ...], way: str, reads: list[Tensor]
-) -> None:
+def test_tokens_that_travel_come_back(name: str, shares: tuple[int, ...], way: str, reads: list[Tensor]) -> None:
     of = CASES[name]
 
     def work(rank: int) -> list[Tensor]:

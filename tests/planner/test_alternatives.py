@@ -60,9 +60,7 @@ def test_an_alternative_that_is_faster_becomes_the_plan(graph: Graph, monkeypatc
     assert plan.search.gap == pytest.approx(plan.predicted.step_time_s / plan.search.lower_bound_s - 1)
 
 
-def test_a_plan_below_the_bound_says_that_its_certificate_is_false(
-    graph: Graph, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_below_the_bound_says_so_in_its_certificate(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     notes = {}
     for bound in (1.0, 1.01):
         planner = Planner(task_of(graph, pins=Pins.parse(["pp=1"])))

@@ -67,9 +67,7 @@ def test_an_operator_that_mixes_samples_is_named() -> None:
     assert "model.py:7" in str(caught.value)
 
 
-def test_where_samples_meet_no_trained_parameter_is_read_as_if_its_gradient_were_whole(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_samples_meet_no_gradient_of_a_parameter_is_taken_for_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     class Ordered(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -133,9 +133,7 @@ DRAWN = [
     texts=st.lists(st.sampled_from(DRAWN), max_size=3, unique=True),
     more=st.sampled_from([{}, {"experts": (4,)}, {"sequences": (32768,), "key_heads": (8,)}, {"mixes_samples": True}]),
 )
-def test_a_conflict_is_one_of_all_combinations_and_a_smallest(
-    world: int, batch: int, blocks: int, texts: list[str], more: dict[str, Any]
-) -> None:
+def test_a_conflict_is_a_smallest(world: int, batch: int, blocks: int, texts: list[str], more: dict[str, Any]) -> None:
     """Beside a table of all of them."""
     problem = replace(PROBLEM, world_size=world, global_batch_size=batch, num_blocks=blocks, num_layers=blocks, **more)
     pins = Pins.parse(texts)

@@ -230,9 +230,7 @@ def scan() -> Graph:
 
 
 @pytest.mark.parametrize("model", ["attention", "loop"])
-def test_where_tables_are_still_too_large_values_stay_as_they_are_made(
-    monkeypatch: pytest.MonkeyPatch, model: str
-) -> None:
+def test_where_tables_are_too_large_values_stay_as_they_are(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     """In place of an integer program for each entry of a block's table, of which there are dozens, of seconds each.
 
     Nothing is cut inside a block, and what has several readers is read by all of them as it is made.
@@ -312,9 +310,7 @@ def _meeting(self: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("limit", [1 << 14, 400, 40, 1])
-def test_tables_of_boundaries_stay_small_where_a_block_reads_many_values(
-    monkeypatch: pytest.MonkeyPatch, limit: int
-) -> None:
+def test_tables_stay_small_where_a_block_reads_many_values(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """Without it a block of six values and six parameters has millions of entries, each an integer program."""
     towers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
     layers = nn.ModuleList([nn.ModuleDict({"a": nn.Linear(8, 16), "b": nn.Linear(16, 8)}) for _ in range(3)])

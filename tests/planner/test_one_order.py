@@ -56,7 +56,7 @@ def problems(draw: st.DrawFn) -> Known:
     turns=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40)), max_size=120),
     trials=st.none() | st.integers(1, 10),
 )
-def test_any_interleaving_with_deaths_gives_the_choice_of_one(
+def test_interleaved_searches_choose_as_one(
     known: Known, workers: int, turns: list[tuple[int, int]], trials: int | None
 ) -> None:
     """A turn is a worker's next step; one in forty kills it, wherever it stands, with its claim left behind."""
@@ -198,7 +198,7 @@ def fresh(known: Known) -> Known:
     turns=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 60)), max_size=150),
 )
 @settings(max_examples=15, deadline=None)
-def test_any_interleaving_with_deaths_gives_the_plan_and_the_rounds_of_one(
+def test_interleaved_searches_plan_as_one(
     kind: SamplerName, problem: int, workers: int, turns: list[tuple[int, int]]
 ) -> None:
     """A turn is a worker's next step; one in sixty kills it, wherever it stands, with its claim left behind."""

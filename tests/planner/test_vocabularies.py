@@ -49,9 +49,7 @@ ODD = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("spec", "seq", "cluster", "batch", "pins"), ODD)
-def test_no_candidate_beats_the_plan_or_lies_below_a_bound(
-    spec: str, seq: int, cluster: str, batch: int, pins: tuple[str, ...]
-) -> None:
+def test_no_candidate_beats_the_plan(spec: str, seq: int, cluster: str, batch: int, pins: tuple[str, ...]) -> None:
     """All that a split or padding aligns: vocabularies, heads, widths, sequences, micro-batches."""
     precision: PrecisionName = "fp16" if cluster == MIXED else "bf16"
     where = mixed() if cluster == MIXED else Cluster.parse(cluster)

@@ -234,9 +234,7 @@ def test_random_linears_and_attentions(b: int, s: int, k: int, n: int, size: int
 
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([2, 4]), st.sampled_from([0.0, 0.2]), st.sampled_from([-100, 5]))
-def test_vocabulary_parallel_loss_with_random_ignored_labels(
-    seed: int, size: int, smoothing: float, ignored: int
-) -> None:
+def test_vocabulary_parallel_loss_with_ignored_labels(seed: int, size: int, smoothing: float, ignored: int) -> None:
     make = Maker(seed)
     labels = torch.where(make.real(3, 4, grad=False) < 0.5, ignored, make.whole(3, 4, high=8))
     logits = (make.real(3, 4, 8, grad=False) * 200 - 100).requires_grad_()

@@ -316,9 +316,7 @@ def test_an_index_is_what_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.bfloat16, torch.bool, torch.int8, torch.complex64, torch.float8_e4m3fn]
 )
-def test_rows_of_large_tensors_are_read_by_chunks(
-    tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_tensors_are_read_by_chunks(tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autopar.runtime.checkpoint.checkpoint_index.CHUNK_BYTES", 256)
     value = (torch.randn(37, 5) * 3).to(dtype)
     written, pieces = chunk_files.write(
@@ -351,9 +349,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("where", ["files.write", "folder.write_through", "folder.commit", "folder._sync"])
 @pytest.mark.parametrize("replaces", [False, True])
-def test_a_save_that_is_killed_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, replaces: bool
-) -> None:
+def test_a_killed_save_leaves_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, replaces: bool) -> None:
     par, optimizer = trained()
     checkpoints = Checkpoints(tmp_path)
     kept = checkpoints.save(par, optimizer)
@@ -415,9 +411,7 @@ def test_the_newest_are_kept_and_found(tmp_path: Path, caplog: pytest.LogCapture
         Checkpoints(tmp_path, keep=0)
 
 
-def test_what_is_written_beside_training_is_what_a_save_would_have_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_written_beside_training_is_what_a_save_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     par, optimizer = trained()
     beside = Checkpoints(tmp_path / "beside", asynchronous=True)
     at_once = Checkpoints(tmp_path / "at_once")

@@ -41,9 +41,7 @@ def test_the_same_bits_have_one_number_wherever_they_lie(dtype: torch.dtype, len
     columns=st.integers(1, 3000),
     places=st.tuples(st.integers(0, 2**30), st.integers(0, 2**30)),
 )
-def test_what_is_changed_or_moved_has_another(
-    dtype: torch.dtype, rows: int, columns: int, places: tuple[int, int]
-) -> None:
+def test_what_is_changed_has_another(dtype: torch.dtype, rows: int, columns: int, places: tuple[int, int]) -> None:
     value = random(dtype, rows * columns)
     before = number(value)
     one, other = (place % len(value) for place in places)

@@ -114,9 +114,7 @@ def test_modes(parallel: ParallelModel, batch: Batch) -> None:
         lambda m: m.float(),
     ],
 )
-def test_a_move_to_where_the_parameters_are_is_none(
-    parallel: ParallelModel, same: Callable[[nn.Module], nn.Module]
-) -> None:
+def test_a_move_to_the_same_place_is_none(parallel: ParallelModel, same: Callable[[nn.Module], nn.Module]) -> None:
     assert same(parallel) is parallel
     around = Around(parallel)
     assert same(around) is around

@@ -140,9 +140,7 @@ def test_plan_for_another_model_is_refused() -> None:
 
 
 @pytest.mark.parametrize("way", ["train_step", "backward"])
-def test_gradients_of_several_steps_add_up_without_those_of_one_that_failed(
-    parallel: ParallelModel, batch: Batch, way: str
-) -> None:
+def test_gradients_of_steps_add_up_without_those_that_failed(parallel: ParallelModel, batch: Batch, way: str) -> None:
     """Those of its first micro-batches were added to the next step's, past ``zero_grad``."""
     parallel.train_step(batch)
     once = parallel.full_gradients()
@@ -259,9 +257,7 @@ def test_an_optimizer_of_the_model_that_was_given_is_refused(batch: Batch) -> No
     optimizer.step()  # somebody trains the model itself as well
 
 
-def test_attributes_that_change_after_the_plan_was_made_are_told_once(
-    batch: Batch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_attributes_that_change_after_planning_are_told_once(batch: Batch, caplog: pytest.LogCaptureFixture) -> None:
     model = SMALL.build()
     parallel = small(model)
     model.eval()
@@ -286,9 +282,7 @@ class Unknown(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("how", ["data", "whole", "vector", "swapped"])
-def test_a_parameter_is_written_in_place_and_not_replaced(
-    parallel: ParallelModel, batch: Batch, how: str, tmp_path: Path
-) -> None:
+def test_a_parameter_is_written_in_place(parallel: ParallelModel, batch: Batch, how: str, tmp_path: Path) -> None:
     """``p.data = tensor`` was passed over by torch: neither steps nor checkpoints had it."""
     key, parameter = next(parallel.named_parameters())
     before, kept = parallel.train_step(batch).item(), parameter.detach().clone()
@@ -346,9 +340,7 @@ def test_a_model_that_is_left_goes_at_once_and_its_hooks_with_it(batch: Batch) -
         gc.enable()
 
 
-def test_weights_that_are_loaded_into_the_model_too_late_are_told_of(
-    batch: Batch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_loaded_into_the_model_too_late_are_told_of(batch: Batch, caplog: pytest.LogCaptureFixture) -> None:
     """Without a word training went on from those that the model had before."""
     other = {name: p * 0.5 for name, p in SMALL.build().state_dict().items()}
 
@@ -369,9 +361,7 @@ def test_weights_that_are_loaded_into_the_model_too_late_are_told_of(
     assert not told(lambda model, parallel: model.load_state_dict(parallel.full_state_dict()))
 
 
-def test_an_optimizer_of_whole_parameters_is_told_of_parts(
-    parallel: ParallelModel, batch: Batch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_optimizer_is_told_of_parts(parallel: ParallelModel, batch: Batch, caplog: pytest.LogCaptureFixture) -> None:
     named = dict(parallel.named_parameters())
     parallel.train_step(batch)
     whole = [named["transformer.h.0.mlp.c_fc.weight"]]
@@ -492,9 +482,7 @@ class Noisy(nn.Module):
         ("own", (), "buffers norm.mean, norm.variance, and what eval"),
     ],
 )
-def test_an_evaluation_has_no_dropout_and_knows_what_it_does_not_know(
-    kind: str, opaque: tuple[str, ...], value: str
-) -> None:
+def test_an_evaluation_has_no_dropout_and_says_what_it_lacks(kind: str, opaque: tuple[str, ...], value: str) -> None:
     torch.manual_seed(0)
     model, batch = Noisy(kind), {"x": torch.randn(4, 8)}
     traced = api.trace(model, example_inputs=batch, opaque=opaque, global_batch_size=4)
@@ -548,9 +536,7 @@ def _halved(optimizer: torch.optim.Optimizer, last_epoch: int = -1) -> LRSchedul
     return LambdaLR(optimizer, lambda epoch: 0.5**epoch, last_epoch)
 
 
-def test_a_scheduler_that_is_made_after_a_load_goes_on_from_the_first_rate(
-    parallel: ParallelModel, tmp_path: Path
-) -> None:
+def test_a_scheduler_made_after_a_load_goes_on_from_the_first_rate(parallel: ParallelModel, tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.5, foreach=True)
     scheduler = _halved(optimizer)
     for _ in range(2):
@@ -565,9 +551,7 @@ def test_a_scheduler_that_is_made_after_a_load_goes_on_from_the_first_rate(
     assert _halved(fresh, 2).get_last_lr() == [0.0625]
 
 
-def test_parameters_of_one_group_that_were_saved_in_several_are_refused(
-    parallel: ParallelModel, tmp_path: Path
-) -> None:
+def test_a_group_that_was_saved_as_several_is_refused(parallel: ParallelModel, tmp_path: Path) -> None:
     parameters = list(parallel.parameters())
     groups = [{"params": parameters[:2], "lr": 0.5}, {"params": parameters[2:], "lr": 0.25}]
     parallel.save(tmp_path, torch.optim.SGD(groups))

@@ -206,9 +206,7 @@ def test_writes_to_parts_in_any_order_mean_what_they_mean_on_one_device(seed: in
     [_read_before_and_after, _one_of_two_results, _shifted],
     ids=lambda write: write.__name__.strip("_"),
 )
-def test_what_the_program_itself_has_made_is_written_without_a_second_trace(
-    write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_program_has_made_is_written_in_one_trace(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", lambda *_: pytest.fail("traced once more"))
     graph = trace(Writing(write), (torch.randn(2, 4),))
     assert not [op.target for op in graph.ops if op.target.split(".")[1].endswith("_")]

@@ -78,9 +78,7 @@ class Summed(u.Around):
         return 0.5 * super().forward(x, y)
 
 
-def test_a_region_is_run_once_over_all_exports_and_taken_as_found_for_a_larger_batch(
-    examined: list[tuple[str, int]],
-) -> None:
+def test_a_region_is_run_once_over_all_exports_and_for_a_larger_batch(examined: list[tuple[str, int]]) -> None:
     graph = trace(Summed(lambda: nn.Sequential(*(nn.Sequential(u.Router()) for _ in range(3)))), (), u.batch())
     assert len(regions_of(graph)) == 3, "found by three exports"
     assert sorted(examined) == sorted((f"inner.{n}.0", 8) for n in range(3))

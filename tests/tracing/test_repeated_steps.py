@@ -60,9 +60,7 @@ def up_globally(module: Any) -> int:
     ],
     ids=["attribute", "object", "global", "iterator", "random"],
 )
-def test_a_number_that_changes_from_step_to_step_is_refused(
-    state: Any, count: Callable[[Any], Any], named: str
-) -> None:
+def test_a_number_that_changes_by_steps_is_refused(state: Any, count: Callable[[Any], Any], named: str) -> None:
     model = u.Around(lambda: Counter(state, count))
     with pytest.raises(
         TraceError, match=rf"test_repeated_steps.py:\d+: A second step does not run.*mul.*{named}.*register_buffer"
@@ -216,9 +214,7 @@ SCALED: dict[str, tuple[Callable[[Any, Tensor], Tensor], int]] = {
 
 
 @pytest.mark.parametrize("kind", SCALED)
-def test_a_count_of_the_example_is_refused_and_other_numbers_cost_no_second_export(
-    monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_count_of_the_example_is_refused_others_cost_one_export(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     loss, exports = SCALED[kind]
 
     def forward(self: Any, ids: Tensor) -> Tensor:

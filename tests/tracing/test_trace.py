@@ -335,9 +335,7 @@ def _masked(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
         (nn.Linear(4, 4), (X,), lambda y: y.mean(), r"The loss_fn does not take \(output, batch\)"),
     ],
 )  # fmt: skip
-def test_bad_models_and_inputs_have_one_clear_message(
-    model: nn.Module, inputs: Any, loss_fn: Any, problem: str
-) -> None:
+def test_bad_models_and_inputs_have_one_message(model: nn.Module, inputs: Any, loss_fn: Any, problem: str) -> None:
     given = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     with pytest.raises(TraceError, match=problem) as caught:
         trace(model, *given, loss_fn=loss_fn)

@@ -153,9 +153,7 @@ def test_exchanges_regain_what_the_worst_choice_loses(graph: Graph) -> None:
 
 
 @BY_CASE
-def test_a_plan_is_the_same_whatever_time_is_known(
-    graph: Graph, modes: tuple[Recompute, ...], batch: int, memory: str
-) -> None:
+def test_a_plan_is_one_whatever_is_known(graph: Graph, modes: tuple[Recompute, ...], batch: int, memory: str) -> None:
     """Searches that share their work know other times at the same candidate, whatever the number of their processes."""
 
     def evaluated(candidate: Candidate, at_most_s: float = float("inf")) -> Evaluation | Misfit:

@@ -115,9 +115,7 @@ def test_a_cut_fits_and_is_the_best_of_all_up_to_a_step_of_recompute_a_stage(
     count=st.integers(1, 7), stages=st.integers(1, 3), m=st.integers(1, 8), limit=st.integers(5, 60),
     seed=st.integers(0, 2**32 - 1),
 )  # fmt: skip
-def test_of_equal_blocks_with_two_modes_it_is_the_best_of_all(
-    count: int, stages: int, m: int, limit: int, seed: int
-) -> None:
+def test_of_equal_blocks_it_is_the_best_of_all(count: int, stages: int, m: int, limit: int, seed: int) -> None:
     blocks = [block(0, np.random.default_rng(seed), has_two=True)] * count
     in_flight = [min(m, stages - s) for s in range(stages)]
     best = brute_force([blocks], stages, in_flight, [limit] * stages, m) if stages <= count else np.inf
