@@ -12,6 +12,7 @@ from autopar.ops.kernels import Region, region_of
 from autopar.tracing import opaque_probe, opaque_trials
 from autopar.tracing.trace import trace
 from tests.support.lower import unusual as u
+from tests.support.small_models import model_of
 
 
 @pytest.fixture
@@ -128,29 +129,20 @@ def test_layers_that_do_something_else_by_their_number_are_tried_by_themselves(l
 RUNS: list[bool] = []
 
 
-class Notes(nn.Module):
-    def __init__(self, kind: type[nn.Module] = nn.Identity) -> None:
-        super().__init__()
-        self.cells = kind(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        RUNS.append(torch._C._get_mkldnn_enabled())
-        return x if x.sum() > 0 else 2.0 * x
+def noting(self: nn.Module, x: Tensor) -> Tensor:
+    RUNS.append(torch._C._get_mkldnn_enabled())
+    return x if x.sum() > 0 else 2.0 * x
 
 
 @pytest.mark.parametrize(
     ("kind", "dtype", "wanted"),
-    [
-        (nn.Linear, torch.bfloat16, True),
-        (nn.Linear, torch.float32, False),
-        (nn.LSTM, torch.bfloat16, False),
-    ],
+    [(nn.Linear, torch.bfloat16, True), (nn.Linear, torch.float32, False), (nn.LSTM, torch.bfloat16, False)],
 )
 def test_halves_are_multiplied_by_onednn(kind: type[nn.Module], dtype: torch.dtype, wanted: bool) -> None:
     before = torch._C._get_mkldnn_enabled()
     RUNS.clear()
-    model = u.Around(lambda: Notes(kind)).to(dtype)
+    model = u.Around(lambda: model_of(noting, cells=kind(8, 8))).to(dtype)
     batch = u.batch()
-    trace(model, (), {"x": batch["x"].to(dtype), "y": batch["y"]}, opaque=["Notes"])
+    trace(model, (), {"x": batch["x"].to(dtype), "y": batch["y"]}, opaque=["inner"])
     assert RUNS[0] is wanted
     assert torch._C._get_mkldnn_enabled() == before
