@@ -35,7 +35,6 @@ def loaded(code: str, *arguments: str) -> set[str]:
 
 
 def within(modules: set[str], *packages: str) -> list[str]:
-    """Those that lie in the packages."""
     return sorted(m for m in modules if any(m == package or m.startswith(f"{package}.") for package in packages))
 
 

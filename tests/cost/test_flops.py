@@ -80,7 +80,6 @@ FORMULAS: dict[Any, Callable[..., int]] = {
 
 
 def counted(model: nn.Module, batch: dict[str, Tensor]) -> tuple[int, int]:
-    """Forward and backward by torch's counter."""
     with FlopCounterMode(display=False, custom_mapping=FORMULAS) as forward:
         output = model(**batch)
     parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else (output,)

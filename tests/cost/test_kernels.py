@@ -109,7 +109,6 @@ def graph() -> Graph:
 
 
 def works(graph: Graph, kernels: ForeignKernels, target: str) -> list[Work]:
-    """Of one kind of operator, in all blocks."""
     done: list[BlockWork] = [block_work(graph, each, "cuda", kernels=kernels) for each in graph.blocks]
     return [w for one in done for w, op in zip(one.works, one.ops, strict=True) if op.target == target]
 

@@ -67,7 +67,6 @@ def layers() -> dict[str, BlockCost]:
 
 
 def paper(kind: str) -> int:
-    """The paper's bytes, in whole numbers."""
     whole, scores = 34 * SBH, 5 * SCORES
     tensor = 10 * SBH + 24 * SBH // T
     return {

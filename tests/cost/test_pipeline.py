@@ -147,7 +147,6 @@ def test_large_pipelines_take_milliseconds() -> None:
 
 
 def test_a_longer_first_forward_delays_everything_behind_it() -> None:
-    """One stage accumulates."""
     stages = [StageTimes(forward_s=F, backward_s=B, first_forward_s=0.5), *equal(3)]
     assert max(simulate("1F1B", 4, 8, stages).finish_s) == pytest.approx((8 + 3) * (F + B) + 0.5)
     assert max(simulate("none", 1, 3, stages[:1]).finish_s) == pytest.approx(3 * (F + B) + 0.5)

@@ -43,7 +43,6 @@ REQUEST = BenchmarkRequest(
 
 @cache
 def task(model: str = MODEL, cluster: str = "cpu:1x2", precision: str = "fp32") -> tuple[Any, Any]:
-    """A model and what is asked of it."""
     source = resolve_model(model, sequence_length=16)
     return source, task_of(replace(REQUEST, model=model), source, Cluster.parse(cluster), precision)
 

@@ -31,7 +31,6 @@ def run(
 
 
 def log(folder: Path, rank: int = 0) -> dict[str, str]:
-    """What was written last of each step."""
     lines = (folder / f"log.{rank}").read_text().splitlines()
     return dict(line.split(" ", 1) for line in lines)
 

@@ -33,7 +33,6 @@ MICRO_BATCHES = {
 
 @cache
 def of_one_device(kind: str) -> tuple[list[Any], list[Any]]:
-    """Batches, and what it makes of them."""
     batches = [SUBJECTS[kind].make_batch(size, seed=size) for size in SIZES]
     return batches, stepped(SUBJECTS[kind].build(), batches, [], rate=0.0)["steps"]
 

@@ -92,7 +92,6 @@ BYTES = {H100: 84932978278, A100: 84986665369, L40S: 47_000_000_000, "other L40S
 
 
 def job(*nodes: tuple[str, str, int]) -> list[Place]:
-    """Ranks in order, by (host, device, how many)."""
     return [
         Place(host=(host, ""), kind="cpu" if device == EPYC else "cuda", device=device, memory_bytes=BYTES[device])
         for host, device, count in nodes

@@ -38,7 +38,6 @@ def traced(spec: str, length: int | None, samples: int, masked: bool) -> tuple[S
 
 
 def checked(spec: str, length: int | None, pins: list[str], samples: int = 4, masked: bool = True) -> Plan:
-    """Right on as many ranks as the pins say."""
     subject, batch, graph = traced(spec, length, samples, masked)
     torch.manual_seed(0)
     return check(subject.build(), batch, pins, graph=graph)

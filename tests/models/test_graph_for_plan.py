@@ -98,7 +98,6 @@ def test_complex_parameters_are_refused() -> None:
 
 
 def _attending(self: Any, x: Tensor) -> Tensor:
-    """Each sample looks at all others."""
     made = self.linear(x)
     return (torch.softmax(made @ made.t(), -1) @ made).square().mean()
 
@@ -147,7 +146,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def count(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A line for each trace."""
     made, trace = [], graph_for_plan.trace_model
 
     def counted(*given: object, **named: object) -> object:

@@ -23,8 +23,6 @@ EXPERTS, WIDTH, INNER, TOKENS = 8, 16, 24, 12
 
 @dataclass(frozen=True)
 class Case:
-    """What is computed, and what the gradient of the result is."""
-
     hidden: Tensor
     weights: Tensor
     indices: Tensor
@@ -92,7 +90,6 @@ def leaves(of: Case, tokens: slice = slice(None), cut: Callable[[Tensor], Tensor
 
 
 def dense(of: Case) -> list[Tensor]:
-    """The result, and the gradients of what is not None."""
     given = leaves(of)
     hidden, weights, gate, up, down, gate_bias, up_bias = given
     assert hidden is not None and weights is not None and up is not None and down is not None
@@ -155,7 +152,6 @@ def grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """What the host has waited for."""
     found: list[Tensor] = []
     monkeypatch.setattr(expert_ops, "_read", lambda counts: (found.append(counts), counts.tolist())[1])
     return found

@@ -39,7 +39,6 @@ def part(whole: Tensor, kind: Type, size: int, rank: int) -> Tensor:
 
 
 def together(parts: list[Tensor], kind: Type) -> Tensor:
-    """The whole that the ranks hold together."""
     if kind.is_split:
         return torch.cat(parts, kind.dim)
     if kind == P:

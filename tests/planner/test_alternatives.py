@@ -78,7 +78,6 @@ def test_one_that_is_not_faster_leaves_the_plan(graph: Graph) -> None:
 
 
 def test_the_plan_of_pins_stays_though_others_are_faster(graph: Graph) -> None:
-    """What pins describe is asked for, not searched."""
     estimated = Planner(task_of(graph)).estimate()
     assert not any("took its place" in reason for reason in estimated.search.reasons)
 

@@ -34,15 +34,12 @@ def brute_force(energy: Energy) -> float:
 
 
 def pairwise(unary: Sequence[Table], pairs: dict[tuple[int, int], Table]) -> Energy:
-    """An energy from one table a variable and one a pair."""
     factors = [Factor(scope=(i,), table=table) for i, table in enumerate(unary)]
     factors += [Factor(scope=pair, table=table) for pair, table in pairs.items()]
     return Energy(sizes=tuple(map(len, unary)), factors=tuple(factors))
 
 
 class SolverLaws:
-    """What every exact solver keeps."""
-
     def solve(self, energy: Energy) -> Minimum | None:
         raise AssertionError("a solver is given by the subclass")
 

@@ -216,7 +216,6 @@ def test_a_block_that_is_too_wide_changes_a_value_to_fewer_types(monkeypatch: py
 
 
 def _scan(self: Any, x: Tensor) -> Tensor:
-    """A recurrence over time."""
     drive, state, states = self.inside(x), torch.zeros_like(x[:, 0]), []
     for t in range(x.shape[1]):
         state = torch.tanh(0.5 * state + drive[:, t])
@@ -271,7 +270,6 @@ def test_the_steps_of_a_loop_in_a_wide_block_have_one_strategy(monkeypatch: pyte
 
 
 def _again(self: Any, x: Tensor) -> Tensor:
-    """One layer, called three times."""
     x = self.before(x)
     for _ in range(3):
         x = x + self.layer(x)

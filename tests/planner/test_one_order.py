@@ -161,8 +161,6 @@ def distinct(index: int) -> Candidate:
 
 
 class Seeded(Sampling):
-    """With two candidates that are asked first."""
-
     __slots__ = ()
 
     def seeds(self, pool: Sequence[Candidate], may_fit: Any) -> dict[int, str]:

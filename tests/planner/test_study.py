@@ -53,7 +53,6 @@ def planner(graph: Graph) -> Planner:
 
 @pytest.fixture(scope="module")
 def alone(graph: Graph) -> Plan:
-    """The plan of one search without a storage."""
     return search(graph)
 
 
@@ -338,7 +337,6 @@ def postgresql() -> Iterator[str]:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def shared(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """URL of a storage that processes share."""
     return (
         request.getfixturevalue("postgresql") if request.param == "postgresql" else f"sqlite:///{tmp_path / 'study.db'}"
     )

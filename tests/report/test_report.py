@@ -61,8 +61,6 @@ def test_any_plan_prints_within_the_width(plan: Plan) -> None:
 
 
 class _Tags(HTMLParser):
-    """Checks that tags nest."""
-
     VOID = frozenset({"meta"})
 
     def __init__(self) -> None:

@@ -23,7 +23,6 @@ TP, TWO, make = "tp", Fraction(2), Maker()
 
 
 def prepared(example: Example) -> tuple[Op, tuple[TensorSpec, ...]]:
-    """The call with output specs, and the specs of its operands."""
     outputs = call(example.op, example.operands)
     return replace(example.op, outputs=tuple(map(spec_of, outputs))), tuple(map(spec_of, example.operands))
 
@@ -36,8 +35,6 @@ def named(example: Example, axis: str = TP, size: Fraction = TWO) -> dict[str, S
 def local(
     op: Op, strategy: Strategy, operands: tuple[TensorSpec, ...], axis: str, size: Fraction, scale: int = 1
 ) -> Op:
-    """The localized call."""
-
     def part(spec: TensorSpec, dim: int) -> TensorSpec:
         shape = tuple(int(n / size) if i == dim else n for i, n in enumerate(spec.shape))
         return replace(spec, shape=shape)

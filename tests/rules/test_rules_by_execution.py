@@ -96,7 +96,6 @@ def test_no_frozen_dim_could_be_split() -> None:
 
 
 def thawed(pattern: Pattern, label: str) -> Pattern:
-    """The same pattern with a frozen label let free."""
     inside = all(label in labels for labels in pattern.outputs)
     contracted = pattern.contracted if inside else pattern.contracted | {label}
     return replace(pattern, frozen=pattern.frozen - {label}, contracted=contracted)

@@ -12,7 +12,6 @@ from tests.support.parallel import SMALL, small
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    """Of a test that trains in this process."""
     start("cpu")
     yield
     stop()

@@ -82,7 +82,6 @@ def step(par: ParallelModel, optimizer: torch.optim.Optimizer, seed: int = 0) ->
 
 
 def values(par: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """All that a load changes."""
     found = dict(par.full_state_dict())
     for key, parameter in par.named_parameters():
         for name, value in optimizer.state.get(parameter, {}).items():
@@ -91,7 +90,6 @@ def values(par: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Te
 
 
 def loaded_values(path: Path) -> dict[str, Tensor]:
-    """Of a model of its own that loads a checkpoint."""
     par = build()
     optimizer = torch.optim.AdamW(par.parameters())
     par.load(path, optimizer)

@@ -61,8 +61,6 @@ def test_numbers_differ_by_their_signs_and_zeros() -> None:
 
 
 class Kernels(TorchDispatchMode):
-    """Counts operators that are no views."""
-
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -39,12 +39,10 @@ def plans() -> dict[str, Plan]:
 
 
 def loaders(plan: Plan, length: int = 27, **options: Any) -> list[PlannedLoader]:
-    """One for each data rank."""
     return [planned_loader(plan, rank, numbers(length), **options) for rank in range(plan.mesh.data)]
 
 
 def together(batches: list[Any]) -> list[int]:
-    """The global batch that the data ranks have."""
     if isinstance(batches[0], WholeBatch):
         assert all(batch["x"].tolist() == batches[0]["x"].tolist() for batch in batches)
         return list(batches[0]["x"].tolist())
@@ -137,7 +135,6 @@ class Stream(IterableDataset[dict[str, Tensor]]):
 
 
 def streams(plan: Plan, **options: Any) -> list[Any]:
-    """One for each data rank."""
     return [planned_loader(plan, rank, Stream(), **options) for rank in range(plan.mesh.data)]
 
 

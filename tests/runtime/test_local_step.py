@@ -56,7 +56,6 @@ def trained(make: Callable[..., torch.optim.Optimizer], local: bool = False, on_
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Within a few roundings."""
     return error_of(found, wanted) <= 2e-6
 
 

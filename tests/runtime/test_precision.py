@@ -158,7 +158,6 @@ def normed(norm: Callable[[nn.Module], nn.Module]) -> nn.Module:
 
 
 def losses(model: nn.Module, precision: str) -> list[float]:
-    """Of two steps of one rank."""
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
     recipe = PRECISIONS[precision]
     graph = api.trace(model, example_inputs={"x": x}, precision=recipe.name)

@@ -13,8 +13,6 @@ from autopar.cli import main
 
 @dataclass(frozen=True)
 class Done:
-    """How the command ended."""
-
     code: int
     out: str
     err: str
@@ -34,7 +32,6 @@ Run = Callable[..., Done]
 
 @pytest.fixture(name="run")
 def run_fixture(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """``run("show", path)``."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", os.fspath(tmp_path))])
 

@@ -14,7 +14,6 @@ HOST = HostLink(
 
 
 def with_device(cluster: Cluster, **changes: Any) -> Cluster:
-    """The same cluster of devices that differ in these fields."""
     groups = (replace(group, device=replace(group.device, **changes)) for group in cluster.groups)
     return replace(cluster, groups=tuple(groups))
 

@@ -9,8 +9,6 @@ KINDS = ("bit", "bits", "zeros", "truncated", "deleted", "swapped", "of another"
 
 
 class Touch:
-    """Makes a folder when it is unpickled."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 

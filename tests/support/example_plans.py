@@ -119,7 +119,6 @@ def single_plan() -> Plan:
 
 
 def at_rest(plan: Plan, axis: str = "tp") -> dict[str, object]:
-    """Types of parameters by name."""
     return {
         name: kind
         for layout in plan.layouts

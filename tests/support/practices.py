@@ -7,7 +7,6 @@ from autopar.validate.practice import PLAIN, ForeignRuntime, Site
 
 
 def named(**practices: bool) -> frozenset[str]:
-    """Those that are true."""
     return frozenset(name for name, is_done in practices.items() if is_done)
 
 
@@ -18,10 +17,8 @@ def doing(site: Site = PLAIN, **practices: bool) -> Site:
 
 
 def kernels(**practices: bool) -> ForeignKernels:
-    """The kernels of a program with these practices."""
     return ForeignKernels(practices=named(**practices))
 
 
 def runtime(**practices: bool) -> ForeignRuntime:
-    """A program with these practices."""
     return ForeignRuntime(practices=named(**practices))

@@ -431,7 +431,6 @@ def losses(make: Maker) -> Iterator[Example]:
 
 
 def every(table: RuleTable, seed: int = 0) -> Iterator[Example]:
-    """All of the above."""
     make = Maker(seed)
     yield from elementwise(table, make)
     for family in (moved, whole, reductions, products, losses, experts):

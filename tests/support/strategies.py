@@ -26,7 +26,6 @@ _TEXT = st.text(max_size=12)
 
 
 def parameter_types() -> st.SearchStrategy[Type]:
-    """I or S(d)."""
     return st.one_of(st.just(I), st.integers(0, 3).map(S))
 
 

@@ -25,8 +25,6 @@ ASKED = {"alpha": 1.702, "limit": 7.0, "mlp_hidden_act": "relu2", "act": "silu",
 
 
 class Config(SimpleNamespace):
-    """What any of them asks its configuration."""
-
     def __getattr__(self, key: str) -> Any:
         return next((value for part, value in ASKED.items() if part in key), 8)
 

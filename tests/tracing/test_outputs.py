@@ -21,7 +21,6 @@ OWN: dict[str, Any] = {"pair": Returning("pair"), "metrics": Returning("metrics"
 
 
 def described(graph: Graph) -> list[str]:
-    """All of a graph but its outputs."""
     parts = (*graph.inputs, *graph.parameters, *graph.prelude, *graph.ops, *graph.blocks, *graph.sums, *graph.mutations)
     held = [
         f"{b.name} {b.fqn} {b.spec} {None if b.value is None else b.value.flatten()[:64].tolist()}"

@@ -116,7 +116,6 @@ def test_gradients_of_sparse_embeddings_are_dense_and_a_note_says_so() -> None:
 
 
 def _changing(change: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A linear whose output a function changes."""
     parts = {"first": nn.Linear(6, 6), "last": nn.Linear(6, 6)}
     return model_of(lambda self, x: self.last(change(self.first(x))).square().mean(), **parts)
 

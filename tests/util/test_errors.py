@@ -96,7 +96,6 @@ class Call:
 
 
 def calls() -> Iterator[Call]:
-    """All in the package."""
     for file in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         nodes = [*ast.walk(tree)]

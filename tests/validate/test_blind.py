@@ -28,7 +28,6 @@ DATA = ROOT / "tests" / "data"
 
 @cache
 def table(test: str) -> tuple[Run, ...]:
-    """The runs of a blind test."""
     return read_runs(DATA / TESTS[test].replace("before", "runs").replace(".json", ".csv"))
 
 

@@ -125,7 +125,6 @@ def choices(problem: CutProblem, found: Fitting) -> Iterator[tuple[tuple[int, ..
 
 
 def test_no_other_choice_of_two_modes_takes_less_of_its_rank(graph: Graph) -> None:
-    """The least total of those that fit is found."""
     compared = 0
     for problem, found in tight_cuts(graph):
         fewest = [float("inf")] * problem.pp
@@ -144,7 +143,6 @@ def test_no_other_choice_of_two_modes_takes_less_of_its_rank(graph: Graph) -> No
 
 
 def test_exchanges_regain_what_the_worst_choice_loses(graph: Graph) -> None:
-    """From the slowest one that fits to near the quickest one."""
     for problem, found in tight_cuts(graph):
         every = [(problem.time_s(made), made) for _, made in choices(problem, found) if problem.fits(made)]
         (best_s, _), (worst_s, worst) = (choose(every, key=lambda one: one[0]) for choose in (min, max))
@@ -197,7 +195,6 @@ def test_what_ranks_recompute_is_the_same_remembered_from_other_cuts(graph: Grap
 
 @pytest.mark.slow
 def test_local_search_shortens_the_step_and_keeps_what_is_allowed(graph: Graph) -> None:
-    """From stages as even as can be."""
     shorter = 0
     for made in (of_equal_ranks(graph, TWO, 16, "600MB"), of_two_kinds()):
         for problem in problems(made):

@@ -42,7 +42,6 @@ def found(
 
 
 def stage_times(blocks: Sequence[CutBlock], in_flight: int, limit: float) -> list[float]:
-    """Seconds of every choice of modes that fits."""
     times = []
     for choice in product(*(b.options for b in blocks)):
         held = in_flight * sum(o.held_bytes for o in choice) + max(o.transient_bytes for o in choice)

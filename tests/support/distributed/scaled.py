@@ -111,6 +111,5 @@ def load(parallel: ParallelModel, batch: Batch, folder: str, *, late: bool) -> t
 
 
 def save_plain(parallel: ParallelModel, batch: Batch, folder: str) -> None:
-    """Of a plan without scales."""
     parallel.train_step(batch)
     parallel.save(Path(folder))

@@ -63,7 +63,6 @@ def dropping() -> nn.Module:
 
 
 def examples() -> tuple[Tensor, list[Tensor]]:
-    """By position, a list of tensors among them."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 32, (6, 5), generator=generator)
     return tokens, [torch.randn(6, 5, generator=generator) for _ in range(2)]

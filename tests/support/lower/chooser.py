@@ -15,7 +15,6 @@ from autopar.rules.strategy import Strategy, Typing
 
 
 def batch_typing(graph: Graph, micro_batch_size: int) -> Typing:
-    """Samples split wherever there are some."""
     found = solve_batch(compact(graph, keys=range(len(graph.blocks))))
     return replace(found, size=Fraction(graph.batch_size, micro_batch_size), parameters={})
 

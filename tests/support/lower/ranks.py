@@ -91,7 +91,6 @@ class _Mail:
         return _create_work_from_future(done if wanted is None else future)
 
     def close(self) -> None:
-        """Ends the wait for messages that nobody will send."""
         with self._lock:
             for waiting in self._wanted.values():
                 for _, future in waiting:
@@ -192,7 +191,6 @@ def interpret(graph: Graph, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor
 
 
 def slice_of(tensor: torch.Tensor, layout: Any, mesh: Mesh, rank: int) -> torch.Tensor:
-    """One rank's part of a whole tensor."""
     for axis, kind in layout:
         if kind.is_split and axis in (*MESH_AXES, "ep_data"):
             here = {**mesh.coordinate(rank), "ep_data": mesh.data_index(rank) % mesh.ep_data}

@@ -41,7 +41,6 @@ class Turns:
         self._stands.release()
 
     def pause(self) -> None:
-        """In the work: wait for the next turn."""
         self._stands.release()
         self._wait()
 
@@ -60,7 +59,6 @@ class Turns:
         return not self.is_over
 
     def kill(self) -> None:
-        """End the work where it stands."""
         self._dies = True
         self.go_on()
         self._thread.join()
