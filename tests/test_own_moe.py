@@ -1,5 +1,3 @@
-"""The example of a mixture of one's own."""
-
 import runpy
 from pathlib import Path
 

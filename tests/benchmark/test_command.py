@@ -1,5 +1,3 @@
-"""When a measured speed of the machine is believed, and what is said of it."""
-
 import os
 import subprocess
 import sys

@@ -1,5 +1,3 @@
-"""The problems' file, the rule, and one tiny problem through every command."""
-
 import json
 from copy import deepcopy
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""A part of the campaign in every run of the tests, and what campaigns found, again."""
-
 from pathlib import Path
 
 import pytest

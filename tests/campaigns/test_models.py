@@ -1,5 +1,3 @@
-"""A part of the table of families in every run of the tests, and the page that is made of it."""
-
 from pathlib import Path
 
 import pytest

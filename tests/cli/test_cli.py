@@ -1,5 +1,3 @@
-"""The shell command on plan files, its errors and its exit codes; what needs a model stands in test_models.py."""
-
 import json
 import os
 import subprocess

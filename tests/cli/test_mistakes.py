@@ -1,5 +1,3 @@
-"""Mistakes that newcomers make in the shell: one message of at most three sentences, which says what to do."""
-
 import re
 import shlex
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""The shell command on models: tracing, planning, verifying, profiling, and what is said about models that cannot be."""
-
 import json
 import re
 from dataclasses import replace

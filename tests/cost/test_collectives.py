@@ -1,5 +1,3 @@
-"""Collectives: laws, hand-counted groups, and tables that others measured."""
-
 import csv
 from dataclasses import replace
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Work and time of operators, counted by hand."""
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -1,5 +1,3 @@
-"""Measured operators: exact where they were measured, between their neighbours where not."""
-
 import json
 from collections import Counter
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Memory by hand: states by precision and ZeRO stage, activations by schedule, the counts that surveys repeat."""
-
 import math
 
 import pytest

@@ -1,5 +1,3 @@
-"""Step times: the parts add up, data parallelism overlaps as the runtime does, and laws of any cost model."""
-
 import time
 from dataclasses import replace
 

@@ -1,5 +1,3 @@
-"""The pipeline simulation: closed forms, laws and speed."""
-
 import itertools
 import time
 

@@ -1,5 +1,3 @@
-"""Each pipeline rank is priced on the devices that it lies on, data ranks with shares of their own as on a cluster of their devices."""
-
 from collections.abc import Sequence
 from dataclasses import replace
 

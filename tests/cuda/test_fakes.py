@@ -1,5 +1,3 @@
-"""No program mixes devices, copies and waits, or reads the device in a step but where a list says why."""
-
 import json
 import os
 import subprocess

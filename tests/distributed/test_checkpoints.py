@@ -1,5 +1,3 @@
-"""Checkpoints of several ranks: from plan to plan bit for bit, damaged, killed, beside training, by torch's own means, older and forged ones."""
-
 import io
 import pickle
 from pathlib import Path

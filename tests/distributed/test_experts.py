@@ -1,5 +1,3 @@
-"""Mixtures of experts over ranks of the data axes, of tp, and of both, against one device."""
-
 from pathlib import Path
 
 import pytest

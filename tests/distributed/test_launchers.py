@@ -1,5 +1,3 @@
-"""Jobs under torchrun: the scripts that start examples on several machines, and ranks that die or are told to end."""
-
 import os
 import socket
 import subprocess

@@ -1,5 +1,3 @@
-"""A model of one's own, its loss beside it: planned for, run, verified in one line, and what is said of one that cannot be."""
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

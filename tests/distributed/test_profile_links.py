@@ -1,5 +1,3 @@
-"""Links between two local ranks: points of every collective, failures that end, a run that continues."""
-
 import json
 from pathlib import Path
 

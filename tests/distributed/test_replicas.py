@@ -1,5 +1,3 @@
-"""What several ranks hold is the same on all of them: copies of parameters, which are compared, and what dropout leaves of a value."""
-
 import logging
 from itertools import combinations
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Batches of fewer samples than the plan's, also of samples that meet inside of a step: trained and evaluated as by one device."""
-
 from functools import cache, partial
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""Training on several ranks beyond plain steps: clipping, calls, precision, dropout, checkpoints, launching, inference mode."""
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

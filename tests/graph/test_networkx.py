@@ -1,5 +1,3 @@
-"""A graph for networkx: nodes, edges and their attributes, and what its algorithms say of a model."""
-
 import networkx
 import pytest
 

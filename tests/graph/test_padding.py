@@ -1,5 +1,3 @@
-"""Vocabularies made longer: what belongs together, what is refused, and that no number changes."""
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,5 +1,3 @@
-"""What a summary of a graph counts, and which values share their storage."""
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode

@@ -1,5 +1,3 @@
-"""Clusters from texts and files, profiles with their sources, and the fabric against what its tree says of groups one by one."""
-
 import re
 import tomllib
 from collections import Counter

@@ -1,5 +1,3 @@
-"""Shipped devices by the names that drivers report and in their table; the cluster of a running job, from what its ranks say of their places."""
-
 import json
 from dataclasses import replace
 from pathlib import Path

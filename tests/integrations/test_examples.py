@@ -1,5 +1,3 @@
-"""The examples' scripts as their ranks run them, a few steps each."""
-
 import json
 import math
 from pathlib import Path

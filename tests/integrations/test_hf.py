@@ -1,5 +1,3 @@
-"""Hugging Face's Trainer with a parallel model does what it does with the model itself."""
-
 from functools import cache
 from pathlib import Path
 from typing import Any

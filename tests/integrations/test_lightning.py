@@ -1,5 +1,3 @@
-"""A LightningModule trains a parallel model as it trains the model itself."""
-
 from functools import cache
 from pathlib import Path
 from typing import Any

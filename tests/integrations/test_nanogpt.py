@@ -1,5 +1,3 @@
-"""The nanoGPT-like example: with the lines of autopar it trains in parallel as it does on one device without them."""
-
 import json
 import re
 import runpy

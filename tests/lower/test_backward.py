@@ -1,5 +1,3 @@
-"""Gradients that lack their sum over an axis, or are summed though they are whole, are refused where types alone pass."""
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,5 +1,3 @@
-"""The check accepts what lowering makes, for worlds of any size, and rejects it with any one change of type taken out."""
-
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""What divides unevenly or oddly, on ranks that are threads: right, or refused with a remedy."""
-
 from functools import cache, partial
 
 import pytest

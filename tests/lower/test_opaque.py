@@ -1,5 +1,3 @@
-"""Regions of unknown code in a plan: right numbers on ranks that are threads, and what the plan says of them."""
-
 import re
 from collections.abc import Callable
 from functools import partial

@@ -1,5 +1,3 @@
-"""Lowered programs compute what the graph computes, mixtures of experts in every way to run them; faults of a plan's typings are named."""
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Timing operators one by one: what is run, what fails, what a second run still does."""
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""Fits of times by size, and groups to measure."""
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,5 +1,3 @@
-"""Graphs that plans are for: of inputs of any form, in the dtype and batch of the plan, and kept between commands."""
-
 import os
 from collections import UserDict
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""MODEL descriptions: what they give, the batches they make by their configurations, and how they fail."""
-
 import json
 import pickle
 import sys

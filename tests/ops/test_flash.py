@@ -1,5 +1,3 @@
-"""Blocks of fused attention, merged, equal attention over all of their columns, forward and backward."""
-
 import itertools
 from dataclasses import replace
 from functools import partial

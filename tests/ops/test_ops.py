@@ -1,5 +1,3 @@
-"""Operators of emitted code: each collective's forward and backward, dropout's streams, parameters, types under the checker."""
-
 import threading
 from collections.abc import Iterator
 

@@ -1,5 +1,3 @@
-"""Pins in code: what a module carries, and that a search over the model holds to it."""
-
 import copy
 from pathlib import Path
 

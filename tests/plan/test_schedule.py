@@ -1,5 +1,3 @@
-"""Schedules: torch's own orders, and the laws that any order obeys."""
-
 from collections.abc import Sequence
 from itertools import accumulate
 

@@ -1,5 +1,3 @@
-"""What a plan says of its alternatives, one of which becomes the plan where it is faster, of work that ranks repeat, of what its space leaves out."""
-
 import gc
 from collections.abc import Sequence
 from functools import cache

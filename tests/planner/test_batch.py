@@ -1,5 +1,3 @@
-"""The typing that splits samples: found, applied, and refused by name; compact graphs: what stands for what."""
-
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction

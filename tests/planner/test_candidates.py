@@ -1,5 +1,3 @@
-"""Candidates of the outer search, and why there are none; spaces read from files."""
-
 from dataclasses import replace
 from itertools import product
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Both exact solvers against brute force, through one suite of laws."""
-
 import random
 from collections.abc import Sequence
 from itertools import combinations, product

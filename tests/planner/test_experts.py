@@ -1,5 +1,3 @@
-"""Pins of ep and cp: experts are split over ranks of the data axes, of tp, of both, or not, sequences when they are long; what cannot be is named."""
-
 from dataclasses import replace
 
 import pytest

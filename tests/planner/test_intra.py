@@ -1,5 +1,3 @@
-"""Layouts of blocks: exact against brute force, and what they are for a Llama layer."""
-
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import cache, lru_cache

@@ -1,5 +1,3 @@
-"""Layouts of one micro-batch: bounds of typed ones beside costs of priced ones, costs of several at once, what searches keep with a graph."""
-
 import pickle
 from dataclasses import replace
 

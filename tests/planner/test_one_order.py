@@ -1,5 +1,3 @@
-"""Searches that share a ledger choose what one search alone chooses, however they interleave and whichever die; with a sampler as well."""
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

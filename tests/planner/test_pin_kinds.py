@@ -1,5 +1,3 @@
-"""The table of pins says all that the parser takes, by examples that it takes."""
-
 import json
 import re
 

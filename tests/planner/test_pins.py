@@ -1,5 +1,3 @@
-"""Pins: what they say, what they select, and what they refuse."""
-
 import re
 from dataclasses import replace
 

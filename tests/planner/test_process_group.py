@@ -1,5 +1,3 @@
-"""One search by several processes gives the plan of one, with the same certificate and byte for byte, whichever of them die or are slow."""
-
 import logging
 import os
 import random

@@ -1,5 +1,3 @@
-"""The whole search on a small model: best of all, deterministic, within memory, refused by the smallest conflict."""
-
 import math
 from dataclasses import replace
 

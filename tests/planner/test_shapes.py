@@ -1,5 +1,3 @@
-"""What profiles tell a search: operators are measured exactly where it prices them, a plan fits when its memory interval does."""
-
 from dataclasses import replace
 from typing import Any
 

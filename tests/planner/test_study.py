@@ -1,5 +1,3 @@
-"""Studies: in any storage, resumed by name, shared by processes; nothing of other tasks in them."""
-
 import multiprocessing
 import os
 import pickle

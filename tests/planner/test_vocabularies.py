@@ -1,5 +1,3 @@
-"""Padding of vocabularies as a choice of the search, and certificates where a split or padding aligns what was not."""
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""Studies: every shipped file is a problem that can be posed, and our plan is never worse than the published layout."""
-
 import json
 import re
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Other questions than the fastest plan, and fronts of plans, against all sizes and limits of memory searched one by one."""
-
 import json
 from dataclasses import replace
 from itertools import pairwise

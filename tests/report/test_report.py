@@ -1,5 +1,3 @@
-"""Pictures of plans: golden texts, a page without references outside, a trace that keeps the schedule's order."""
-
 import itertools
 import json
 import re

@@ -1,5 +1,3 @@
-"""The log of a run, read back and told."""
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""What a checkpoint of one rank holds, that damage in it is found, and that what is there is complete."""
-
 import json
 import math
 import pickle

@@ -1,5 +1,3 @@
-"""Checksums: equal for equal bits wherever they lie, and different for whatever else."""
-
 from typing import Any
 
 import pytest

@@ -1,5 +1,3 @@
-"""Batches that ranks load: together they are those of one process, from any position, under any number of data ranks."""
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

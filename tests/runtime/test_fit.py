@@ -1,5 +1,3 @@
-"""The training loop on one rank: resumes, saves, ends when it is told to, and what it does with numbers that are none."""
-
 import math
 import os
 import signal

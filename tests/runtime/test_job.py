@@ -1,5 +1,3 @@
-"""Jobs are started, and met as their launcher says; devices are as the plan counts them; a rank that waits hears of the failure of another."""
-
 import json
 import threading
 import time

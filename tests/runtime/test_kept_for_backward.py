@@ -1,5 +1,3 @@
-"""What blocks keep for backward: on the host in the meantime, or made again (selective recompute), the same numbers and bytes as predicted."""
-
 import gc
 import weakref
 from collections.abc import Callable, Iterator

@@ -1,5 +1,3 @@
-"""Optimizers step on the plain tensors inside of DTensors, and nobody sees it but the clock."""
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -1,5 +1,3 @@
-"""A job of one rank runs the model as it is; what does not fit the plan is refused."""
-
 import copy
 import gc
 import pickle

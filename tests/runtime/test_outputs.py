@@ -1,5 +1,3 @@
-"""What a parallel model returns, in a job of one rank: as the model itself, in each of its modes."""
-
 import logging
 from dataclasses import dataclass
 from functools import cache

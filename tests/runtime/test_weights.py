@@ -1,5 +1,3 @@
-"""Where parameters and buffers get their values: slices, initialisation of models on meta, files of safetensors."""
-
 from dataclasses import replace
 from functools import cache
 from pathlib import Path

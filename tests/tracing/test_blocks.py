@@ -1,5 +1,3 @@
-"""Blocks are found by what operators compute, not by their names."""
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial

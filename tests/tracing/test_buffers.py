@@ -1,5 +1,3 @@
-"""Buffers that training changes, in the traced graph; no_grad and in-place operators keep their meaning."""
-
 import random
 from collections.abc import Callable
 

@@ -1,5 +1,3 @@
-"""Experts of transformers, with biases, gates of their own and weights stored in other ways, are one operator that computes the same."""
-
 import importlib
 from types import SimpleNamespace
 from typing import Any

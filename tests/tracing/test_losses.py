@@ -1,5 +1,3 @@
-"""Losses as users write them: traced they give the module's value and gradients, and their samples stay apart."""
-
 from collections.abc import Callable
 
 import pytest

@@ -1,5 +1,3 @@
-"""How often opaque regions are tried: once over all exports of a trace, and once for layers that are built alike."""
-
 from collections.abc import Callable
 from typing import Any
 

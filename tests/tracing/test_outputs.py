@@ -1,5 +1,3 @@
-"""What a model returns besides its loss is kept beside the graph, and changes nothing of it."""
-
 import pickle
 from typing import Any, NamedTuple
 

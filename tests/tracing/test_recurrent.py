@@ -1,5 +1,3 @@
-"""Recurrent networks and bags of embeddings compute the same; random operators are operators of the graph, split with the samples."""
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""What models besides transformers bring: gradients in forward, older checkpoints, packed sequences, batch norms, modules in eval()."""
-
 from typing import Any
 
 import pytest

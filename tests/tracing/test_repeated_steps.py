@@ -1,5 +1,3 @@
-"""What a trace of one step cannot know is seen in more of them: what steps leave to later ones, and numbers that count samples."""
-
 import random
 import types
 from collections.abc import Callable

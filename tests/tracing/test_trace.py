@@ -1,5 +1,3 @@
-"""A traced graph computes what the model computes, and keeps the promises of the clean-up."""
-
 import sys
 import threading
 import warnings

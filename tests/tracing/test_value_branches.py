@@ -1,5 +1,3 @@
-"""Branches on values: clamps of what is not finite are traced, each sample by itself, and those that only raise are no obstacle."""
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,5 +1,3 @@
-"""Files are written whole or not at all."""
-
 import os
 from functools import partial
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""The walk along a graph, on what one rank recorded in two micro-batches; and parts against the whole."""
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache

@@ -1,5 +1,3 @@
-"""The pool without a world of several: results in rank order, one process each."""
-
 import os
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""What counts as different from one device."""
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

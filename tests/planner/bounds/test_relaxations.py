@@ -1,5 +1,3 @@
-"""Every relaxation: never above a simulated plan, never lower when the goal rises, the same alone and in company; proofs hold."""
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

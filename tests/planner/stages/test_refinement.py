@@ -1,5 +1,3 @@
-"""Recompute of ranks with several stages, and moves of blocks between stages: never slower, never too large, whatever is known."""
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product

@@ -1,5 +1,3 @@
-"""Stage cuts against brute force: one and several kinds of blocks and of devices, memory limits that bind, pins."""
-
 from collections.abc import Sequence
 from itertools import combinations, product
 
