@@ -1,5 +1,3 @@
-"""Applying a typing: local shapes, where conversions stand, and what is refused."""
-
 from dataclasses import replace
 
 import pytest
