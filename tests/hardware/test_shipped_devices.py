@@ -127,10 +127,7 @@ def test_two_nodes_of_eight_are_two_nodes() -> None:
             [("a100-sxm4-80gb", 2, 8), ("h100-sxm5-80gb", 1, 8), ("h100-sxm5-80gb", 1, 4)],
         ),
         (job(("a", H100, 1), ("b", H100, 1)), [("h100-sxm5-80gb", 2, 1)]),
-        (
-            [Place(host=("node", boot), kind="cuda", device=H100, memory_bytes=BYTES[H100]) for boot in "xy"],
-            [("h100-sxm5-80gb", 2, 1)],
-        ),
+        ([replace(*job(("", H100, 1)), host=("node", boot)) for boot in "xy"], [("h100-sxm5-80gb", 2, 1)]),
         (job(("a", EPYC, 2), ("b", EPYC, 2)), [("cpu", 2, 2)]),
     ],
     ids=["one node", "other devices and sizes", "containers of a machine", "machines of one name", "CPUs"],

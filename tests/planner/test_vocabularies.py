@@ -21,11 +21,7 @@ from tests.support.planner.graphs import family
 from tests.support.planner.tasks import planner_of
 
 A100 = "a100-sxm4-80gb:1x8"
-
-
 PLAIN = "gpt:layers=2,hidden=512,heads=8,vocab=20011"
-
-
 MIXED = "a100 and v100"
 
 
