@@ -33,9 +33,8 @@ def slow_search(planner: Planner, monkeypatch: pytest.MonkeyPatch, bound: float 
     every = evaluations(planner)
     slowest = max(every, key=lambda one: one.prediction.step_time_s)
     bound_s = bound * min(one.prediction.step_time_s for one in every)
-    outcome = Outcome(
-        best=slowest, candidates=len(planner.pool), evaluated=1, lower_bound_s=bound_s, misfits=(), finished=False
-    )
+    tried = {"candidates": len(planner.pool), "evaluated": 1}
+    outcome = Outcome(best=slowest, lower_bound_s=bound_s, misfits=(), finished=False, **tried)
     monkeypatch.setattr(planner, "_outcome", lambda limits, **given: outcome)
     return slowest
 
