@@ -1,7 +1,5 @@
 """Settings for every test."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os
@@ -94,14 +92,11 @@ def known_machine(own_cache_directory: None) -> None:
 
 @pytest.fixture(scope="session")
 def checkout() -> Path:
-    """The root of the checkout."""
     return Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest, checkout: Path) -> Callable[[str, str], None]:
-    """Compare a text with a file of ``tests/golden``."""
-
     def compare(name: str, text: str) -> None:
         path = checkout / "tests" / "golden" / name
         if request.config.getoption("--update-golden"):

@@ -1,7 +1,3 @@
-"""What Python calls: signatures, keywords that mean the same everywhere, and the names that autopar exports."""
-
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable
@@ -37,9 +33,7 @@ def test_all_but_the_first_arguments_are_keywords(name: str) -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_keyword_has_one_default_everywhere(name: str) -> None:
-    required = {"search": {"cluster", "global_batch_size"}, "estimate": {"cluster", "global_batch_size"}}.get(
-        name, set()
-    )
+    required = {"cluster", "global_batch_size"} if name in ("search", "estimate") else set()
     for parameter in inspect.signature(FUNCTIONS[name]).parameters.values():
         if parameter.name in REQUEST:
             expected = parameter.empty if parameter.name in required else REQUEST[parameter.name]
@@ -72,11 +66,6 @@ def test_every_kind_of_error_is_exported() -> None:
     kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, AutoparError)}
     assert kinds <= set(autopar.__all__)
     assert all(getattr(autopar, name) is getattr(errors, name) for name in kinds)
-
-
-def test_every_exported_name_is_there() -> None:
-    assert autopar.__all__ == sorted(autopar.__all__)
-    assert all(getattr(autopar, name).__name__ == name for name in autopar.__all__)
 
 
 # --- requests

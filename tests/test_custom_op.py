@@ -1,7 +1,3 @@
-"""The example of a custom operator: its rule is checked, the other operator's is found, and the program is right."""
-
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

@@ -1,7 +1,3 @@
-"""Data ranks that take different numbers of samples, in a plan: its file, its text, what is wrong with one."""
-
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +16,7 @@ from autopar.plan.text import diff_plans
 from autopar.report.summaries import plan_summary
 from tests.support.clusters import two_kinds
 from tests.support.planner.graphs import mlp
+from tests.support.small_models import model_of
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +53,6 @@ def shares(*value: int) -> Callable[[dict[str, Any]], None]:
     return lambda data: data.update(data_shares=list(value), micro_batch_size=max(value))
 
 
-def degrees(data: dict[str, Any]) -> None:
-    data["mesh"].update(dp_shard=2, tp=2)
-
-
-def group(data: dict[str, Any]) -> None:
-    data["predicted"]["memory"][0]["group"] = 2
-
-
 BAD: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (shares(3), "Expected a share for each of 2 node groups, got 3."),
     (shares(3, 0), "Expected at least one sample for every data rank, got 3-0"),
@@ -74,9 +63,12 @@ BAD: list[tuple[Callable[[dict[str, Any]], None], str]] = [
         lambda data: data.update(micro_batch_size=1),
         "'micro_batch_size' does not fit the plan. Expected 3, the largest of data_shares",
     ),
-    (group, "'predicted.memory[0].group' does not fit the plan. Expected a group that data_shares names, got 2"),
     (
-        degrees,
+        lambda data: data["predicted"]["memory"][0].update(group=2),
+        "'predicted.memory[0].group' does not fit the plan. Expected a group that data_shares names, got 2",
+    ),
+    (
+        lambda data: data["mesh"].update(dp_shard=2, tp=2),
         "Expected data parallelism alone (pp=1, cp=1, tp=1 and ep_data=1) beside unequal shares, got dp_shard=2 x tp=2",
     ),
 ]
@@ -96,17 +88,10 @@ def test_each_rank_lowers_its_own_micro_batch(plan: Plan) -> None:
     assert [lower(plan, graph, rank=rank).graph.batch_size for rank in range(4)] == [3, 3, 1, 1]
 
 
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
-
-    def forward(self, x: Any) -> Any:
-        return self.norm(self.inner(x)).square().mean()
-
-
 def test_samples_that_meet_are_shared_equally() -> None:
-    graph = api.trace(Normed(), example_inputs={"x": torch.randn(8, 4)}, global_batch_size=8)
+    parts = {"inner": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4)}
+    model = model_of(lambda self, x: self.norm(self.inner(x)).square().mean(), **parts)
+    graph = api.trace(model, example_inputs={"x": torch.randn(8, 4)}, global_batch_size=8)
     cluster = two_kinds(1, 1, factor=3.0)
     found = api.search(graph, cluster=cluster, global_batch_size=8, pins=["dp=2"])
     assert not found.data_shares

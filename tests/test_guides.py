@@ -1,7 +1,3 @@
-"""What guides show is true: their code runs, their commands are read by the shell, the errors that they quote exist."""
-
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib
@@ -18,6 +14,7 @@ from autopar.cli.app import app
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.cli_runner import Run
 from tests.support.scripts import run_script
+from tests.support.small_models import calling
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -54,9 +51,7 @@ def test_what_a_user_reads_is_short() -> None:
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
-def test_the_shell_reads_every_command_that_a_guide_shows(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_shell_reads_every_command_of_a_guide(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for words in commands(page):
         for word in words:
@@ -87,18 +82,13 @@ def test_clusters_of_the_guides_can_be_read(tmp_path: Path) -> None:
 def namespace(**precision: Any) -> dict[str, Any]:
     """What a guide takes for granted: a model, batches, and a parallel model of it."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1), torch.nn.Flatten(0))
-    mean = torch.nn.Sequential(model, Mean())
+    mean = torch.nn.Sequential(model, calling(lambda x: x.square().mean()))
     batch = {"input": torch.ones(4, 8) / 100}
     found = {"autopar": autopar, "torch": torch, "model": mean, "batch": batch, "loader": [batch, batch]}
     if precision:
         found["par"] = autopar.parallelize(mean, cluster="cpu:1x1", example_inputs=batch, **precision)
         found["optimizer"] = torch.optim.AdamW(found["par"].parameters(), lr=3e-4)
     return found
-
-
-class Mean(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.square().mean()
 
 
 def test_the_quick_start_trains() -> None:
@@ -132,9 +122,7 @@ def planned(run: Run, *words: str) -> str:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(600)
-def test_the_tutorial_plans_trains_and_goes_on_from_its_checkpoint(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tutorial_trains_and_goes_on(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = ROOT / "docs" / "tutorial.md"
     model, script = blocks(page, "python")
     (tmp_path / "my_model.py").write_text(model)

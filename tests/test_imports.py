@@ -1,7 +1,3 @@
-"""What is imported, and what is not yet: seen in a process of its own by the modules that it has loaded."""
-
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
@@ -37,7 +33,6 @@ def loaded(code: str, *arguments: str) -> set[str]:
 
 
 def within(modules: set[str], *packages: str) -> list[str]:
-    """Those that lie in the packages."""
     return sorted(m for m in modules if any(m == package or m.startswith(f"{package}.") for package in packages))
 
 
@@ -50,10 +45,8 @@ def test_the_package_alone_loads_nothing_large() -> None:
 @pytest.mark.slow
 def test_the_verbs_are_there_before_what_they_do() -> None:
     modules = loaded("import autopar.api") - loaded("import torch")
-    packages = [
-        f"autopar.{name}" for name in ("tracing", "rules", "cost", "planner", "lower", "runtime", "verification")
-    ]
-    assert within(modules, *packages) == []
+    names = ("tracing", "rules", "cost", "planner", "lower", "runtime", "verification")
+    assert within(modules, *(f"autopar.{name}" for name in names)) == []
     assert within(modules, "sympy", "spmd_types", "torch.distributed.tensor", "scipy", "networkx", "optuna") == []
 
 
@@ -79,9 +72,8 @@ def test_who_has_a_plan_loads_neither_planner_nor_cost(tmp_path: Path) -> None:
 
 def test_help_loads_no_torch() -> None:
     shown = "try: autopar.cli.main({})\nexcept SystemExit: pass\n"
-    modules = loaded(
-        "import autopar.cli\n" + "".join(shown.format(given) for given in (["--help"], ["search", "--help"]))
-    )
+    given = (["--help"], ["search", "--help"])
+    modules = loaded("import autopar.cli\n" + "".join(map(shown.format, given)))
     assert within(modules, "torch", "numpy", "autopar.api", "autopar.planner") == []
 
 

@@ -1,7 +1,3 @@
-"""The example of a mixture of one's own."""
-
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import configparser
 import subprocess
 import sys
@@ -67,7 +65,9 @@ def test_the_data_is_found_from_the_unpacked_wheel(wheel: Path, tmp_path: Path) 
 
 def test_the_public_names_are_few_and_all_there() -> None:
     assert len([name for name in autopar.__all__ if not name.endswith("Error")]) <= 15
+    assert autopar.__all__ == sorted(autopar.__all__)
     for name in autopar.__all__:
+        assert getattr(autopar, name).__name__ == name
         assert callable(getattr(autopar, name)), name
     assert set(autopar.__all__) <= set(dir(autopar))
     with pytest.raises(AttributeError, match="public names"):
@@ -78,16 +78,10 @@ def test_the_version_and_the_constraints_agree_with_the_project(checkout: Path) 
     project = tomllib.loads((checkout / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["version"] == autopar.__version__
     assert f"## [{autopar.__version__}]" in (checkout / "CHANGELOG.md").read_text(encoding="utf-8")
-    pinned = {
-        line.partition("==")[0]
-        for line in (checkout / "constraints.txt").read_text(encoding="utf-8").splitlines()
-        if line and not line.startswith("#")
-    }
-    wanted = [
-        *project["dependencies"],
-        *(item for extra in project["optional-dependencies"].values() for item in extra),
-    ]
-    bare = {name.partition(">")[0] for name in wanted}
+    lines = (checkout / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {line.partition("==")[0] for line in lines if line and not line.startswith("#")}
+    extras = (item for extra in project["optional-dependencies"].values() for item in extra)
+    bare = {name.partition(">")[0] for name in (*project["dependencies"], *extras)}
     assert bare - {"psycopg[binary]"} == pinned - {"psycopg", "psycopg-binary"}
     assert {"psycopg", "psycopg-binary"} <= pinned  # what the extra of that one is made of
 

@@ -1,7 +1,3 @@
-"""Precisions that are planned: what they are priced at, and which of them run."""
-
-from __future__ import annotations
-
 from functools import cache
 
 import pytest
@@ -28,13 +24,8 @@ def graph_of(precision: PrecisionName) -> Graph:
 
 
 def planned(precision: PrecisionName, cluster: str = "h100-sxm5-80gb:1x1") -> Plan:
-    return api.estimate(
-        graph_of(precision),
-        cluster=cluster,
-        global_batch_size=16384,
-        pins=["micro_batch=16384"],
-        precision=precision,
-    )
+    options = {"global_batch_size": 16384, "pins": ["micro_batch=16384"], "precision": precision}
+    return api.estimate(graph_of(precision), cluster=cluster, **options)
 
 
 def test_lower_precisions_are_priced_at_their_rates() -> None:

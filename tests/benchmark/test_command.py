@@ -1,7 +1,3 @@
-"""When a measured speed of the machine is believed, and what is said of it."""
-
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

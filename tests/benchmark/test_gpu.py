@@ -1,7 +1,5 @@
 """What ``make gpu`` runs, on a small model on the CPU where there is no GPU."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,9 +32,7 @@ def test_without_a_gpu_the_command_says_what_it_would_do(tmp_path: Path, capsys:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_step_whose_packages_are_missing_says_so_and_fails(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_without_its_packages_says_so_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ran: list[Path] = []
     step = gpu.Step(title="a step", run=lambda out: not ran.append(out), needs=("json", "no_such_package"))
     assert not gpu.passed(step, tmp_path)

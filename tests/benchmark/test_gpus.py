@@ -1,7 +1,5 @@
 """What ``make gpus`` runs, over gloo where there are no GPUs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess
@@ -108,9 +106,7 @@ def test_a_page_says_what_failed_and_what_is_wrong() -> None:
     assert not gpus._is_right(1e-7, 0.5, "fp32") and gpus._is_right(1e-3, 0.5, "bf16")
 
 
-def test_a_step_that_fails_in_whatever_way_leaves_the_others(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_that_fails_in_any_way_leaves_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def fails(_: Path) -> bool:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
 

@@ -1,7 +1,3 @@
-"""What ranks measure of their cores and collectives becomes the cluster that plans are predicted for."""
-
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from autopar.benchmark.batches import Choice, Outcome, Row, measured, render, score

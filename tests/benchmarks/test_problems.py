@@ -1,7 +1,3 @@
-"""The problems' file, the rule, and one tiny problem through every command."""
-
-from __future__ import annotations
-
 import json
 from copy import deepcopy
 from pathlib import Path
@@ -101,9 +97,7 @@ def test_candidates_that_beat_a_plan_or_its_bound_are_counted() -> None:
 
 
 @pytest.mark.slow
-def test_a_tiny_problem_through_every_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tiny_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path / "cache"))
     file, out, pools = tmp_path / "problems.toml", tmp_path / "results.json", tmp_path / "pools.json"
     file.write_text(TINY)

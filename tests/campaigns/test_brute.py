@@ -1,7 +1,5 @@
 """The search finds the best of all plans: some small problems; the command prices more (``docs/evidence/brute.md``)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import replace
@@ -91,16 +89,12 @@ def test_no_plan_of_a_candidate_is_quicker_than_its_bounds(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("seed", "ranks", "cores"), OF_CPUS)
-def test_no_plan_of_cpu_ranks_is_quicker_than_bounds(
-    seed: int, ranks: int, cores: int, checkout: Path, tmp_path: Path
-) -> None:
+def test_no_plan_of_cpu_ranks_breaks_bounds(seed: int, ranks: int, cores: int, checkout: Path, tmp_path: Path) -> None:
     check_candidates(of_cpus(checkout, tmp_path, seed, ranks, cores))
 
 
 @pytest.mark.parametrize(("seed", "ranks", "cores"), OF_CPUS[:2])
-def test_no_plan_of_cpu_ranks_is_quicker_than_that_of_the_search(
-    seed: int, ranks: int, cores: int, checkout: Path, tmp_path: Path
-) -> None:
+def test_no_plan_of_ranks_beats_the_search(seed: int, ranks: int, cores: int, checkout: Path, tmp_path: Path) -> None:
     check(limited(seed, of_cpus(checkout, tmp_path, seed, ranks, cores), limits=2, usual=False))
 
 

@@ -1,7 +1,3 @@
-"""A part of the campaign in every run of the tests, and what campaigns found, again."""
-
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

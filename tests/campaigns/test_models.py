@@ -1,7 +1,3 @@
-"""A part of the table of families in every run of the tests, and the page that is made of it."""
-
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

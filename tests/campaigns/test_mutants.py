@@ -1,7 +1,3 @@
-"""Every rule made wrong in one place is caught: a share of the mutants; the command checks all of them."""
-
-from __future__ import annotations
-
 import pytest
 
 from tools.campaigns.mutants import mutate

@@ -1,7 +1,3 @@
-"""What the page of further model types says, and that a run goes on where it was."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

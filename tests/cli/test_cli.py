@@ -1,7 +1,3 @@
-"""The shell command on plan files, its errors and its exit codes; what needs a model stands in test_models.py."""
-
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -145,9 +141,7 @@ def test_wrong_usage_exits_with_2(run: Run, arguments: list[str], expected: str)
     assert done.out == ""
 
 
-def test_defect_is_one_line_and_a_traceback_with_debug(
-    run: Run, plan_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_defect_is_one_line_without_debug(run: Run, plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_plan: object) -> str:
         raise ZeroDivisionError("by\nnothing")
 

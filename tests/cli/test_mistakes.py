@@ -1,7 +1,3 @@
-"""Mistakes that newcomers make in the shell: one message of at most three sentences, which says what to do."""
-
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path
@@ -129,9 +125,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("code", "command", "says"), MISTAKES, ids=[command for _, command, _ in MISTAKES])
-def test_a_mistake_has_one_message_that_says_what_to_do(
-    folder: Path, run: Run, code: int, command: str, says: str
-) -> None:
+def test_a_mistake_is_told_with_what_to_do(folder: Path, run: Run, code: int, command: str, says: str) -> None:
     module = re.sub(r"\W", "_", f"models_{folder.name}")
     (folder / f"{module}.py").write_text(MODELS)
     done = run(*shlex.split(command.replace("MODELS", module)))

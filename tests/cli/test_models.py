@@ -1,7 +1,3 @@
-"""The shell command on models: tracing, planning, verifying, profiling, and what is said about models that cannot be."""
-
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

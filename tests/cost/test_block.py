@@ -1,7 +1,3 @@
-"""Blocks of real graphs: what they keep against autograd's own account, what they send by hand."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

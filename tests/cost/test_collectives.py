@@ -1,7 +1,3 @@
-"""Collectives: laws, hand-counted groups, and tables that others measured."""
-
-from __future__ import annotations
-
 import csv
 from dataclasses import replace
 from pathlib import Path
@@ -141,7 +137,7 @@ DEVICES = {
 
 
 @pytest.mark.skipif(not TABLE.is_file(), reason=f"the table of measurements is absent: {TABLE.name}")
-def test_large_messages_match_measured_bus_bandwidths(record_property: pytest.RecordProperty) -> None:
+def test_large_messages_match_measured_bus_bandwidths() -> None:
     """From 256 MiB: 3.4% mean absolute error; the worst 31%, two nodes on a cloud's fabric that the profile is not of."""
     errors = {}
     with TABLE.open(newline="") as file:
@@ -156,7 +152,6 @@ def test_large_messages_match_measured_bus_bandwidths(record_property: pytest.Re
             found = bus_bandwidth(model, row["collective"], float(row["bytes"]), Mesh(tp=size), "tp") / 1e9
             errors[row["gpu"], size, row["bytes"], row["notes"]] = found / float(row["busbw_gbs"]) - 1
     mean = sum(map(abs, errors.values())) / len(errors)
-    record_property("mean_absolute_error", mean)
     assert len(errors) > 30
     assert mean < 0.05
     assert max(map(abs, errors.values())) < 0.35, max(errors.items(), key=lambda item: abs(item[1]))
@@ -169,9 +164,7 @@ def test_large_messages_match_measured_bus_bandwidths(record_property: pytest.Re
         (4, 268.4, 2071),
     ],
 )  # fmt: skip
-def test_messages_of_training_on_nvlink_take_what_two_tables_say(
-    devices: int, megabytes: float, measured_us: float
-) -> None:
+def test_messages_on_nvlink_take_what_two_tables_say(devices: int, megabytes: float, measured_us: float) -> None:
     """A100, all-reduce: nccl-tests in stas00/ml-engineering and Hetu-Galvatron's profile; 8 devices: the mean of both."""
     model = CollectiveModel(benchmarked("a100-sxm4-80gb:1x8"))
     found = model.time_s("all_reduce", megabytes * 1e6, Mesh(dp_shard=8 // devices, tp=devices), ("tp",))

@@ -1,7 +1,3 @@
-"""Work and time of operators, counted by hand."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -168,9 +164,7 @@ def test_more_rows_never_take_less_time(rows: int, width: int, depth: int, facto
         ("RNN", {"num_layers": 2, "bidirectional": True}),
     ],
 )
-def test_recurrent_networks_on_cpu_keep_what_is_predicted(
-    kind: str, options: dict[str, Any], dtype: torch.dtype
-) -> None:
+def test_recurrent_networks_keep_what_is_predicted(kind: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     """Every storage that backward is given, the weights aside; oneDNN, in fp32, pads rows of its own."""
     net = getattr(torch.nn, kind)(48, 64, batch_first=True, dtype=dtype, **options)
     x = torch.randn(8, 32, 48, dtype=dtype, requires_grad=True)
@@ -239,7 +233,7 @@ SIZES = st.integers(1, 3000)
     padding=st.integers(0, 64),
 )  # fmt: skip
 @pytest.mark.parametrize("cut", ["count", "rows", "columns", "depth"])
-def test_no_padding_or_cut_takes_a_product_below_its_share_at_best(
+def test_no_part_of_a_product_is_below_its_share(
     cut: str, count: int, rows: int, columns: int, depth: int, parts: int, padding: int
 ) -> None:
     """Whatever one dim is cut into and the others are padded to, the parts take no less than the whole at best."""

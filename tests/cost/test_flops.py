@@ -12,8 +12,6 @@ One difference is meant: a causal mask spares fused attention (rows + 1) / (2 ro
 counter does not know. The test takes that factor back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -82,7 +80,6 @@ FORMULAS: dict[Any, Callable[..., int]] = {
 
 
 def counted(model: nn.Module, batch: dict[str, Tensor]) -> tuple[int, int]:
-    """Forward and backward by torch's counter."""
     with FlopCounterMode(display=False, custom_mapping=FORMULAS) as forward:
         output = model(**batch)
     parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else (output,)

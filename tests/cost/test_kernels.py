@@ -1,7 +1,5 @@
 """Work by other kernels than those of torch's eager mode, and by DeepSpeed's pipeline and Megatron's kernels of 2021 and 2022."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -111,7 +109,6 @@ def graph() -> Graph:
 
 
 def works(graph: Graph, kernels: ForeignKernels, target: str) -> list[Work]:
-    """Of one kind of operator, in all blocks."""
     done: list[BlockWork] = [block_work(graph, each, "cuda", kernels=kernels) for each in graph.blocks]
     return [w for one in done for w, op in zip(one.works, one.ops, strict=True) if op.target == target]
 

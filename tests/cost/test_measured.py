@@ -1,7 +1,3 @@
-"""Measured operators: exact where they were measured, between their neighbours where not."""
-
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace

@@ -13,8 +13,6 @@ What is predicted differs by what the models here have not, or what the paper le
 and paper + lines = prediction, to the byte.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,7 +67,6 @@ def layers() -> dict[str, BlockCost]:
 
 
 def paper(kind: str) -> int:
-    """The paper's bytes, in whole numbers."""
     whole, scores = 34 * SBH, 5 * SCORES
     tensor = 10 * SBH + 24 * SBH // T
     return {

@@ -1,7 +1,3 @@
-"""Memory by hand: states by precision and ZeRO stage, activations by schedule, the counts that surveys repeat."""
-
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,3 @@
-"""Step times: the parts add up, data parallelism overlaps as the runtime does, and laws of any cost model."""
-
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

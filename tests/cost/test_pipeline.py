@@ -1,7 +1,3 @@
-"""The pipeline simulation: closed forms, laws and speed."""
-
-from __future__ import annotations
-
 import itertools
 import time
 
@@ -47,9 +43,7 @@ def test_gpipe_messages_are_exposed_in_fill_and_drain_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "pp", "v", "m"), [("GPipe", 3, 1, 4), ("1F1B", 4, 1, 6), ("Interleaved1F1B", 4, 3, 8)]
 )
-def test_chains_through_each_rank_are_of_the_schedule_and_no_longer_than_its_step(
-    name: str, pp: int, v: int, m: int
-) -> None:
+def test_chains_through_ranks_are_of_the_schedule_and_no_longer_than_it(name: str, pp: int, v: int, m: int) -> None:
     actions, stages = compiled(name, pp, v, m), [StageTimes(forward_s=F + s, backward_s=B) for s in range(pp * v)]
     chains = rank_chains(name, pp, v, m)
     for rank, (through, leaving) in enumerate(zip(chains[::2], chains[1::2], strict=True)):
@@ -151,7 +145,6 @@ def test_large_pipelines_take_milliseconds() -> None:
 
 
 def test_a_longer_first_forward_delays_everything_behind_it() -> None:
-    """One stage accumulates."""
     stages = [StageTimes(forward_s=F, backward_s=B, first_forward_s=0.5), *equal(3)]
     assert max(simulate("1F1B", 4, 8, stages).finish_s) == pytest.approx((8 + 3) * (F + B) + 0.5)
     assert max(simulate("none", 1, 3, stages[:1]).finish_s) == pytest.approx(3 * (F + B) + 0.5)

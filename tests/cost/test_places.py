@@ -1,7 +1,3 @@
-"""Each pipeline rank is priced on the devices that it lies on, data ranks with shares of their own as on a cluster of their devices."""
-
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -91,9 +87,7 @@ def test_collectives_of_a_stage_are_those_of_its_own_links() -> None:
 
 @pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize("shares", [(3, 1), (1, 3)])
-def test_the_step_is_that_of_the_slower_group_on_its_own_devices(
-    graph: Graph, zero: int, shares: tuple[int, int]
-) -> None:
+def test_the_step_is_that_of_the_slower_group_alone(graph: Graph, zero: int, shares: tuple[int, int]) -> None:
     cluster = two_kinds(factor=2.0)
     mixed = estimate(graph, cluster, *DATA, f"zero={zero}", f"data_shares={shares[0]}-{shares[1]}")
     alone = each_alone(graph, cluster, shares, zero)

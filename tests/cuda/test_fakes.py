@@ -1,7 +1,3 @@
-"""No program mixes devices, copies and waits, or reads the device in a step but where a list says why."""
-
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Worker processes shared by the tests; a failed or late job gets new ones."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """``autopar benchmark local`` on two ranks: plans run in turns, what fails is said, measurements are kept."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from dataclasses import replace
@@ -45,7 +43,6 @@ REQUEST = BenchmarkRequest(
 
 @cache
 def task(model: str = MODEL, cluster: str = "cpu:1x2", precision: str = "fp32") -> tuple[Any, Any]:
-    """A model and what is asked of it."""
     source = resolve_model(model, sequence_length=16)
     return source, task_of(replace(REQUEST, model=model), source, Cluster.parse(cluster), precision)
 
@@ -112,9 +109,7 @@ def test_one_device_runs_every_micro_batch_recompute_and_precision(pool: WorkerP
         *((MIXTURE, pins, 8, 1) for pins in ("ep=2 dp_shard=4", "ep=4 ep_data=2 tp=2", "ep=2 ep_data=1 tp=2")),
     ],
 )
-def test_one_rank_of_a_larger_plan_by_a_group_of_fakes(
-    pool: WorkerPool, model: str, pins: str, batch: int, rank: int
-) -> None:
+def test_a_rank_of_a_larger_plan_among_fakes(pool: WorkerPool, model: str, pins: str, batch: int, rank: int) -> None:
     """One of experts gets as many tokens as it sends."""
     source, asked = task(model, "cpu:1x4")
     plan = api.estimate(asked.graph, cluster="cpu:1x4", global_batch_size=batch, pins=pins.split())
@@ -126,9 +121,7 @@ def test_one_rank_of_a_larger_plan_by_a_group_of_fakes(
     assert len(found["seconds"]) == 1
 
 
-def test_one_rank_of_plans_for_more_is_held_against_its_own_compute_and_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: WorkerPool
-) -> None:
+def test_one_rank_is_held_against_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: WorkerPool) -> None:
     monkeypatch.setattr(Cluster, "parse", lambda text, cache_dir=None: CPU4)  # nothing is measured
     monkeypatch.setattr("autopar.benchmark.local.machine_profile", lambda **options: None)
     monkeypatch.setattr(

@@ -1,7 +1,3 @@
-"""A fault planted in one operator is found, in its block, in models of all kinds; a right program has no operator that differs."""
-
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any

@@ -1,7 +1,3 @@
-"""Checkpoints of several ranks: from plan to plan bit for bit, damaged, killed, beside training, by torch's own means, older and forged ones."""
-
-from __future__ import annotations
-
 import io
 import pickle
 from pathlib import Path
@@ -103,9 +99,7 @@ def test_each_data_rank_has_its_position_again(pool: WorkerPool, tmp_path: Path)
         ("pp2 x dp2 ZeRO 1", "llama-untied", "30KB"),
     ],
 )
-def test_weights_go_out_to_transformers_and_in_again(
-    pool: WorkerPool, tmp_path: Path, layout: str, kind: str, size: str
-) -> None:
+def test_weights_to_transformers_and_back(pool: WorkerPool, tmp_path: Path, layout: str, kind: str, size: str) -> None:
     from transformers import AutoModelForCausalLM
 
     subject, plan, graph = planned(layout, kind)

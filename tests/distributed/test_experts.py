@@ -1,7 +1,3 @@
-"""Mixtures of experts over ranks of the data axes, of tp, and of both, against one device."""
-
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,7 @@
 """One small model of each kind of architecture against one device; ``tools.campaigns.models`` runs all families."""
 
-from __future__ import annotations
-
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from autopar.verification.against_one_device import verify
 from autopar.verification.compared_models import VerifiedModel
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed.layouts import equals_one_device
+from tests.support.small_models import model_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
@@ -50,17 +50,10 @@ def biased() -> tuple[nn.Module, dict[str, Tensor]]:
     return Normalised(bias=True), normalised()[1]
 
 
-class Transcribed(nn.Module):
+def transcribed() -> tuple[nn.Module, dict[str, Tensor]]:
     """Frames to letters by a CTC loss; the letters of a batch stand one after the other."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside = nn.Conv1d(4, 16, 3, padding=1)
-        layers = [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(2)]
-        self.layers = nn.ModuleList(layers)
-        self.letters = nn.Linear(16, 8)
-
-    def forward(self, sound: Tensor, labels: Tensor) -> Tensor:
+    def forward(self: Any, sound: Tensor, labels: Tensor) -> Tensor:
         x = self.inside(sound).transpose(1, 2)
         for layer in self.layers:
             x = layer(x)
@@ -68,31 +61,27 @@ class Transcribed(nn.Module):
         logs, known = self.letters(x).log_softmax(-1).transpose(0, 1), labels >= 0
         return functional.ctc_loss(logs, labels[known], lengths, known.sum(1))
 
-
-def transcribed() -> tuple[nn.Module, dict[str, Tensor]]:
+    inside = nn.Conv1d(4, 16, 3, padding=1)
+    layers = [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(2)]
+    model = model_of(forward, inside=inside, layers=nn.ModuleList(layers), letters=nn.Linear(16, 8))
     labels = torch.randint(1, 8, (4, 5))
     labels[torch.arange(5) >= torch.tensor([5, 3, 1, 4])[:, None]] = -100
-    return Transcribed(), {"sound": torch.randn(4, 4, 12), "labels": labels}
+    return model, {"sound": torch.randn(4, 4, 12), "labels": labels}
 
 
-class Latents(nn.Module):
+def latents() -> tuple[nn.Module, dict[str, Tensor]]:
     """Learned queries, expanded to the batch before the layers that read them: views of a parameter."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.queries, self.inside = nn.Parameter(torch.randn(3, 16)), nn.Linear(6, 16)
-        self.reads = nn.ModuleList(nn.MultiheadAttention(16, 2, batch_first=True) for _ in range(2))
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         known, z = self.inside(x), self.queries.expand(len(x), -1, -1)
         for reads in self.reads:
             z = z + reads(z, known, known, need_weights=False)[0]
         return self.head(z).square().mean()
 
-
-def latents() -> tuple[nn.Module, dict[str, Tensor]]:
-    return Latents(), {"x": torch.randn(4, 5, 6)}
+    queries, inside = nn.Parameter(torch.randn(3, 16)), nn.Linear(6, 16)
+    reads = nn.ModuleList(nn.MultiheadAttention(16, 2, batch_first=True) for _ in range(2))
+    model = model_of(forward, queries=queries, inside=inside, reads=reads, head=nn.Linear(16, 4))
+    return model, {"x": torch.randn(4, 5, 6)}
 
 
 HERE = "tests.distributed.test_families"

@@ -1,7 +1,5 @@
 """float16 on several ranks: what one device computes with the same casts and scale, and the same steps skipped everywhere."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +38,6 @@ def stepped(pool: WorkerPool, layout: str, called: bool = False) -> tuple[dict[s
 
 @cache
 def one_device() -> tuple[dict[str, list[Any]], dict[str, Tensor]]:
-    """Two steps in float16, and the first gradients in float32."""
     model = SUBJECT.build()
     loss_of(model(**batches(SUBJECT, 1)[0])).backward()
     exact = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -1,7 +1,3 @@
-"""Jobs under torchrun: the scripts that start examples on several machines, and ranks that die or are told to end."""
-
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -33,7 +29,6 @@ def run(
 
 
 def log(folder: Path, rank: int = 0) -> dict[str, str]:
-    """What was written last of each step."""
     lines = (folder / f"log.{rank}").read_text().splitlines()
     return dict(line.split(" ", 1) for line in lines)
 
@@ -121,10 +116,8 @@ def test_several_nodes_meet(tmp_path: Path) -> None:
     meets = tmp_path / "meets.py"
     meets.write_text(MEETS)
     place = {"HEAD": "localhost", "NODES": "2", "GPUS": "1", "PORT": port, "RESTARTS": "0"}
-    jobs = [
-        start("multi_node.sh", tmp_path / f"bin{node}", str(meets), str(tmp_path / "rank"), **place)
-        for node in range(2)
-    ]
+    command = (str(meets), str(tmp_path / "rank"))
+    jobs = [start("multi_node.sh", tmp_path / f"bin{node}", *command, **place) for node in range(2)]
     said = [job.communicate(timeout=120)[1] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], said
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["3.0", "3.0"]

@@ -1,7 +1,3 @@
-"""Programs of all layouts against one device: losses, gradients, parameters after AdamW, on every rank."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,3 @@
-"""Optimizers on the host and what blocks keep there: the same training, checkpoints, bytes as predicted."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

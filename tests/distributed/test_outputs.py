@@ -1,7 +1,5 @@
 """What a model returns, under any plan: on every rank the outputs that one device computes in ``eval()``."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

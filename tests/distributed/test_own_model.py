@@ -1,7 +1,3 @@
-"""A model of one's own, its loss beside it: planned for, run, verified in one line, and what is said of one that cannot be."""
-
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

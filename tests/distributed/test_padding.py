@@ -1,7 +1,3 @@
-"""A vocabulary that does not divide: padded in the plan, as long as the model's in state dicts and checkpoints."""
-
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Of collectives are not compared: experts that travel (routing decides how many r
 the cost model lists as the collectives of equal volume.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -121,9 +119,7 @@ def as_gathered(
 
 
 @pytest.mark.parametrize(("kind", "layout", "options"), CASES, ids=[f"{k} {n}" for k, n, _ in CASES])
-def test_a_step_runs_the_collectives_that_are_priced(
-    pool: WorkerPool, kind: str, layout: str, options: dict[str, Any]
-) -> None:
+def test_a_step_runs_what_is_priced(pool: WorkerPool, kind: str, layout: str, options: dict[str, Any]) -> None:
     _, plan, graph = planned(layout, kind, **options)
     compare(pool, kind, plan, graph)
 

@@ -1,7 +1,3 @@
-"""Links between two local ranks: points of every collective, failures that end, a run that continues."""
-
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,3 @@
-"""What several ranks hold is the same on all of them: copies of parameters, which are compared, and what dropout leaves of a value."""
-
-from __future__ import annotations
-
 import logging
 from itertools import combinations
 from pathlib import Path
@@ -23,9 +19,7 @@ LAYOUTS = ["dp4", "tp2 whole parameters", "tp2 x dp2 whole parameters", "HSDP 2x
 
 
 @pytest.mark.parametrize(("layout", "where"), [(name, ["step", "save"][n % 2]) for n, name in enumerate(LAYOUTS)])
-def test_copies_that_drifted_have_the_first_ranks_values(
-    pool: WorkerPool, tmp_path: Path, layout: str, where: str
-) -> None:
+def test_drifted_copies_have_the_first_ranks_values(pool: WorkerPool, tmp_path: Path, layout: str, where: str) -> None:
     """A parameter of which ranks hold copies is changed on the last rank by one rounding."""
     found = on_batch(pool, jobs.drifting, *planned(layout, "llama"), where, str(tmp_path))
     name = found[-1]["changed"]
@@ -59,9 +53,7 @@ def test_equal_copies_are_left_alone(pool: WorkerPool, caplog: pytest.LogCapture
     ],
     ids=["shards", "replicas", "cp and shards", "ulysses", "ring"],
 )
-def test_streams_are_distinct_on_shards_and_equal_on_replicas_and_in_recompute(
-    pool: WorkerPool, pins: list[str]
-) -> None:
+def test_streams_differ_on_shards_and_are_equal_on_replicas_and_in_recompute(pool: WorkerPool, pins: list[str]) -> None:
     graph, batch = MASKED.trace(), MASKED.make_batch(SAMPLES, seed=0)
     found: dict[str, list[Any]] = {}
     for mode in ("none", "full"):

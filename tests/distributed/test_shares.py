@@ -1,7 +1,5 @@
 """Plans for two kinds of devices against one device: ranks that take 3 samples and 1 of each micro-batch, unequal stages."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,3 @@
-"""Batches of fewer samples than the plan's, also of samples that meet inside of a step: trained and evaluated as by one device."""
-
-from __future__ import annotations
-
 from functools import cache, partial
 from typing import Any
 
@@ -35,7 +31,6 @@ MICRO_BATCHES = {
 
 @cache
 def of_one_device(kind: str) -> tuple[list[Any], list[Any]]:
-    """Batches, and what it makes of them."""
     batches = [SUBJECTS[kind].make_batch(size, seed=size) for size in SIZES]
     return batches, stepped(SUBJECTS[kind].build(), batches, [], rate=0.0)["steps"]
 

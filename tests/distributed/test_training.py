@@ -1,7 +1,3 @@
-"""Training on several ranks beyond plain steps: clipping, calls, precision, dropout, checkpoints, launching, inference mode."""
-
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -278,9 +274,7 @@ def test_checkpoint_goes_on_under_other_plans(pool: WorkerPool, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("mesh", [Mesh(pp=2), Mesh(dp_shard=2)], ids=str)
-def test_a_save_that_fails_leaves_nothing_but_the_checkpoint_before(
-    pool: WorkerPool, tmp_path: Path, mesh: Mesh
-) -> None:
+def test_a_save_that_fails_leaves_the_checkpoint_before(pool: WorkerPool, tmp_path: Path, mesh: Mesh) -> None:
     planned = planned_on(mesh, zero_stage=3 if mesh.pp == 1 else 0)
     for found in on_batch(pool, jobs.saves_that_fail, *planned, str(tmp_path)):
         for name, value in (
@@ -313,9 +307,7 @@ def test_groups_of_pipeline_ranks_keep_their_own_learning_rates(pool: WorkerPool
         assert found == {name: jobs.rate_of(name) for name in found}
 
 
-def test_a_group_without_parameters_on_a_pipeline_rank_is_loaded_like_the_others(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
+def test_a_group_without_parameters_on_a_rank_is_loaded_like_others(pool: WorkerPool, tmp_path: Path) -> None:
     """A scheduler that is made after the load asks each group for its first rate."""
     first, second = on_ranks(pool, jobs.empty_groups_after_load, *planned_on(Mesh(pp=2)), str(tmp_path))
     assert first == second == [(0.25, 1.0), (0.0625, 0.25)]

@@ -3,8 +3,6 @@
 Up to torch 2.11 pipelines ask of all that stages pass on for what activations have (``autopar/runtime/step/stage.py``); 2.13 does not.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,3 @@
-"""A graph for networkx: nodes, edges and their attributes, and what its algorithms say of a model."""
-
-from __future__ import annotations
-
 import networkx
 import pytest
 

@@ -1,7 +1,3 @@
-"""Vocabularies made longer: what belongs together, what is refused, and that no number changes."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,3 @@
-"""What a summary of a graph counts, and which values share their storage."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode

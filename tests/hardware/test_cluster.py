@@ -1,7 +1,3 @@
-"""Clusters from texts and files, profiles with their sources, and the fabric against what its tree says of groups one by one."""
-
-from __future__ import annotations
-
 import re
 import tomllib
 from collections import Counter

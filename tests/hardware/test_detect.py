@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import sys
 import types
 from collections.abc import Callable
@@ -71,9 +69,7 @@ def test_a_measurement_becomes_a_profile_with_provenance(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("cores", "workers"), [(1, 2), (2, 2), (6, 6), (64, detect.MOST_WORKERS)])
-def test_a_rank_of_a_cpu_is_measured_while_others_compute(
-    cores: int, workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cpu_rank_is_measured_while_others_compute(cores: int, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(detect, "num_cores", lambda: cores)
     assert detect.num_workers() == workers
@@ -109,7 +105,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     return pretend
 
 
-def test_one_gpu_of_an_unknown_name_has_assumed_links_and_says_so(
+def test_an_unknown_gpu_has_assumed_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, gpus: Gpus
 ) -> None:
     gpus(1)
@@ -130,7 +126,7 @@ def test_one_gpu_of_an_unknown_name_has_assumed_links_and_says_so(
     assert "5.31 GB/s are assumed" in caplog.text
 
 
-def test_several_gpus_of_an_unknown_name_are_measured_by_nccl(
+def test_unknown_gpus_are_measured_by_nccl(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, gpus: Gpus
 ) -> None:
     gpus(4)

@@ -1,7 +1,5 @@
 """Two worker processes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,3 @@
-"""Accelerate with a parallel model does what it does with the model itself; its own Accelerator refuses one."""
-
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

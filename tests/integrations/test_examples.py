@@ -1,7 +1,3 @@
-"""The examples' scripts as their ranks run them, a few steps each."""
-
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

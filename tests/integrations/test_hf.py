@@ -1,7 +1,3 @@
-"""Hugging Face's Trainer with a parallel model does what it does with the model itself."""
-
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,9 +32,7 @@ def assert_logs_close(found: list[dict[str, float]], expected: list[dict[str, fl
 
 
 @pytest.mark.parametrize(("name", "accumulated"), ACCUMULATED)
-def test_what_is_logged_equals_one_process(
-    pair: WorkerPool, graph: Graph, tmp_path: Path, name: str, accumulated: int
-) -> None:
+def test_logs_equal_one_process(pair: WorkerPool, graph: Graph, tmp_path: Path, name: str, accumulated: int) -> None:
     changes = {"gradient_accumulation_steps": accumulated}
     ranks = pair.run(
         hf.parallel, plan_of(name, graph), graph, str(tmp_path), changes, {"metrics": False}, timeout_s=200.0
@@ -52,9 +46,7 @@ def test_what_is_logged_equals_one_process(
 
 
 @pytest.mark.parametrize(("first", "second"), [("tp2", "pp2"), ("ZeRO 3", "tp2")])
-def test_metrics_predictions_and_resuming_under_another_plan(
-    pair: WorkerPool, graph: Graph, tmp_path: Path, first: str, second: str
-) -> None:
+def test_it_goes_on_under_another_plan(pair: WorkerPool, graph: Graph, tmp_path: Path, first: str, second: str) -> None:
     changes = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 1, "report_to": ["tensorboard"]}
     begun = pair.run(
         hf.parallel, plan_of(first, graph), graph, str(tmp_path), changes, {"metrics": True, "stop_after": 5}

@@ -1,7 +1,3 @@
-"""What integrations do without ranks: a loss with a backward, checkpoints that a loop is pointed to, packages that are missing."""
-
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

@@ -1,7 +1,3 @@
-"""A LightningModule trains a parallel model as it trains the model itself."""
-
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,9 +20,7 @@ def wanted(accumulated: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("name", "accumulated"), ACCUMULATED)
-def test_a_training_equals_one_process(
-    pair: WorkerPool, graph: Graph, tmp_path: Path, name: str, accumulated: int
-) -> None:
+def test_it_trains_as_one_process(pair: WorkerPool, graph: Graph, tmp_path: Path, name: str, accumulated: int) -> None:
     options = {"accumulate_grad_batches": accumulated}
     ranks = pair.run(lit.parallel, plan_of(name, graph), graph, str(tmp_path), options, timeout_s=200.0)
     expected = wanted(accumulated)
@@ -45,9 +39,7 @@ def test_a_training_in_fp16_scales_and_clips_as_the_plan_says(pair: WorkerPool, 
 
 
 @pytest.mark.parametrize(("first", "second"), [("tp2", "pp2"), ("ZeRO 3", "tp2")])
-def test_a_training_goes_on_under_another_plan(
-    pair: WorkerPool, graph: Graph, tmp_path: Path, first: str, second: str
-) -> None:
+def test_it_goes_on_under_another_plan(pair: WorkerPool, graph: Graph, tmp_path: Path, first: str, second: str) -> None:
     begin = {"epochs": 1, "saving": True, "tensorboard": True}
     pair.run(lit.parallel, plan_of(first, graph), graph, str(tmp_path), begin, timeout_s=200.0)
     last = tmp_path / "last.ckpt"

@@ -1,7 +1,3 @@
-"""The nanoGPT-like example: with the lines of autopar it trains in parallel as it does on one device without them."""
-
-from __future__ import annotations
-
 import json
 import re
 import runpy
@@ -79,7 +75,7 @@ def test_few_lines_make_it_parallel() -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [("dp=2 zero=3", "pp=2"), ("tp=2", "dp=2 zero=3")])
-def test_it_trains_and_goes_on_as_on_one_device(
+def test_it_trains_as_on_one_device(
     pair: WorkerPool, alone: dict[str, Any], plans: Plans, tmp_path: Path, first: str, second: str
 ) -> None:
     """Losses and norms of gradients, with a checkpoint in the middle that another plan goes on from."""

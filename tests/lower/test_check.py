@@ -1,7 +1,3 @@
-"""The check accepts what lowering makes, for worlds of any size, and rejects it with any one change of type taken out."""
-
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -62,7 +58,7 @@ MESHES = [Mesh(tp=2), Mesh(tp=4), Mesh(dp_replicate=2, dp_shard=2, tp=2), Mesh(p
 @pytest.mark.parametrize("mesh", [Mesh(), *MESHES], ids=str)
 @pytest.mark.parametrize("sequence", [False, True])
 def test_megatron_typings_pass_at_any_world_size(mesh: Mesh, sequence: bool) -> None:
-    program = mlp_program(mlp.mlp_graph(dropout=0.1), mesh, sequence=sequence, micro_batch_size=1)
+    program = mlp_program(mlp.mlp_graph(dropout=0.1), mesh, sequence=sequence, micro=1)
     assert typecheck(program) >= 20
     assert not dist.is_initialized()
 
@@ -100,28 +96,20 @@ def test_a_process_with_a_group_is_refused() -> None:
         run_ranks(Mesh(), lambda rank: typecheck(program))
 
 
-WORLDS = {
-    8: ("h100-sxm5-80gb:1x8", ["tp=4", "dp_shard=2"]),
-    64: ("h100-sxm5-80gb:8x8", ["tp=4", "pp=2", "dp_shard=8"]),
-    1024: ("h100-sxm5-80gb:128x8", ["tp=4", "pp=2", "dp_replicate=8", "dp_shard=16"]),
-}
+CLUSTERS = {8: "h100-sxm5-80gb:1x8", 64: "h100-sxm5-80gb:8x8", 1024: "h100-sxm5-80gb:128x8"}
+MEGATRON = {8: "tp=4 dp_shard=2", 64: "tp=4 pp=2 dp_shard=8", 1024: "tp=4 pp=2 dp_replicate=8 dp_shard=16"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama-untied"])
-@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("world_size", CLUSTERS)
 def test_the_plan_of_a_search_passes_for_its_whole_world(name: str, world_size: int) -> None:
-    graph = traced(name, hidden=2048, seq=1024)
-    cluster, pins = WORLDS[world_size]
-    plan = estimate(graph, cluster=cluster, global_batch_size=world_size, pins=pins, precision="bf16")
-    assert plan.mesh.world_size == world_size
-    program = lower(plan, graph)
+    program = lowered(traced(name, hidden=2048, seq=1024), world_size, MEGATRON[world_size], samples=1)
     assert typecheck(program) > 60
     if world_size > 8:  # on few ranks whole parameters are as fast
         assert any(kind.is_split for p in program.graph.parameters for axis, kind in p.layout if axis == "tp")
 
 
-CLUSTERS = {8: "h100-sxm5-80gb:1x8", 64: "h100-sxm5-80gb:8x8", 1024: "h100-sxm5-80gb:128x8"}
 SEQUENCES = {
     8: "cp=2 tp=2 dp_shard=2",
     64: "cp=2 tp=2 pp=2 dp_shard=8",
@@ -137,14 +125,17 @@ EXPERTS = {
 STAGES = {8: "tp=2 pp=2 dp_shard=2", 64: "tp=4 pp=2 dp_shard=8", 1024: "tp=8 pp=2 dp_replicate=8 dp_shard=8"}
 
 
+def lowered(graph: Graph, world_size: int, pins: str, *, samples: int = 4) -> Program:
+    options = {"cluster": CLUSTERS[world_size], "global_batch_size": samples * world_size, "precision": "bf16"}
+    plan = estimate(graph, pins=pins.split(), **options)
+    assert plan.mesh.world_size == world_size
+    return lower(plan, graph)
+
+
 @cache
 def planned(kind: str, world_size: int, pins: str) -> Program:
     graph = mixture_graph() if kind == "experts" else traced(kind, hidden=512, seq=64, padded=False)
-    plan = estimate(
-        graph, cluster=CLUSTERS[world_size], global_batch_size=4 * world_size, pins=pins.split(), precision="bf16"
-    )
-    assert plan.mesh.world_size == world_size
-    return lower(plan, graph)
+    return lowered(graph, world_size, pins)
 
 
 def check(program: Program, world_size: int) -> None:
@@ -240,10 +231,7 @@ PENDING = {"v": "split k", "v_4": "linear 0", "v_t": "linear 0", "y": "linear 2"
 
 @pytest.mark.parametrize(
     ("kind", "value", "target"),
-    [
-        ("ring", SPLIT_V, "attention_ring"),
-        ("gather", WHOLE_V, "attention_gathered"),
-    ],
+    [("ring", SPLIT_V, "attention_ring"), ("gather", WHOLE_V, "attention_gathered")],
 )
 def test_a_pending_sum_passes_attention_over_a_split_sequence(kind: str, value: Mapping[str, str], target: str) -> None:
     made = pair({**SEQUENCE, **value, "y": kind}, PENDING)

@@ -1,7 +1,3 @@
-"""What divides unevenly or oddly, on ranks that are threads: right, or refused with a remedy."""
-
-from __future__ import annotations
-
 from functools import cache, partial
 
 import pytest
@@ -18,6 +14,7 @@ from autopar.plan.plan import Plan
 from autopar.verification.reference import Subject
 from tests.support.example_plans import at_rest
 from tests.support.lower.against_model import check
+from tests.support.small_models import model_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*_functional_collectives.*:FutureWarning")
 
@@ -30,10 +27,7 @@ THREE_HEADS = GPT.replace("n_embd=32&n_head=4", "n_embd=24&n_head=3")
 
 
 @cache
-def traced(
-    spec: str, length: int | None, samples: int = 4, masked: bool = True
-) -> tuple[Subject, dict[str, Tensor], Graph]:
-    """A model, a batch, and the trace."""
+def traced(spec: str, length: int | None, samples: int, masked: bool) -> tuple[Subject, dict[str, Tensor], Graph]:
     subject = resolve_model(spec, sequence_length=length)
     batch = subject.make_batch(samples, seed=0, padded=True)
     if not masked:
@@ -42,7 +36,6 @@ def traced(
 
 
 def checked(spec: str, length: int | None, pins: list[str], samples: int = 4, masked: bool = True) -> Plan:
-    """Right on as many ranks as the pins say."""
     subject, batch, graph = traced(spec, length, samples, masked)
     torch.manual_seed(0)
     return check(subject.build(), batch, pins, graph=graph)
@@ -73,9 +66,7 @@ def test_odd_sequences(spec: str, length: int, pins: list[str]) -> None:
         (GPT, 16, 6, ["dp_shard=2", "num_micro_batches=2"], r"num_micro_batches=2 \(equal parts .* global batch 6\)"),
     ],
 )
-def test_what_does_not_divide_is_refused_with_a_remedy(
-    spec: str, length: int, samples: int, pins: list[str], said: str
-) -> None:
+def test_uneven_parts_have_a_remedy(spec: str, length: int, samples: int, pins: list[str], said: str) -> None:
     with pytest.raises(InfeasibleError, match=said):
         checked(spec, length, pins, samples)
 
@@ -114,9 +105,7 @@ HYBRID = (
         (THREE_HEADS.replace("n_layer=1", "n_layer=2"), 16, "tp=4", ("h.0.mlp.c_fc.weight", "h.1.mlp.c_fc.weight")),
     ],
 )  # fmt: skip
-def test_heads_that_tp_does_not_divide_leave_the_other_blocks_split(
-    spec: str, length: int | None, degree: str, split: tuple[str, ...]
-) -> None:
+def test_undivided_heads_leave_others_split(spec: str, length: int | None, degree: str, split: tuple[str, ...]) -> None:
     """What is pinned is split by output rows, and those heads stay whole: one sample at a time leaves nothing else to split."""
     dim = 1 if "c_fc" in split[0] else 0
     plan = checked(spec, length, [degree, "micro_batch=1", *(f"*.{name}=tp:S({dim})" for name in split)])
@@ -155,11 +144,6 @@ def images(samples: int = 8) -> dict[str, Tensor]:
     }
 
 
-@cache
-def convolved(norm: partial[nn.Module], groups: int) -> Graph:
-    return autopar.trace(Convolved(norm, groups), example_inputs=images(), global_batch_size=8)
-
-
 GROUPS, BATCH = partial(nn.GroupNorm, 4, 8), partial(nn.BatchNorm2d, 8)
 CHANNELS = {"first.weight": S(0), "norm.weight": S(0), "norm.bias": S(0), "second.weight": S(1)}
 
@@ -177,11 +161,9 @@ CHANNELS = {"first.weight": S(0), "norm.weight": S(0), "norm.bias": S(0), "secon
     ],
 )
 @pytest.mark.parametrize("data", [1, 2])
-def test_convolutions_by_channels_and_norms(
-    norm: partial[nn.Module], groups: int, pinned: dict[str, object], data: int
-) -> None:
+def test_convolutions_and_norms(norm: partial[nn.Module], groups: int, pinned: dict[str, object], data: int) -> None:
     pins = ["tp=2", f"dp_shard={data}", *(f"{name}=tp:{kind}" for name, kind in pinned.items())]
-    plan = check(Convolved(norm, groups), images(), pins, graph=convolved(norm, groups))
+    plan = check(Convolved(norm, groups), images(), pins)
     assert at_rest(plan).items() >= pinned.items()
     assert norm is not BATCH or any("statistics over the global batch" in note for note in plan.notes)
 
@@ -214,46 +196,32 @@ def test_an_auxiliary_loss_of_several_micro_batches_is_refused() -> None:
         checked(ROUTED, 7, ["dp_shard=2", "num_micro_batches=2"])
 
 
-class Standardized(nn.Module):
+def standardized(self: nn.Module, x: Tensor, target: Tensor) -> Tensor:
     """Targets less their mean, over their deviation: sums over the batch that depend on others, in three rounds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 4)
-
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        spread = target - target.mean(0)
-        scaled = spread / (spread.square().mean(0).sqrt() + 0.1)
-        return F.huber_loss(self.linear(x), scaled) + (self.linear(x) * scaled).mean() * scaled.pow(4).mean()
+    spread = target - target.mean(0)
+    scaled = spread / (spread.square().mean(0).sqrt() + 0.1)
+    return F.huber_loss(self.linear(x), scaled) + (self.linear(x) * scaled).mean() * scaled.pow(4).mean()
 
 
 @pytest.mark.parametrize("pins", [["dp_shard=2", "micro_batch=2"], ["tp=2", "micro_batch=4"]])
 def test_sums_over_the_batch_that_depend_on_others(pins: list[str]) -> None:
     torch.manual_seed(0)
     batch = {"x": torch.randn(8, 6), "target": torch.randn(8, 4) * 3.0 + 1.0}
-    graph = autopar.trace(Standardized(), example_inputs=batch, global_batch_size=8)
+    model = model_of(standardized, linear=nn.Linear(6, 4))
+    graph = autopar.trace(model, example_inputs=batch, global_batch_size=8)
     assert not graph.exact
-    check(Standardized(), batch, pins, graph=graph)
+    check(model, batch, pins, graph=graph)
 
 
-class Penalised(nn.Module):
+def penalised(self: nn.Module, x: Tensor, target: Tensor) -> Tensor:
     """A loss with a term that no sample has a part in: a penalty on weights, a learned variance, numbers."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-        self.log_variance = nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        loss = F.huber_loss(self.layers(x), target)
-        if self.kind == "penalty":
-            return F.cross_entropy(self.layers(x), target.argmax(1)) + 0.1 * sum(
-                p.square().sum() for p in self.parameters()
-            )
-        if self.kind == "variance":
-            return 0.5 * (torch.exp(-self.log_variance) * loss + self.log_variance)
-        return 1.0 - (3.0 - loss / target.square().sum()) * 0.5
+    loss = F.huber_loss(self.layers(x), target)
+    if self.kind == "penalty":
+        penalty = sum(p.square().sum() for p in self.parameters())
+        return F.cross_entropy(self.layers(x), target.argmax(1)) + 0.1 * penalty
+    if self.kind == "variance":
+        return 0.5 * (torch.exp(-self.log_variance) * loss + self.log_variance)
+    return 1.0 - (3.0 - loss / target.square().sum()) * 0.5
 
 
 @pytest.mark.parametrize(
@@ -263,4 +231,5 @@ class Penalised(nn.Module):
 def test_terms_of_no_sample_are_counted_once(kind: str, pins: list[str]) -> None:
     torch.manual_seed(0)
     batch = {"x": torch.randn(8, 6), "target": torch.randn(8, 4)}
-    check(Penalised(kind), batch, pins)
+    layers, variance = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)), nn.Parameter(torch.zeros(()))
+    check(model_of(penalised, kind=kind, layers=layers, log_variance=variance), batch, pins)

@@ -1,7 +1,3 @@
-"""Lowered programs compute what the graph computes, mixtures of experts in every way to run them; faults of a plan's typings are named."""
-
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,16 +22,15 @@ from tests.support.distributed.mixtures import mixture, mixture_graph
 from tests.support.lower import chooser, mlp
 from tests.support.lower.models import plan_of, random_program, random_typings, traced, whole_tensors
 from tests.support.lower.ranks import assert_as_one_device, dense, parts, run_program, run_ranks
+from tests.support.small_models import model_of
 
 
-def mlp_program(
-    graph: Graph, mesh: Mesh, *, sequence: bool, micro_batch_size: int = 2, cuts: tuple[int, ...] = ()
-) -> Program:
-    batch = chooser.batch_typing(graph, micro_batch_size)
-    local = apply.shard(graph, batch, global_batch_size=mlp.BATCH, micro_batch_size=micro_batch_size)
+def mlp_program(graph: Graph, mesh: Mesh, *, sequence: bool, micro: int = 2, cuts: tuple[int, ...] = ()) -> Program:
+    batch = chooser.batch_typing(graph, micro)
+    local = apply.shard(graph, batch, global_batch_size=mlp.BATCH, micro_batch_size=micro)
     if mesh.tp > 1:
         local = apply.shard(local, mlp.tensor_typing(mesh.tp, sequence=sequence))
-    return from_local_graph(plan_of(graph, mesh, micro_batch_size, cuts=cuts), local)
+    return from_local_graph(plan_of(graph, mesh, micro, cuts=cuts), local)
 
 
 def test_printed_code(golden: Callable[[str, str], None]) -> None:
@@ -103,23 +98,18 @@ def test_attention_dropout_draws_from_the_stream_of_the_program() -> None:
     assert first == again != other
 
 
-class _Chosen(torch.nn.Module):
+def _chosen(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Orders rows several times in blocks of their own: later calls have the names that torch gives further outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kept = []
-        for layer in self.layers:
-            x, order = layer(x).topk(4)
-            kept.append((x, order))
-        return torch.stack([y.gather(-1, order) for y, order in kept]).square().sum()
+    kept = []
+    for layer in self.layers:
+        x, order = layer(x).topk(4)
+        kept.append((x, order))
+    return torch.stack([y.gather(-1, order) for y, order in kept]).square().sum()
 
 
 def test_no_output_has_the_name_of_another_operator() -> None:
-    graph = trace(_Chosen(), (torch.zeros(2, 4),))
+    layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+    graph = trace(model_of(_chosen, layers=layers), (torch.zeros(2, 4),))
     refs = [Ref(op.name, i) for op in graph.ops for i in range(len(op.outputs))]
     assert {str_name(ref) for ref in refs} >= {"topk", "topk_1", "topk_2"}
     assert len({str_name(ref) for ref in refs}) == len(refs)

@@ -1,7 +1,3 @@
-"""Links from measured collectives: known links are found again, and what was measured is what is predicted."""
-
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from pathlib import Path
 

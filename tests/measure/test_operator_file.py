@@ -1,7 +1,3 @@
-"""Timing operators one by one: what is run, what fails, what a second run still does."""
-
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,3 @@
-"""Fits of times by size, and groups to measure."""
-
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

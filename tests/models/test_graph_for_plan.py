@@ -1,7 +1,3 @@
-"""Graphs that plans are for: of inputs of any form, in the dtype and batch of the plan, and kept between commands."""
-
-from __future__ import annotations
-
 import os
 from collections import UserDict
 from pathlib import Path
@@ -100,7 +96,6 @@ def test_complex_parameters_are_refused() -> None:
 
 
 def _attending(self: Any, x: Tensor) -> Tensor:
-    """Each sample looks at all others."""
     made = self.linear(x)
     return (torch.softmax(made @ made.t(), -1) @ made).square().mean()
 
@@ -149,7 +144,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def count(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A line for each trace."""
     made, trace = [], graph_for_plan.trace_model
 
     def counted(*given: object, **named: object) -> object:
@@ -176,9 +170,7 @@ def test_a_graph_is_traced_once_for_all_batches_of_a_command(folder: Path, count
 
 
 @pytest.mark.slow
-def test_whatever_a_graph_depends_on_makes_another(
-    folder: Path, count: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_graph_depends_on_makes_another(folder: Path, count: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert fingerprint() == fingerprint()
     other = {"model": MODEL.replace("vocab=64", "vocab=128"), "sequence": 8, "precision": "bf16", "opaque": ("*.mlp",)}
     for made, (name, value) in enumerate(other.items(), start=2):

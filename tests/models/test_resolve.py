@@ -1,7 +1,3 @@
-"""MODEL descriptions: what they give, the batches they make by their configurations, and how they fail."""
-
-from __future__ import annotations
-
 import json
 import pickle
 import sys
@@ -100,9 +96,7 @@ class Older:
 
 
 @pytest.mark.parametrize("towers", [False, True])
-def test_what_code_asks_of_a_configuration_is_read_in_its_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, towers: bool
-) -> None:
+def test_keys_that_code_asks_for_are_read_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, towers: bool) -> None:
     (tmp_path / "modeling_own.py").write_text(MODELLING + "raise AssertionError('this is not run')\n")
     for name in ("configuration_own", "configuration_alone"):
         module = ModuleType(name)

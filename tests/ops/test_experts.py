@@ -1,7 +1,5 @@
 """Mixtures of experts against each token by itself in float64, in a loop and in grouped products, on one rank and several."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -25,8 +23,6 @@ EXPERTS, WIDTH, INNER, TOKENS = 8, 16, 24, 12
 
 @dataclass(frozen=True)
 class Case:
-    """What is computed, and what the gradient of the result is."""
-
     hidden: Tensor
     weights: Tensor
     indices: Tensor
@@ -94,7 +90,6 @@ def leaves(of: Case, tokens: slice = slice(None), cut: Callable[[Tensor], Tensor
 
 
 def dense(of: Case) -> list[Tensor]:
-    """The result, and the gradients of what is not None."""
     given = leaves(of)
     hidden, weights, gate, up, down, gate_bias, up_bias = given
     assert hidden is not None and weights is not None and up is not None and down is not None
@@ -157,7 +152,6 @@ def grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """What the host has waited for."""
     found: list[Tensor] = []
     monkeypatch.setattr(expert_ops, "_read", lambda counts: (found.append(counts), counts.tolist())[1])
     return found
@@ -215,9 +209,7 @@ def joined(ranks: list[list[Tensor]], start: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("shares", [(3, 3, 3, 3), (0, 4, 4, 4)], ids=["even", "a rank without tokens"])
 @pytest.mark.parametrize("name", CASES)
-def test_tokens_that_travel_to_their_experts_come_back(
-    name: str, shares: tuple[int, ...], way: str, reads: list[Tensor]
-) -> None:
+def test_tokens_that_travel_come_back(name: str, shares: tuple[int, ...], way: str, reads: list[Tensor]) -> None:
     of = CASES[name]
 
     def work(rank: int) -> list[Tensor]:

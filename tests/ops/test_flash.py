@@ -1,7 +1,3 @@
-"""Blocks of fused attention, merged, equal attention over all of their columns, forward and backward."""
-
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from functools import partial
@@ -73,9 +69,7 @@ def test_blocks_merge_to_the_whole(dtype: torch.dtype, key_heads: int, cuts: tup
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_shapes_that_do_not_agree_are_refused_before_a_kernel_reads_them(
-    changed: int, shape: tuple[int, ...], is_causal: bool
-) -> None:
+def test_shapes_that_do_not_agree_are_refused(changed: int, shape: tuple[int, ...], is_causal: bool) -> None:
     given = [x.detach() for x in drawn(torch.float32, 6, 6, key_heads=2)]
     flash.forward(*given, 0.3, is_causal=is_causal)
     given[changed] = torch.zeros(shape)
@@ -109,9 +103,7 @@ def test_rows_after_other_columns_equal_a_mask(dtype: torch.dtype, columns: int,
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize("value_width", [16, 24])
-def test_gathered_attention_shares_heads_with_a_kernel_and_under_a_mask(
-    monkeypatch: pytest.MonkeyPatch, rank: int, value_width: int
-) -> None:
+def test_gathered_attention_shares_heads(monkeypatch: pytest.MonkeyPatch, rank: int, value_width: int) -> None:
     """No kernel takes values of another width: there is a mask."""
     monkeypatch.setattr(collectives, "group", lambda _: SimpleNamespace(rank=lambda: rank))
     q, k, _ = drawn(torch.float64, 6, 18, key_heads=2)

@@ -1,7 +1,3 @@
-"""Operators of emitted code: each collective's forward and backward, dropout's streams, parameters, types under the checker."""
-
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 
@@ -41,7 +37,6 @@ def part(whole: Tensor, kind: Type, size: int, rank: int) -> Tensor:
 
 
 def together(parts: list[Tensor], kind: Type) -> Tensor:
-    """The whole that the ranks hold together."""
     if kind.is_split:
         return torch.cat(parts, kind.dim)
     if kind == P:

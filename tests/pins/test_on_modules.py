@@ -1,7 +1,3 @@
-"""Pins in code: what a module carries, and that a search over the model holds to it."""
-
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,7 +1,3 @@
-"""Plan files: laws of the round trip, and what is said about files that are not plans."""
-
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

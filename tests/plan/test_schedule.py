@@ -1,7 +1,3 @@
-"""Schedules: torch's own orders, and the laws that any order obeys."""
-
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 

@@ -1,7 +1,5 @@
 """A small graph for whole searches."""
 
-from __future__ import annotations
-
 import pytest
 
 from autopar.graph.graph import Graph

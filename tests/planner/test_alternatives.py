@@ -1,7 +1,3 @@
-"""What a plan says of its alternatives, one of which becomes the plan where it is faster, of work that ranks repeat, of what its space leaves out."""
-
-from __future__ import annotations
-
 import gc
 from collections.abc import Sequence
 from functools import cache
@@ -37,9 +33,8 @@ def slow_search(planner: Planner, monkeypatch: pytest.MonkeyPatch, bound: float 
     every = evaluations(planner)
     slowest = max(every, key=lambda one: one.prediction.step_time_s)
     bound_s = bound * min(one.prediction.step_time_s for one in every)
-    outcome = Outcome(
-        best=slowest, candidates=len(planner.pool), evaluated=1, lower_bound_s=bound_s, misfits=(), finished=False
-    )
+    tried = {"candidates": len(planner.pool), "evaluated": 1}
+    outcome = Outcome(best=slowest, lower_bound_s=bound_s, misfits=(), finished=False, **tried)
     monkeypatch.setattr(planner, "_outcome", lambda limits, **given: outcome)
     return slowest
 
@@ -62,9 +57,7 @@ def test_an_alternative_that_is_faster_becomes_the_plan(graph: Graph, monkeypatc
     assert plan.search.gap == pytest.approx(plan.predicted.step_time_s / plan.search.lower_bound_s - 1)
 
 
-def test_a_plan_below_the_bound_says_that_its_certificate_is_false(
-    graph: Graph, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_below_the_bound_says_so_in_its_certificate(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     notes = {}
     for bound in (1.0, 1.01):
         planner = Planner(task_of(graph, pins=Pins.parse(["pp=1"])))
@@ -82,7 +75,6 @@ def test_one_that_is_not_faster_leaves_the_plan(graph: Graph) -> None:
 
 
 def test_the_plan_of_pins_stays_though_others_are_faster(graph: Graph) -> None:
-    """What pins describe is asked for, not searched."""
     estimated = Planner(task_of(graph)).estimate()
     assert not any("took its place" in reason for reason in estimated.search.reasons)
 

@@ -1,7 +1,3 @@
-"""The command that compares the search with rules and samplers, on a problem of a second."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

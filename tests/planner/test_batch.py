@@ -1,10 +1,7 @@
-"""The typing that splits samples: found, applied, and refused by name; compact graphs: what stands for what."""
-
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +18,7 @@ from autopar.rules.strategy import Strategy
 from autopar.rules.table import Rule, default_table
 from autopar.tracing.trace import trace
 from tests.support.planner.graphs import mlp, op
+from tests.support.small_models import model_of
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4, 8])
@@ -35,18 +33,13 @@ def test_one_typing_serves_every_micro_batch(micro_batch: int) -> None:
 
 
 def test_a_count_of_tokens_is_totalled_before_the_step() -> None:
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = torch.nn.Embedding(8, 4)
-            self.head = torch.nn.Linear(4, 8)
-
-        def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            logits = self.head(self.table(ids))
-            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    def forward(self: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.table(ids))
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
 
     ids = torch.zeros(2, 4, dtype=torch.long)
-    graph = trace(Model(), (), {"ids": ids, "labels": ids})
+    model = model_of(forward, table=torch.nn.Embedding(8, 4), head=torch.nn.Linear(4, 8))
+    graph = trace(model, (), {"ids": ids, "labels": ids})
     typing = solve_batch(compact(graph))
     local = shard(graph, replace(typing, size=Fraction(2)), global_batch_size=8, micro_batch_size=1)
     assert local.sums
@@ -69,19 +62,13 @@ def test_an_operator_that_mixes_samples_is_named() -> None:
     assert "model.py:7" in str(caught.value)
 
 
-def test_where_samples_meet_no_trained_parameter_is_read_as_if_its_gradient_were_whole(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Ordered(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bias, self.linear = torch.nn.Parameter(torch.ones(8, 4)), torch.nn.Linear(4, 4)
+def test_where_samples_meet_no_gradient_of_a_parameter_is_taken_for_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        order = torch.sort(x[:, 0])[1]
+        return (self.linear(x)[order] + self.bias[order]).sin().sum()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            order = torch.sort(x[:, 0])[1]
-            return (self.linear(x)[order] + self.bias[order]).sin().sum()
-
-    graph = replace(trace(Ordered(), (torch.zeros(8, 4),), exact=True), mixing="sort")
+    model = model_of(forward, bias=torch.nn.Parameter(torch.ones(8, 4)), linear=torch.nn.Linear(4, 4))
+    graph = replace(trace(model, (torch.zeros(8, 4),), exact=True), mixing="sort")
     usual = batch._BatchCosts.operators
 
     def operators(self: batch._BatchCosts, op: Op, strategies: Sequence[Strategy], saved: Sequence[Ref]) -> list[Cost]:

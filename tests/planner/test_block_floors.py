@@ -1,7 +1,3 @@
-"""What blocks add to a step: once, never more than any rank that has them takes; beside others, never more than their stage."""
-
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,3 @@
-"""Candidates of the outer search, and why there are none; spaces read from files."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -117,7 +113,6 @@ def test_groups_of_tp_may_span_nodes_where_the_space_says_so() -> None:
 
 
 def test_what_a_space_leaves_out_is_named_where_laws_and_pins_leave_something() -> None:
-    """It said that there was no candidate in the space."""
     small, pins = replace(PROBLEM, world_size=2, num_blocks=4, num_layers=2), Pins.parse(["schedule=Interleaved1F1B"])
     assert candidates(small, pins) == []
     names = conflict(small, pins)
@@ -143,10 +138,7 @@ DRAWN = [
     texts=st.lists(st.sampled_from(DRAWN), max_size=3, unique=True),
     more=st.sampled_from([{}, {"experts": (4,)}, {"sequences": (32768,), "key_heads": (8,)}, {"mixes_samples": True}]),
 )
-def test_a_conflict_is_one_of_all_combinations_and_a_smallest(
-    world: int, batch: int, blocks: int, texts: list[str], more: dict[str, Any]
-) -> None:
-    """Beside a table of all of them."""
+def test_a_conflict_is_a_smallest(world: int, batch: int, blocks: int, texts: list[str], more: dict[str, Any]) -> None:
     problem = replace(PROBLEM, world_size=world, global_batch_size=batch, num_blocks=blocks, num_layers=blocks, **more)
     pins = Pins.parse(texts)
     names = conflict(problem, pins)

@@ -1,7 +1,3 @@
-"""Both exact solvers against brute force, through one suite of laws."""
-
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from itertools import combinations, product
@@ -36,15 +32,12 @@ def brute_force(energy: Energy) -> float:
 
 
 def pairwise(unary: Sequence[Table], pairs: dict[tuple[int, int], Table]) -> Energy:
-    """An energy from one table a variable and one a pair."""
     factors = [Factor(scope=(i,), table=table) for i, table in enumerate(unary)]
     factors += [Factor(scope=pair, table=table) for pair, table in pairs.items()]
     return Energy(sizes=tuple(map(len, unary)), factors=tuple(factors))
 
 
 class SolverLaws:
-    """What every exact solver keeps."""
-
     def solve(self, energy: Energy) -> Minimum | None:
         raise AssertionError("a solver is given by the subclass")
 
@@ -123,9 +116,7 @@ def test_a_chain_is_eliminated_with_tables_of_two_variables() -> None:
 
 
 @given(sizes=st.lists(st.integers(2, 5), min_size=4, max_size=9), width=st.integers(1, 3), seed=st.integers(0, 1 << 16))
-def test_no_table_is_larger_than_the_largest_clique_of_a_graph_without_long_holes(
-    sizes: list[int], width: int, seed: int
-) -> None:
+def test_no_table_exceeds_the_largest_clique_of_a_chordal_graph(sizes: list[int], width: int, seed: int) -> None:
     """Such a graph grows by variables that are tied to a clique: it has an order that adds no edge."""
     draw = random.Random(seed)
     cliques = [tuple(range(min(width + 1, len(sizes))))]

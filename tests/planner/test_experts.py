@@ -1,7 +1,3 @@
-"""Pins of ep and cp: experts are split over ranks of the data axes, of tp, of both, or not, sequences when they are long; what cannot be is named."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,3 @@
-"""Layouts of blocks: exact against brute force, and what they are for a Llama layer."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import cache, lru_cache
@@ -218,7 +214,6 @@ def test_a_block_that_is_too_wide_changes_a_value_to_fewer_types(monkeypatch: py
 
 
 def _scan(self: Any, x: Tensor) -> Tensor:
-    """A recurrence over time."""
     drive, state, states = self.inside(x), torch.zeros_like(x[:, 0]), []
     for t in range(x.shape[1]):
         state = torch.tanh(0.5 * state + drive[:, t])
@@ -232,9 +227,7 @@ def scan() -> Graph:
 
 
 @pytest.mark.parametrize("model", ["attention", "loop"])
-def test_where_tables_are_still_too_large_values_stay_as_they_are_made(
-    monkeypatch: pytest.MonkeyPatch, model: str
-) -> None:
+def test_where_tables_are_too_large_values_stay_as_they_are(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     """In place of an integer program for each entry of a block's table, of which there are dozens, of seconds each.
 
     Nothing is cut inside a block, and what has several readers is read by all of them as it is made.
@@ -275,7 +268,6 @@ def test_the_steps_of_a_loop_in_a_wide_block_have_one_strategy(monkeypatch: pyte
 
 
 def _again(self: Any, x: Tensor) -> Tensor:
-    """One layer, called three times."""
     x = self.before(x)
     for _ in range(3):
         x = x + self.layer(x)
@@ -314,9 +306,7 @@ def _meeting(self: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("limit", [1 << 14, 400, 40, 1])
-def test_tables_of_boundaries_stay_small_where_a_block_reads_many_values(
-    monkeypatch: pytest.MonkeyPatch, limit: int
-) -> None:
+def test_tables_stay_small_where_a_block_reads_many_values(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """Without it a block of six values and six parameters has millions of entries, each an integer program."""
     towers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
     layers = nn.ModuleList([nn.ModuleDict({"a": nn.Linear(8, 16), "b": nn.Linear(16, 8)}) for _ in range(3)])

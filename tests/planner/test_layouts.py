@@ -1,7 +1,3 @@
-"""Layouts of one micro-batch: bounds of typed ones beside costs of priced ones, costs of several at once, what searches keep with a graph."""
-
-from __future__ import annotations
-
 import pickle
 from dataclasses import replace
 
@@ -30,10 +26,7 @@ MODELS = {
         128,
     ),
     "gpt2": ("hf:gpt2?n_embd=128&n_layer=2&n_head=4&vocab_size=512&n_positions=64", 64),
-    "padded": (
-        "gpt:layers=4,hidden=32,heads=4,vocab=66",
-        16,
-    ),  # 66 words do not divide by 4: they are padded where they are split
+    "padded": ("gpt:layers=4,hidden=32,heads=4,vocab=66", 16),  # words do not divide by 4: padded where they are split
     "mixtral": ("mixtral:layers=2,hidden=256,heads=8,kv_heads=4,ffn=512,vocab=512,experts=8,top_k=2", 128),
 }
 
@@ -66,13 +59,8 @@ def test_no_priced_layout_is_quicker_than_its_typing_or_the_quickest_typing(name
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_no_block_of_a_layout_is_quicker_than_its_floors(name: str) -> None:
     """Of all layouts of a candidate, and of each before it is priced; where experts are spread their tokens travel."""
-    planner = planner_of(
-        family(*MODELS[name], "bf16"),
-        cluster="h100-sxm5-80gb:2x4",
-        global_batch_size=32,
-        precision=BF16,
-        space="default",
-    )
+    wanted = {"cluster": "h100-sxm5-80gb:2x4", "global_batch_size": 32, "precision": BF16, "space": "default"}
+    planner = planner_of(family(*MODELS[name], "bf16"), **wanted)
     maker, context = planner.evaluator.cascade.maker, planner.evaluator.context
     different = {(layout_key_of(c), c.mesh, c.zero_stage): c for c in planner.pool if c.mesh.cp * c.mesh.tp > 1}
     compared = 0

@@ -1,7 +1,3 @@
-"""What lives on the host in the search: chosen where it pays, bounded from below, refused where there is no link."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,3 @@
-"""Searches that share a ledger choose what one search alone chooses, however they interleave and whichever die; with a sampler as well."""
-
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -58,7 +54,7 @@ def problems(draw: st.DrawFn) -> Known:
     turns=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40)), max_size=120),
     trials=st.none() | st.integers(1, 10),
 )
-def test_any_interleaving_with_deaths_gives_the_choice_of_one(
+def test_interleaved_searches_choose_as_one(
     known: Known, workers: int, turns: list[tuple[int, int]], trials: int | None
 ) -> None:
     """A turn is a worker's next step; one in forty kills it, wherever it stands, with its claim left behind."""
@@ -163,8 +159,6 @@ def distinct(index: int) -> Candidate:
 
 
 class Seeded(Sampling):
-    """With two candidates that are asked first."""
-
     __slots__ = ()
 
     def seeds(self, pool: Sequence[Candidate], may_fit: Any) -> dict[int, str]:
@@ -200,7 +194,7 @@ def fresh(known: Known) -> Known:
     turns=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 60)), max_size=150),
 )
 @settings(max_examples=15, deadline=None)
-def test_any_interleaving_with_deaths_gives_the_plan_and_the_rounds_of_one(
+def test_interleaved_searches_plan_as_one(
     kind: SamplerName, problem: int, workers: int, turns: list[tuple[int, int]]
 ) -> None:
     """A turn is a worker's next step; one in sixty kills it, wherever it stands, with its claim left behind."""

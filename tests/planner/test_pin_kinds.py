@@ -1,7 +1,3 @@
-"""The table of pins says all that the parser takes, by examples that it takes."""
-
-from __future__ import annotations
-
 import json
 import re
 

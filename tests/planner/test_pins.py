@@ -1,7 +1,3 @@
-"""Pins: what they say, what they select, and what they refuse."""
-
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

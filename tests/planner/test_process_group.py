@@ -1,7 +1,3 @@
-"""One search by several processes gives the plan of one, with the same certificate and byte for byte, whichever of them die or are slow."""
-
-from __future__ import annotations
-
 import logging
 import os
 import random

@@ -1,7 +1,3 @@
-"""The whole search on a small model: best of all, deterministic, within memory, refused by the smallest conflict."""
-
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -154,9 +150,7 @@ def test_of_a_large_space_those_with_the_least_bounds_are_evaluated(graph: Graph
     assert found.finished == (len(whole.order) <= 12)
 
 
-def test_the_package_is_the_verb_and_tells_its_progress(
-    graph: Graph, plan: Plan, told: list[tuple[str, int, int]]
-) -> None:
+def test_the_package_is_the_verb_telling_progress(graph: Graph, plan: Plan, told: list[tuple[str, int, int]]) -> None:
     assert told[-1][1] >= 3
     assert any("best" in what for what, _, _ in told)
     assert plan.mesh.world_size == 4
@@ -225,9 +219,7 @@ def test_memory_is_respected_and_recompute_bought_where_it_must_be() -> None:
         ("cpu:1x2", ["layers.*.up=tp:S(1)", "precision=bf16"], ["precision=bf16"], []),
     ],
 )
-def test_what_cannot_be_names_the_conflict(
-    graph: Graph, cluster: str, pins: list[str], said: list[str], unsaid: list[str]
-) -> None:
+def test_conflicts_are_named(graph: Graph, cluster: str, pins: list[str], said: list[str], unsaid: list[str]) -> None:
     for verb in (api.search, api.estimate):
         with pytest.raises(InfeasibleError) as caught:
             verb(graph, cluster=cluster, global_batch_size=16, pins=pins)

@@ -1,7 +1,3 @@
-"""What profiles tell a search: operators are measured exactly where it prices them, a plan fits when its memory interval does."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -69,9 +65,7 @@ def test_a_plan_on_measured_operators_says_so_and_costs_what_they_take(graph: Gr
 
 
 @pytest.mark.parametrize("quicker", [2, 4])
-def test_the_best_of_a_search_is_the_best_of_all_when_parts_are_quicker_than_their_share(
-    graph: Graph, quicker: int
-) -> None:
+def test_the_best_is_found_when_parts_are_quicker_than_their_share(graph: Graph, quicker: int) -> None:
     """Whole operators take long, parts of one degree a tenth, of the other a thousandth: no bound may count on shares."""
     keys = {tp: {key_of(*decode(c)): c for c in operator_calls(planner(graph, pins=(f"tp={tp}",)))} for tp in (1, 2, 4)}
     seconds = {2: 1e-4, 4: 1e-4, quicker: 1e-6, 1: 1e-1}

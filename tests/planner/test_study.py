@@ -1,7 +1,3 @@
-"""Studies: in any storage, resumed by name, shared by processes; nothing of other tasks in them."""
-
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle
@@ -55,7 +51,6 @@ def planner(graph: Graph) -> Planner:
 
 @pytest.fixture(scope="module")
 def alone(graph: Graph) -> Plan:
-    """The plan of one search without a storage."""
     return search(graph)
 
 
@@ -149,9 +144,7 @@ def test_a_trial_of_the_dead_is_ended_where_others_have_told_of_its_candidate(pl
     assert [(t.state, t.value) for t in one.storage.get_all_trials(one.id)] == [(TrialState.COMPLETE, 0.5)] * 2
 
 
-def test_a_search_goes_on_from_what_a_study_holds_and_leaves_nothing_waiting_that_it_decided(
-    graph: Graph, alone: Plan, tmp_path: Path
-) -> None:
+def test_a_search_goes_on_from_a_study_and_leaves_nothing_waiting(graph: Graph, alone: Plan, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'study.db'}"
     first = search(graph, storage=url, trials=1)
     waiting = [trial for trial in trials_of(url) if trial.state == TrialState.WAITING]
@@ -197,9 +190,7 @@ def test_the_name_of_a_study_says_all_that_its_times_depend_on(graph: Graph) -> 
     assert study_name(task_of(moved)) == study_name(base)
 
 
-def test_the_version_of_a_study_is_that_of_all_code_that_prices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_study_has_the_version_of_all_code_that_prices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = tmp_path / "autopar"
     shutil.copytree(files.PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     shipped = files.sources()
@@ -344,7 +335,6 @@ def postgresql() -> Iterator[str]:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def shared(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """URL of a storage that processes share."""
     return (
         request.getfixturevalue("postgresql") if request.param == "postgresql" else f"sqlite:///{tmp_path / 'study.db'}"
     )
@@ -352,9 +342,7 @@ def shared(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_processes_give_the_plan_of_one_and_survive_deaths(
-    graph: Graph, planner: Planner, alone: Plan, tmp_path: Path
-) -> None:
+def test_processes_that_die_give_the_plan_of_one(graph: Graph, planner: Planner, alone: Plan, tmp_path: Path) -> None:
     """One process is killed with its first claim, one as it would tell of it; four others leave nothing better to find.
 
     Bounds that were found together say within their precision which candidates come next: one that is as near to the best
@@ -408,9 +396,7 @@ def test_a_worker_does_a_whole_search(graph: Graph, alone: Plan, tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_workers_are_started_and_ended_with_the_search(
-    graph: Graph, alone: Plan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_workers_end_with_a_search(graph: Graph, alone: Plan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     started, start = [], workers._start
     monkeypatch.setattr(workers, "_start", lambda *given: started.append(start(*given)) or started[-1])

@@ -1,7 +1,3 @@
-"""Studies: every shipped file is a problem that can be posed, and our plan is never worse than the published layout."""
-
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

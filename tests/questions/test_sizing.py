@@ -1,7 +1,3 @@
-"""Other questions than the fastest plan, and fronts of plans, against all sizes and limits of memory searched one by one."""
-
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,3 @@
-"""Pictures of plans: golden texts, a page without references outside, a trace that keeps the schedule's order."""
-
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -63,8 +59,6 @@ def test_any_plan_prints_within_the_width(plan: Plan) -> None:
 
 
 class _Tags(HTMLParser):
-    """Checks that tags nest."""
-
     VOID = frozenset({"meta"})
 
     def __init__(self) -> None:

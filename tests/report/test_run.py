@@ -1,7 +1,3 @@
-"""The log of a run, read back and told."""
-
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,3 @@
-"""Applying a typing: local shapes, where conversions stand, and what is refused."""
-
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,3 @@
-"""The dimension grammar: what a line says, and the laws that its strategies obey."""
-
-from __future__ import annotations
-
 import itertools
 from fractions import Fraction
 from math import prod

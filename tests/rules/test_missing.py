@@ -1,7 +1,3 @@
-"""Operators that the table does not know: found by execution at planning time, kept, reported; and rules that users declare."""
-
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -137,11 +133,10 @@ def test_a_declared_rule_is_checked_by_execution() -> None:
         register_rule("autopar_test::gated", "b... n, n -> b... n; linear 0", table=table)
     with pytest.raises(RuleError, match="Give arguments that it takes"):
         register_rule("autopar_test::gated", "b... n, m -> b... n m", table=table)
-    register_rule(
-        "aten::cumsum", "b n^ -> b n; linear 0", example=(torch.rand(4, 8, dtype=torch.float64), 1), table=table
-    )
+    example = torch.rand(4, 8, dtype=torch.float64), 1
+    register_rule("aten::cumsum", "b n^ -> b n; linear 0", example=example, table=table)
     with pytest.raises(RuleError, match="split n"):
-        register_rule("aten::cumsum", "b n -> b n", example=(torch.rand(4, 8, dtype=torch.float64), 1), table=table)
+        register_rule("aten::cumsum", "b n -> b n", example=example, table=table)
     register_rule("autopar_test::gated", "b... n, n -> b... n; linear 0", table=table, check=False)
 
 

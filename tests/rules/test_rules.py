@@ -1,7 +1,3 @@
-"""The interface of the rules: strategies of a call, its local form, a user's own rules."""
-
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from fractions import Fraction
@@ -25,7 +21,6 @@ TP, TWO, make = "tp", Fraction(2), Maker()
 
 
 def prepared(example: Example) -> tuple[Op, tuple[TensorSpec, ...]]:
-    """The call with output specs, and the specs of its operands."""
     outputs = call(example.op, example.operands)
     return replace(example.op, outputs=tuple(map(spec_of, outputs))), tuple(map(spec_of, example.operands))
 
@@ -38,22 +33,14 @@ def named(example: Example, axis: str = TP, size: Fraction = TWO) -> dict[str, S
 def local(
     op: Op, strategy: Strategy, operands: tuple[TensorSpec, ...], axis: str, size: Fraction, scale: int = 1
 ) -> Op:
-    """The localized call."""
-
     def part(spec: TensorSpec, dim: int) -> TensorSpec:
         shape = tuple(int(n / size) if i == dim else n for i, n in enumerate(spec.shape))
         return replace(spec, shape=shape)
 
+    inputs = tuple(part(s, t.dim) for s, t in zip(operands, strategy.inputs, strict=True))
+    outputs = tuple(part(s, t.dim) for s, t in zip(op.outputs, strategy.outputs, strict=True))
     return localize(
-        op,
-        strategy,
-        Local(
-            axis=axis,
-            size=size,
-            operands=tuple(part(s, t.dim) for s, t in zip(operands, strategy.inputs, strict=True)),
-            outputs=tuple(part(s, t.dim) for s, t in zip(op.outputs, strategy.outputs, strict=True)),
-            count_scale=Fraction(scale),
-        ),
+        op, strategy, Local(axis=axis, size=size, operands=inputs, outputs=outputs, count_scale=Fraction(scale))
     )
 
 
@@ -62,10 +49,8 @@ def test_vocabulary_strategies_of_the_embedding_and_the_loss() -> None:
     assert (table.inputs, table.outputs, table.target) == ((S(0), R), (P,), "autopar.embedding_vocabulary")
     loss = named(make.call("autopar.cross_entropy_sum", make.real(4, 8, 12), make.whole(4, 8), -100, 0.0))["vocabulary"]
     assert (loss.inputs, loss.outputs) == ((S(2), R), (I,))
-    assert [(c.kind, c.num_bytes, c.backward) for c in loss.communication] == [
-        ("all_reduce", 32 * 8, False),
-        ("all_reduce", 2 * 32 * 8, False),
-    ]
+    sent = [(c.kind, c.num_bytes, c.backward) for c in loss.communication]
+    assert sent == [("all_reduce", 32 * 8, False), ("all_reduce", 2 * 32 * 8, False)]
 
 
 def test_the_batch_axis_offers_nothing_that_must_know_its_rank() -> None:
@@ -103,16 +88,15 @@ def test_rounding_casts_want_the_whole_sum() -> None:
 
 
 def test_a_mean_over_a_split_dim_divides_by_the_global_count() -> None:
-    op, operands = prepared(make.call("aten.mean.dim", make.real(4, 8), (0, -1), True))
-    strategy = {s.name: s for s in default_table().strategies(op, operands, axis="batch", size=TWO)}["split d0"]
+    example = make.call("aten.mean.dim", make.real(4, 8), (0, -1), True)
+    op, operands = prepared(example)
+    strategy = named(example, "batch")["split d0"]
     assert strategy.outputs == (P,)
     one = local(op, strategy, operands, "batch", TWO, scale=16)
     assert (one.target, one.args[1:]) == ("autopar.partial_mean", ((0, 1), True, 4 * 8 * 16))
-    again = {
-        s.name: s for s in default_table().strategies(one, (replace(operands[0], shape=(2, 8)),), axis=TP, size=TWO)
-    }["split d1"]
-    two = local(one, again, (replace(operands[0], shape=(2, 8)),), TP, TWO)
-    assert two.args[1:] == one.args[1:]
+    part = (replace(operands[0], shape=(2, 8)),)
+    (again,) = (s for s in default_table().strategies(one, part, axis=TP, size=TWO) if s.name == "split d1")
+    assert local(one, again, part, TP, TWO).args[1:] == one.args[1:]
 
 
 @pytest.mark.parametrize("size", [Fraction(2), Fraction(1, 2)])
@@ -131,7 +115,7 @@ def test_literals_follow_the_local_shape(size: Fraction) -> None:
     for name, examples in calls.items():
         for example in examples:
             op, operands = prepared(example)
-            strategy = {s.name: s for s in default_table().strategies(op, operands, axis=TP, size=size)}[name]
+            strategy = named(example, size=size)[name]
             written = local(op, strategy, operands, TP, size)
             rows = int(4 / size)
             inputs = [
@@ -149,10 +133,8 @@ def test_an_operator_without_a_rule_is_named_or_repeated_on_request() -> None:
     with pytest.raises(RuleError, match=r"aten.linalg_inv.default.*register_rule"):
         default_table().strategies(op, operands, axis=TP, size=TWO)
     found = default_table().strategies(op, operands, axis=TP, size=TWO, fallback=True)
-    assert [(s.name, s.inputs, s.outputs) for s in found] == [
-        ("invariant", (I,), (I,)),
-        ("replicate", (R,), (R,)),
-    ]
+    wanted = [("invariant", (I,), (I,)), ("replicate", (R,), (R,))]
+    assert [(s.name, s.inputs, s.outputs) for s in found] == wanted
 
 
 def test_a_users_rule_is_one_line_and_stays_in_its_table() -> None:
@@ -214,11 +196,8 @@ def test_random_broadcasts(shape: list[int], drop: int, ones: int, name: str) ->
     make = Maker()
     other = [1 if ones >> i & 1 else n for i, n in enumerate(shape)][min(drop, len(shape)) :]
     operands = (make.real(*shape), make.real(*other))
-    example = (
-        make.call("aten.where.self", make.truth(*other), *operands)
-        if name == "where"
-        else make.call(f"aten.{name}.Tensor", *operands)
-    )
+    mask = [make.truth(*other)] if name == "where" else []
+    example = make.call("aten.where.self" if mask else f"aten.{name}.Tensor", *mask, *operands)
     assert verify_rule(example.op, example.operands, size=2) == []
 
 
@@ -236,9 +215,7 @@ def test_random_linears_and_attentions(b: int, s: int, k: int, n: int, size: int
 
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([2, 4]), st.sampled_from([0.0, 0.2]), st.sampled_from([-100, 5]))
-def test_vocabulary_parallel_loss_with_random_ignored_labels(
-    seed: int, size: int, smoothing: float, ignored: int
-) -> None:
+def test_vocabulary_parallel_loss_with_ignored_labels(seed: int, size: int, smoothing: float, ignored: int) -> None:
     make = Maker(seed)
     labels = torch.where(make.real(3, 4, grad=False) < 0.5, ignored, make.whole(3, 4, high=8))
     logits = (make.real(3, 4, 8, grad=False) * 200 - 100).requires_grad_()

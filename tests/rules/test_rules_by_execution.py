@@ -1,8 +1,5 @@
-"""Every rule of the table, and of every operator of real training graphs, run: forward and backward against one device."""
-
-from __future__ import annotations
-
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -11,48 +8,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.graph.graph import Argument, Graph, Op, TensorSpec
+from autopar.graph.graph import Argument, Graph, TensorSpec
 from autopar.models.resolve import resolve_model
 from autopar.rules.by_execution import _gloo, _in_threads, call, verify_rule
 from autopar.rules.grammar import Pattern, enumerate_strategies
 from autopar.rules.table import RuleTable, default_table, torch_rules
 from autopar.tracing.trace import trace
-from tests.support.rule_examples import (
-    OUTSIDE,
-    Example,
-    Maker,
-    elementwise,
-    every,
-    experts,
-    losses,
-    moved,
-    products,
-    reductions,
-    spec_of,
-    whole,
-)
-
-FAMILIES = {
-    "elementwise": lambda make: elementwise(default_table(), make),
-    "moved": moved,
-    "whole": whole,
-    "reductions": reductions,
-    "products": products,
-    "losses": losses,
-    "experts": experts,
-}
+from tests.support.rule_examples import FAMILIES, OUTSIDE, Example, Maker, elementwise, every, spec_of
 
 
-def needs_other_axis(example: Example) -> bool:
-    """Operators that an earlier axis made run on ranks of that axis."""
-    return "other" in (*example.op.args, *(value for _, value in example.op.kwargs))
+def every_elementwise(make: Maker) -> Iterator[Example]:
+    return elementwise(default_table(), make)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_strategy_gives_what_one_device_gives(family: str, size: int) -> None:
-    examples = [e for e in FAMILIES[family](Maker(size)) if not needs_other_axis(e)]
+@pytest.mark.parametrize("family", [every_elementwise, *FAMILIES])
+def test_every_strategy_gives_what_one_device_gives(family: Callable[[Maker], Iterator[Example]], size: int) -> None:
+    examples = [e for e in family(Maker(size)) if not e.needs_other_axis]
     failures = [line for e in examples for line in verify_rule(e.op, e.operands, size=size, seed=size)]
     assert len(examples) > 7
     assert failures == []
@@ -60,8 +33,7 @@ def test_every_strategy_gives_what_one_device_gives(family: str, size: int) -> N
 
 def test_no_rank_begins_before_all_are_connected(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quick one closed its connections while others still made theirs (`Connection closed by peer`)."""
-    made: list[int] = []
-    seen: list[int] = []
+    made, seen = list[int](), list[int]()
 
     def slowly(store: Any, rank: int, size: int, name: str) -> Any:
         group = _gloo(store, rank, size, name)
@@ -83,10 +55,8 @@ def test_every_rule_has_an_example() -> None:
 # Frozen for reasons that a small run does not show: a convolution whose windows do not overlap could split
 # its window, and attention's kernels want the values as wide as the keys.
 _HARMLESS = {
-    ("aten.conv2d.default", "w0"),
-    ("aten.conv2d.default", "w1"),
-    ("aten.scaled_dot_product_attention.default", "f"),
-    ("autopar.attention", "f"),
+    *(("aten.conv2d.default", label) for label in ("w0", "w1")),
+    *((target, "f") for target in ("aten.scaled_dot_product_attention.default", "autopar.attention")),
 }
 
 
@@ -98,7 +68,6 @@ def test_no_frozen_dim_could_be_split() -> None:
 
 
 def thawed(pattern: Pattern, label: str) -> Pattern:
-    """The same pattern with a frozen label let free."""
     inside = all(label in labels for labels in pattern.outputs)
     contracted = pattern.contracted if inside else pattern.contracted | {label}
     return replace(pattern, frozen=pattern.frozen - {label}, contracted=contracted)
@@ -108,7 +77,7 @@ def _survivors(seed: int) -> set[tuple[str, str]]:
     table, size = default_table(), Fraction(2)
     survivors, mutants = set(), 0
     for example in every(table, seed):
-        if needs_other_axis(example):
+        if example.needs_other_axis:
             continue
         dense = call(example.op, example.operands)
         outputs = tuple(spec_of(tensor) for tensor in dense)
@@ -172,11 +141,8 @@ def test_every_operator_of_a_model_holds_by_execution(kind: str) -> None:
         if known in checked and op.target in checked:
             continue
         checked |= {known, op.target}
-        wide: Op = replace(
-            op,
-            args=tuple(_double(arg) for arg in op.args),
-            kwargs=tuple((key, _double(value)) for key, value in op.kwargs),
-        )
+        kwargs = tuple((key, _double(value)) for key, value in op.kwargs)
+        wide = replace(op, args=tuple(map(_double, op.args)), kwargs=kwargs)
         failures += verify_rule(wide, [_operand(spec, generator) for spec in operands], size=2)
     assert len(checked) > 20
     assert failures == []

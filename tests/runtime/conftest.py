@@ -1,7 +1,5 @@
 """A process group of one rank, and a small model that trains in it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -14,7 +12,6 @@ from tests.support.parallel import SMALL, small
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    """Of a test that trains in this process."""
     start("cpu")
     yield
     stop()

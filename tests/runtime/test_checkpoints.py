@@ -1,7 +1,3 @@
-"""What a checkpoint of one rank holds, that damage in it is found, and that what is there is complete."""
-
-from __future__ import annotations
-
 import json
 import math
 import pickle
@@ -16,14 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import (
-    CosineAnnealingLR,
-    LinearLR,
-    MultiStepLR,
-    OneCycleLR,
-    ReduceLROnPlateau,
-    SequentialLR,
-)
+from torch.optim import lr_scheduler as rates
 
 from autopar.errors import CheckpointError, PlanError, UsageError
 from autopar.plan.mesh import Mesh
@@ -91,7 +80,6 @@ def step(par: ParallelModel, optimizer: torch.optim.Optimizer, seed: int = 0) ->
 
 
 def values(par: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """All that a load changes."""
     found = dict(par.full_state_dict())
     for key, parameter in par.named_parameters():
         for name, value in optimizer.state.get(parameter, {}).items():
@@ -100,7 +88,6 @@ def values(par: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Te
 
 
 def loaded_values(path: Path) -> dict[str, Tensor]:
-    """Of a model of its own that loads a checkpoint."""
     par = build()
     optimizer = torch.optim.AdamW(par.parameters())
     par.load(path, optimizer)
@@ -129,9 +116,7 @@ def test_the_state_dict_is_complete_and_so_is_a_checkpoint(tmp_path: Path) -> No
     again = build(other)
     again.load_state_dict(par.full_state_dict())
     assert same(again.full_state_dict(), par.full_state_dict())
-    assert loaded.train_step(batch(5)).item() == par.train_step(batch(5)).item(), (
-        "steps read the buffers that were loaded"
-    )
+    assert loaded.train_step(batch(5)).item() == par.train_step(batch(5)).item(), "steps read buffers as loaded"
 
 
 def test_the_files_are_json_and_safetensors(tmp_path: Path) -> None:
@@ -149,23 +134,23 @@ def test_the_files_are_json_and_safetensors(tmp_path: Path) -> None:
 
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
-    "cosine": lambda o: CosineAnnealingLR(o, 10),
-    "milestones": lambda o: MultiStepLR(o, [1, 4, 4]),
-    "one cycle": lambda o: OneCycleLR(o, 0.3, 10),
-    "two in a row": lambda o: SequentialLR(o, [LinearLR(o), CosineAnnealingLR(o, 5)], [2]),
-    "plateau": lambda o: ReduceLROnPlateau(o, patience=0),
-    "a list": lambda o: [CosineAnnealingLR(o, 10), MultiStepLR(o, [2])],
+    "cosine": lambda o: rates.CosineAnnealingLR(o, 10),
+    "milestones": lambda o: rates.MultiStepLR(o, [1, 4, 4]),
+    "one cycle": lambda o: rates.OneCycleLR(o, 0.3, 10),
+    "two in a row": lambda o: rates.SequentialLR(o, [rates.LinearLR(o), rates.CosineAnnealingLR(o, 5)], [2]),
+    "plateau": lambda o: rates.ReduceLROnPlateau(o, patience=0),
+    "a list": lambda o: [rates.CosineAnnealingLR(o, 10), rates.MultiStepLR(o, [2])],
 }
 
 
 def _advance(scheduler: Any) -> None:
     for one in scheduler if isinstance(scheduler, list) else [scheduler]:
-        one.step(1.0) if isinstance(one, ReduceLROnPlateau) else one.step()
+        one.step(1.0) if isinstance(one, rates.ReduceLROnPlateau) else one.step()
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_schedulers_go_on(tmp_path: Path, kind: str) -> None:
-    rates = []
+    found = []
     for loads in (False, True):
         par = build()
         optimizer = torch.optim.SGD(par.parameters(), lr=0.1, momentum=0.9)
@@ -182,9 +167,9 @@ def test_schedulers_go_on(tmp_path: Path, kind: str) -> None:
             optimizer.step()
             _advance(scheduler)
             after.append(optimizer.param_groups[0]["lr"])
-        rates.append(after)
-    assert rates[0] == rates[1]
-    assert len(set(rates[0])) > 1
+        found.append(after)
+    assert found[0] == found[1]
+    assert len(set(found[0])) > 1
 
 
 def test_loaders_and_extras_come_back_as_they_were(tmp_path: Path) -> None:
@@ -318,16 +303,11 @@ def test_an_index_is_what_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.bfloat16, torch.bool, torch.int8, torch.complex64, torch.float8_e4m3fn]
 )
-def test_rows_of_large_tensors_are_read_by_chunks(
-    tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_tensors_are_read_by_chunks(tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autopar.runtime.checkpoint.checkpoint_index.CHUNK_BYTES", 256)
     value = (torch.randn(37, 5) * 3).to(dtype)
-    written, pieces = chunk_files.write(
-        tmp_path / "data-0-00000.safetensors",
-        [chunk_files.Part(name="x", whole=(37, 5), offset=(0, 0), value=value)],
-        {},
-    )
+    part = chunk_files.Part(name="x", whole=(37, 5), offset=(0, 0), value=value)
+    written, pieces = chunk_files.write(tmp_path / "data-0-00000.safetensors", [part], {})
     piece, each = pieces["x"], chunk_rows((37, 5), dtype.itemsize)
     assert len(piece.sums) == -(-37 // each) > 1 or dtype.itemsize == 1
     values = {"progress": {"step": 0, "seed": 0}, "optimizer": {"settings": [], "of": {}, "numbers": {}}, "states": {}}
@@ -353,9 +333,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("where", ["files.write", "folder.write_through", "folder.commit", "folder._sync"])
 @pytest.mark.parametrize("replaces", [False, True])
-def test_a_save_that_is_killed_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, replaces: bool
-) -> None:
+def test_a_killed_save_leaves_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, replaces: bool) -> None:
     par, optimizer = trained()
     checkpoints = Checkpoints(tmp_path)
     kept = checkpoints.save(par, optimizer)
@@ -417,9 +395,7 @@ def test_the_newest_are_kept_and_found(tmp_path: Path, caplog: pytest.LogCapture
         Checkpoints(tmp_path, keep=0)
 
 
-def test_what_is_written_beside_training_is_what_a_save_would_have_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_written_beside_training_is_what_a_save_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     par, optimizer = trained()
     beside = Checkpoints(tmp_path / "beside", asynchronous=True)
     at_once = Checkpoints(tmp_path / "at_once")
@@ -467,9 +443,5 @@ def test_older_checkpoints_are_read_when_that_is_allowed(tmp_path: Path) -> None
     assert (loaded.seed, loaded.step_count, fresh.param_groups[0]["betas"]) == (11, 2, (0.5, 0.75))
     assert same(values(loaded, fresh), values(par, optimizer))
     loaded.save(tmp_path, fresh)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "checkpoint.json",
-        "data-0-00000.safetensors",
-        "plan.json",
-    ]
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint.json", "data-0-00000.safetensors", "plan.json"}
     build().load(tmp_path)

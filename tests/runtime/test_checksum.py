@@ -1,7 +1,3 @@
-"""Checksums: equal for equal bits wherever they lie, and different for whatever else."""
-
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -43,9 +39,7 @@ def test_the_same_bits_have_one_number_wherever_they_lie(dtype: torch.dtype, len
     columns=st.integers(1, 3000),
     places=st.tuples(st.integers(0, 2**30), st.integers(0, 2**30)),
 )
-def test_what_is_changed_or_moved_has_another(
-    dtype: torch.dtype, rows: int, columns: int, places: tuple[int, int]
-) -> None:
+def test_what_is_changed_has_another(dtype: torch.dtype, rows: int, columns: int, places: tuple[int, int]) -> None:
     value = random(dtype, rows * columns)
     before = number(value)
     one, other = (place % len(value) for place in places)
@@ -65,8 +59,6 @@ def test_numbers_differ_by_their_signs_and_zeros() -> None:
 
 
 class Kernels(TorchDispatchMode):
-    """Counts operators that are no views."""
-
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

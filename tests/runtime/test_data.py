@@ -1,7 +1,3 @@
-"""Batches that ranks load: together they are those of one process, from any position, under any number of data ranks."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -41,12 +37,10 @@ def plans() -> dict[str, Plan]:
 
 
 def loaders(plan: Plan, length: int = 27, **options: Any) -> list[PlannedLoader]:
-    """One for each data rank."""
     return [planned_loader(plan, rank, numbers(length), **options) for rank in range(plan.mesh.data)]
 
 
 def together(batches: list[Any]) -> list[int]:
-    """The global batch that the data ranks have."""
     if isinstance(batches[0], WholeBatch):
         assert all(batch["x"].tolist() == batches[0]["x"].tolist() for batch in batches)
         return list(batches[0]["x"].tolist())
@@ -139,7 +133,6 @@ class Stream(IterableDataset[dict[str, Tensor]]):
 
 
 def streams(plan: Plan, **options: Any) -> list[Any]:
-    """One for each data rank."""
     return [planned_loader(plan, rank, Stream(), **options) for rank in range(plan.mesh.data)]
 
 

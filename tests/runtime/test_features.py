@@ -1,7 +1,3 @@
-"""What one rank does on the host and on a GPU: steps in all precisions, experts, dropout, offloading, checkpoints, no waits."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,3 @@
-"""The training loop on one rank: resumes, saves, ends when it is told to, and what it does with numbers that are none."""
-
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -138,9 +134,8 @@ def test_a_step_that_is_not_finite_stops_training_and_names_parameters(tmp_path:
     data = batches(3)
     data[2]["x"][0, 0] = math.inf
     checkpoints = autopar.Checkpoints(tmp_path)
-    with pytest.raises(
-        NonFiniteError, match=r"at step 3: a loss of \S+, no finite gradient of first.bias.*Lower"
-    ) as caught:
+    said = r"at step 3: a loss of \S+, no finite gradient of first.bias.*Lower"
+    with pytest.raises(NonFiniteError, match=said) as caught:
         autopar.fit(par, optimizer, data, steps=9, save_every=1, checkpoints=checkpoints)
     assert "\n" not in str(caught.value)
     assert all(value.isfinite().all() for value in par.full_state_dict().values())
@@ -217,9 +212,8 @@ def test_out_of_memory_says_what_was_planned_and_what_there_is(monkeypatch: pyte
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr(par._runner, "run", fails)
-    with pytest.raises(
-        OutOfMemoryError, match=r"Rank 0 ran out of memory on cpu: parameters 1.09 KiB \(predicted "
-    ) as caught:
+    said = r"Rank 0 ran out of memory on cpu: parameters 1.09 KiB \(predicted "
+    with pytest.raises(OutOfMemoryError, match=said) as caught:
         par.train_step(batches()[0])
     text = str(caught.value)
     assert "gradients 0 B (predicted" in text

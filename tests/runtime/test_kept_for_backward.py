@@ -1,10 +1,7 @@
-"""What blocks keep for backward: on the host in the meantime, or made again (selective recompute), the same numbers and bytes as predicted."""
-
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -33,6 +30,7 @@ from autopar.tracing.trace import trace
 from tests.support.close import assert_close
 from tests.support.distributed import subjects
 from tests.support.distributed.plans import make_plan
+from tests.support.small_models import model_of
 
 B, S, H, HEADS = 2, 16, 32, 8
 
@@ -78,15 +76,8 @@ class Gated(nn.Module):
         return x + self.down(functional.silu(self.gate(y)) * self.up(y))
 
 
-class Stack(nn.Module):
-    def __init__(self, layer: type[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layer() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.sum()
+def stack(layer: type[nn.Module]) -> nn.Module:
+    return model_of(lambda self, x: self.layers(x).sum(), layers=nn.Sequential(*(layer() for _ in range(2))))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -97,8 +88,8 @@ def meshes() -> Iterator[Any]:
 
 
 GRAPHS: dict[str, Callable[[], Graph]] = {
-    "written out": lambda: trace(Stack(Layer), (torch.zeros(B, S, H, requires_grad=True),)),
-    "gated": lambda: trace(Stack(Gated), (torch.zeros(B, S, H, requires_grad=True),)),
+    "written out": lambda: trace(stack(Layer), (torch.zeros(B, S, H, requires_grad=True),)),
+    "gated": lambda: trace(stack(Gated), (torch.zeros(B, S, H, requires_grad=True),)),
     "gpt2": lambda: subjects.graph_of(subjects.HfSubject("gpt2", depth=1)),
 }
 
@@ -277,10 +268,7 @@ def gradients(device: str, width: int, rows: int, *, moves: bool) -> tuple[list[
         x = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)).to(device)
         mover.begin([x, scale])
         for block in blocks:
-            if moves:
-                with mover.block(block.parameters()):
-                    x = block(x, scale)
-            else:
+            with mover.block(block.parameters()) if moves else nullcontext():
                 x = block(x, scale)
         held = torch.cuda.memory_allocated() if device == "cuda" else 0
         (x * x).sum().backward()

@@ -1,7 +1,3 @@
-"""Optimizers step on the plain tensors inside of DTensors, and nobody sees it but the clock."""
-
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -58,7 +54,6 @@ def trained(make: Callable[..., torch.optim.Optimizer], local: bool = False, on_
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Within a few roundings."""
     return error_of(found, wanted) <= 2e-6
 
 

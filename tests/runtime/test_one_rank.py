@@ -1,7 +1,3 @@
-"""A job of one rank runs the model as it is; what does not fit the plan is refused."""
-
-from __future__ import annotations
-
 import copy
 import gc
 import pickle
@@ -34,6 +30,7 @@ from tests.support.close import assert_close
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.subjects import graph_of
 from tests.support.parallel import SMALL, alone, halve, small
+from tests.support.small_models import model_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -54,18 +51,14 @@ def test_a_checkpoint_that_lacks_something_is_refused_in_one_line(parallel: Para
 
 def test_batches_that_do_not_fit_are_refused(parallel: ParallelModel, batch: Batch) -> None:
     wanted = parallel.evaluate(batch).item()
+    uneven = {name: value[: 6 + (name == "labels")] for name, value in batch.items()}
+    short = {name: value[:, :8] for name, value in batch.items()}
     for given, said in (
         ({"input_ids": batch["input_ids"]}, r"Expected input_ids, attention_mask, labels, got input_ids"),
         (SMALL.make_batch(10, seed=0), r"input_ids has 10 samples.*8 \(the complete global batch\) or fewer"),
         (SMALL.make_batch(0, seed=0, padded=False), r"input_ids has 0 samples"),
-        (
-            {name: value[: 6 + (name == "labels")] for name, value in batch.items()},
-            r"numbers of samples: 6 of input_ids, 6 of attention_mask, 7 of labels",
-        ),
-        (
-            {name: value[:, :8] for name, value in batch.items()},
-            r"input_ids has shape \(8, 8\), but the plan takes \(samples, 16\)\. Pad",
-        ),
+        (uneven, r"numbers of samples: 6 of input_ids, 6 of attention_mask, 7 of labels"),
+        (short, r"input_ids has shape \(8, 8\), but the plan takes \(samples, 16\)\. Pad"),
         ({**batch, "input_ids": batch["input_ids"].float()}, r"Expected int64, got float32\. Cast it"),
         (list(batch.values()), r"The batch is a list, not a dict.*'input_ids': .*'labels'"),
     ):
@@ -78,18 +71,12 @@ def test_batches_that_do_not_fit_are_refused(parallel: ParallelModel, batch: Bat
 def test_what_a_step_cannot_take_is_refused(parallel: ParallelModel, batch: Batch) -> None:
     """Each of these was a wrong number (a gradient of one rank's samples, another dtype) or an error of torch's."""
     wanted = parallel.evaluate(batch).item()
-    with (
-        torch.inference_mode(),
-        pytest.raises(
-            UsageError, match=r"needs gradients, but they are off \(torch\.inference_mode\)\. Call par\.evaluate"
-        ),
-    ):
+    said = r"needs gradients, but they are off \(torch\.inference_mode\)\. Call par\.evaluate"
+    with torch.inference_mode(), pytest.raises(UsageError, match=said):
         parallel.train_step(batch)
     for call in (parallel.train_step, parallel.evaluate, lambda b: parallel(**b)):
-        with (
-            torch.autocast("cpu", torch.bfloat16),
-            pytest.raises(UsageError, match=r"inside torch\.autocast to bfloat16: the plan computes in float32"),
-        ):
+        said = r"inside torch\.autocast to bfloat16: the plan computes in float32"
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(UsageError, match=said):
             call(batch)
     with torch.inference_mode():
         made = {name: value.clone() for name, value in batch.items()}
@@ -98,9 +85,8 @@ def test_what_a_step_cannot_take_is_refused(parallel: ParallelModel, batch: Batc
 
 def test_inputs_that_need_gradients_are_refused() -> None:
     """They got those of one rank's samples."""
-    torch.manual_seed(0)
-    traced = api.trace(Sides(), example_inputs=sides(torch.float32))
-    parallel = alone(Sides(), traced, micro=2)
+    traced = api.trace(of_sides(), example_inputs=sides(torch.float32))
+    parallel = alone(of_sides(), traced, micro=2)
     given = sides(torch.float32)["sides"]
     given["left"].requires_grad_()
     for call in (parallel.train_step, lambda batch: parallel(**batch)):
@@ -142,9 +128,7 @@ def test_plan_for_another_model_is_refused() -> None:
 
 
 @pytest.mark.parametrize("way", ["train_step", "backward"])
-def test_gradients_of_several_steps_add_up_without_those_of_one_that_failed(
-    parallel: ParallelModel, batch: Batch, way: str
-) -> None:
+def test_gradients_of_steps_add_up_without_those_that_failed(parallel: ParallelModel, batch: Batch, way: str) -> None:
     """Those of its first micro-batches were added to the next step's, past ``zero_grad``."""
     parallel.train_step(batch)
     once = parallel.full_gradients()
@@ -261,9 +245,7 @@ def test_an_optimizer_of_the_model_that_was_given_is_refused(batch: Batch) -> No
     optimizer.step()  # somebody trains the model itself as well
 
 
-def test_attributes_that_change_after_the_plan_was_made_are_told_once(
-    batch: Batch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_attributes_that_change_after_planning_are_told_once(batch: Batch, caplog: pytest.LogCaptureFixture) -> None:
     model = SMALL.build()
     parallel = small(model)
     model.eval()
@@ -288,9 +270,7 @@ class Unknown(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("how", ["data", "whole", "vector", "swapped"])
-def test_a_parameter_is_written_in_place_and_not_replaced(
-    parallel: ParallelModel, batch: Batch, how: str, tmp_path: Path
-) -> None:
+def test_a_parameter_is_written_in_place(parallel: ParallelModel, batch: Batch, how: str, tmp_path: Path) -> None:
     """``p.data = tensor`` was passed over by torch: neither steps nor checkpoints had it."""
     key, parameter = next(parallel.named_parameters())
     before, kept = parallel.train_step(batch).item(), parameter.detach().clone()
@@ -348,9 +328,7 @@ def test_a_model_that_is_left_goes_at_once_and_its_hooks_with_it(batch: Batch) -
         gc.enable()
 
 
-def test_weights_that_are_loaded_into_the_model_too_late_are_told_of(
-    batch: Batch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_loaded_into_the_model_too_late_are_told_of(batch: Batch, caplog: pytest.LogCaptureFixture) -> None:
     """Without a word training went on from those that the model had before."""
     other = {name: p * 0.5 for name, p in SMALL.build().state_dict().items()}
 
@@ -371,9 +349,7 @@ def test_weights_that_are_loaded_into_the_model_too_late_are_told_of(
     assert not told(lambda model, parallel: model.load_state_dict(parallel.full_state_dict()))
 
 
-def test_an_optimizer_of_whole_parameters_is_told_of_parts(
-    parallel: ParallelModel, batch: Batch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_optimizer_is_told_of_parts(parallel: ParallelModel, batch: Batch, caplog: pytest.LogCaptureFixture) -> None:
     named = dict(parallel.named_parameters())
     parallel.train_step(batch)
     whole = [named["transformer.h.0.mlp.c_fc.weight"]]
@@ -416,16 +392,14 @@ def test_buckets_leave_after_the_last_backward() -> None:
     assert torch.equal(held[2].parameter.grad, torch.zeros(4))
 
 
-class Sides(torch.nn.Module):
+def of_sides() -> nn.Module:
     """Two linear layers of one width each, on inputs in a dict."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = torch.nn.Linear(4, 8), torch.nn.Linear(6, 8)
+    def forward(self: Any, sides: dict[str, Tensor], scale: float = 1.0) -> Tensor:
+        return (self.left(sides["left"]) + scale * self.right(sides["right"])).square().mean()
 
-    def forward(self, sides: dict[str, torch.Tensor], scale: float = 1.0) -> torch.Tensor:
-        made: torch.Tensor = self.left(sides["left"]) + scale * self.right(sides["right"])
-        return made.square().mean()
+    torch.manual_seed(0)
+    return model_of(forward, left=nn.Linear(4, 8), right=nn.Linear(6, 8))
 
 
 def sides(dtype: torch.dtype) -> dict[str, Any]:
@@ -439,9 +413,8 @@ def sides(dtype: torch.dtype) -> dict[str, Any]:
 )
 def test_models_and_batches_of_any_dtype_are_computed_in_the_plans(own: str, precision: str) -> None:
     """Inputs in dicts too; what is no tensor is a constant of the plan."""
-    torch.manual_seed(0)
     dtype = getattr(torch, own)
-    model, batch = Sides().to(dtype), sides(dtype)
+    model, batch = of_sides().to(dtype), sides(dtype)
     recipe = PRECISIONS[precision]
     traced = api.trace(model, example_inputs=batch, precision=recipe.name)
     assert {p.spec.dtype for p in traced.parameters} == {getattr(torch, recipe.compute)}
@@ -452,53 +425,39 @@ def test_models_and_batches_of_any_dtype_are_computed_in_the_plans(own: str, pre
     assert found.item() == pytest.approx(model(**batch).item(), rel=2e-2 if "bf" in own + precision else 1e-6)
 
 
-class Own(nn.Module):
+def own_norm(size: int) -> nn.Module:
     """A batch norm that may do what it likes in ``eval()``."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(size))
-        self.register_buffer("variance", torch.ones(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.batch_norm(x, self.mean, self.variance, training=True)
+    forward = lambda self, x: nn.functional.batch_norm(x, self.mean, self.variance, training=True)
+    return model_of(forward, mean=nn.Buffer(torch.zeros(size)), variance=nn.Buffer(torch.ones(size)))
 
 
-class Noisy(nn.Module):
+NORMS = {"statistics": nn.BatchNorm1d, "own": own_norm, "input": partial(nn.BatchNorm1d, affine=False)}
+
+
+def noisy(kind: str) -> nn.Module:
     """Dropout, or else what an evaluation does not know."""
 
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.first, self.drop = kind, nn.Linear(8, 8), nn.Dropout(0.5)
-        norms = {"statistics": nn.BatchNorm1d, "own": Own, "input": partial(nn.BatchNorm1d, affine=False)}
-        self.norm = norms.get(kind, nn.Identity)(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.drop(x) if self.kind == "inputs" else x
-        x = self.first(self.norm(x)) if self.kind == "input" else self.norm(self.first(x))
+    def forward(self: Any, x: Tensor) -> Tensor:
+        x = self.drop(x) if kind == "inputs" else x
+        x = self.first(self.norm(x)) if kind == "input" else self.norm(self.first(x))
         x = self.drop(x)
-        if self.kind == "noise":
+        if kind == "noise":
             x = x + torch.rand_like(x)
         return x.square().mean()
+
+    torch.manual_seed(0)
+    return model_of(forward, first=nn.Linear(8, 8), drop=nn.Dropout(0.5), norm=NORMS.get(kind, nn.Identity)(8))
 
 
 @pytest.mark.parametrize(
     ("kind", "opaque", "value"),
     [
-        ("dropout", (), ""),
-        ("dropout", ("drop",), ""),
-        ("inputs", (), ""),
-        ("noise", (), "aten.rand_like"),
-        ("statistics", (), ""),
-        ("input", (), ""),
-        ("own", (), "buffers norm.mean, norm.variance, and what eval"),
+        ("dropout", (), ""), ("dropout", ("drop",), ""), ("inputs", (), ""), ("noise", (), "aten.rand_like"),
+        ("statistics", (), ""), ("input", (), ""), ("own", (), "buffers norm.mean, norm.variance, and what eval"),
     ],
-)
-def test_an_evaluation_has_no_dropout_and_knows_what_it_does_not_know(
-    kind: str, opaque: tuple[str, ...], value: str
-) -> None:
-    torch.manual_seed(0)
-    model, batch = Noisy(kind), {"x": torch.randn(4, 8)}
+)  # fmt: skip
+def test_an_evaluation_has_no_dropout_and_says_what_it_lacks(kind: str, opaque: tuple[str, ...], value: str) -> None:
+    model, batch = noisy(kind), {"x": torch.randn(4, 8)}
     traced = api.trace(model, example_inputs=batch, opaque=opaque, global_batch_size=4)
     parallel = alone(model, traced)
     if value:
@@ -515,8 +474,7 @@ def test_an_evaluation_has_no_dropout_and_knows_what_it_does_not_know(
 
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_batch_norms_compute_low_by_statistics_in_the_models_dtype(is_frozen: bool) -> None:
-    torch.manual_seed(0)
-    model, batch = Noisy("statistics").train(), {"x": torch.randn(4, 8)}
+    model, batch = noisy("statistics").train(), {"x": torch.randn(4, 8)}
     model.drop.eval()
     model.norm.train(not is_frozen)
     traced = api.trace(model, example_inputs=batch, global_batch_size=4, precision="bf16")
@@ -528,8 +486,7 @@ def test_batch_norms_compute_low_by_statistics_in_the_models_dtype(is_frozen: bo
 
 @pytest.mark.parametrize("kind", ["statistics", "input", "exact"])
 def test_a_smaller_batch_of_samples_that_depend_on_each_other_is_refused(kind: str) -> None:
-    torch.manual_seed(0)
-    model, batch = Noisy(kind), {"x": torch.randn(4, 8)}
+    model, batch = noisy(kind), {"x": torch.randn(4, 8)}
     loss = (lambda output, given: output * len(given["x"])) if kind == "exact" else None
     traced = api.trace(model, example_inputs=batch, global_batch_size=4, loss_fn=loss)
     parallel = alone(model, traced)
@@ -550,9 +507,7 @@ def _halved(optimizer: torch.optim.Optimizer, last_epoch: int = -1) -> LRSchedul
     return LambdaLR(optimizer, lambda epoch: 0.5**epoch, last_epoch)
 
 
-def test_a_scheduler_that_is_made_after_a_load_goes_on_from_the_first_rate(
-    parallel: ParallelModel, tmp_path: Path
-) -> None:
+def test_a_scheduler_made_after_a_load_goes_on_from_the_first_rate(parallel: ParallelModel, tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.5, foreach=True)
     scheduler = _halved(optimizer)
     for _ in range(2):
@@ -567,9 +522,7 @@ def test_a_scheduler_that_is_made_after_a_load_goes_on_from_the_first_rate(
     assert _halved(fresh, 2).get_last_lr() == [0.0625]
 
 
-def test_parameters_of_one_group_that_were_saved_in_several_are_refused(
-    parallel: ParallelModel, tmp_path: Path
-) -> None:
+def test_a_group_that_was_saved_as_several_is_refused(parallel: ParallelModel, tmp_path: Path) -> None:
     parameters = list(parallel.parameters())
     groups = [{"params": parameters[:2], "lr": 0.5}, {"params": parameters[2:], "lr": 0.25}]
     parallel.save(tmp_path, torch.optim.SGD(groups))
@@ -585,20 +538,10 @@ def test_parameters_of_one_group_that_were_saved_in_several_are_refused(
     assert [group["lr"] for group in several.param_groups] == [0.5] * 2 + [0.25] * (len(parameters) - 2)
 
 
-class Factor(nn.Module):
-    """Times a tensor that is no buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.factor = nn.Linear(4, 4), torch.arange(4.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.linear(x) * self.factor).square().mean()
-
-
 def test_a_tensor_on_meta_that_is_no_buffer_is_refused_by_name() -> None:
     with torch.device("meta"):
-        model = Factor()
+        parts = {"linear": nn.Linear(4, 4), "factor": torch.arange(4.0)}
+    model = model_of(lambda self, x: (self.linear(x) * self.factor).square().mean(), **parts)
     batch = {"x": torch.ones(4, 4)}
     with pytest.raises(UsageError, match=r"factor.*was made on meta and has no value"):
         autopar.parallelize(model, cluster="cpu:1x1", example_inputs=batch, global_batch_size=4)

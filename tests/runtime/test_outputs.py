@@ -1,7 +1,3 @@
-"""What a parallel model returns, in a job of one rank: as the model itself, in each of its modes."""
-
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +15,7 @@ from autopar.tracing.trace import trace
 from tests.support.close import assert_close
 from tests.support.distributed.returning import Result, Returning
 from tests.support.parallel import alone
+from tests.support.small_models import model_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -128,20 +125,13 @@ def test_a_batch_by_position_has_the_names_of_forward() -> None:
         parallel(given)
 
 
-class Noise(nn.Module):
-    """One of its outputs no plan can make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        h = self.inner(x)
-        return {"loss": h.square().mean(), "h": h, "noise": torch.rand_like(h), "unused": 1}
+def _noise(self: Any, x: Tensor) -> dict[str, Any]:
+    h = self.inner(x)
+    return {"loss": h.square().mean(), "h": h, "noise": torch.rand_like(h), "unused": 1}
 
 
 def test_an_output_that_cannot_be_made_is_none_and_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    model, x = Noise(), torch.randn(4, 4)
+    model, x = model_of(_noise, inner=nn.Linear(4, 4)), torch.randn(4, 4)
     graph = trace(model, kwargs={"x": x})
     parallel = alone(model, graph)
     with caplog.at_level(logging.WARNING, "autopar"):
@@ -157,16 +147,11 @@ def test_a_class_inside_of_a_function_is_given_by_its_fields() -> None:
         loss: Tensor
         h: Tensor
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
+    def forward(self: Any, x: Tensor) -> Inside:
+        h = self.inner(x)
+        return Inside(h.square().mean(), h)
 
-        def forward(self, x: Tensor) -> Inside:
-            h = self.inner(x)
-            return Inside(h.square().mean(), h)
-
-    model, x = Model(), torch.randn(4, 4)
+    model, x = model_of(forward, inner=nn.Linear(4, 4)), torch.randn(4, 4)
     parallel = autopar.parallelize(model, cluster="cpu:1x1", example_inputs={"x": x})
     found = parallel.predict({"x": x})
     assert_close((found.loss, found.h), (model(x).loss, model(x).h))

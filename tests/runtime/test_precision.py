@@ -1,7 +1,5 @@
 """Models that mix dtypes, as buffers in float32 and torch.zeros do, and the scaler of float16: torch's own numbers, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import pairwise
@@ -26,6 +24,7 @@ from tests.support.distributed import scaled
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.subjects import HfSubject
 from tests.support.parallel import alone, on_rank
+from tests.support.small_models import model_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -144,35 +143,21 @@ OPS: dict[str, Op] = {
 }
 
 
-class Mixed(nn.Module):
+def mixed(op: Op) -> nn.Module:
     """A product of parameters behind one operator on buffers in float32."""
-
-    def __init__(self, op: Op) -> None:
-        super().__init__()
-        self.op = op
-        self.inner, self.out = nn.Linear(8, 8), nn.Linear(8, 1)
-        self.register_buffer("row", torch.randn(8))
-        self.register_buffer("square", torch.randn(8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.out(self.op(self.inner(x), self.row, self.square))
-        return found.square().mean()
+    parts = {"inner": nn.Linear(8, 8), "out": nn.Linear(8, 1)}
+    kept = {"row": nn.Buffer(torch.randn(8)), "square": nn.Buffer(torch.randn(8, 8))}
+    forward = lambda self, x: self.out(op(self.inner(x), self.row, self.square)).square().mean()
+    return model_of(forward, **parts, **kept)
 
 
-class Normed(nn.Module):
+def normed(norm: Callable[[nn.Module], nn.Module]) -> nn.Module:
     """Weights divided by their largest singular value, which buffers in float32 approach step by step."""
-
-    def __init__(self, norm: Callable[[nn.Module], nn.Module]) -> None:
-        super().__init__()
-        self.net = nn.Sequential(norm(nn.Linear(8, 16)), nn.ReLU(), norm(nn.Linear(16, 1)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.net(x)
-        return found.square().mean()
+    net = nn.Sequential(norm(nn.Linear(8, 16)), nn.ReLU(), norm(nn.Linear(16, 1)))
+    return model_of(lambda self, x: self.net(x).square().mean(), net=net)
 
 
 def losses(model: nn.Module, precision: str) -> list[float]:
-    """Of two steps of one rank."""
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
     recipe = PRECISIONS[precision]
     graph = api.trace(model, example_inputs={"x": x}, precision=recipe.name)
@@ -185,7 +170,7 @@ def losses(model: nn.Module, precision: str) -> list[float]:
 def test_products_have_operands_in_one_dtype(kind: str, precision: str) -> None:
     """It ended in the kernel's error in the first step, or in that of the trace."""
     torch.manual_seed(0)
-    model, x, recipe = Mixed(OPS[kind]), torch.randn(2, 8), PRECISIONS[precision]
+    model, x, recipe = mixed(OPS[kind]), torch.randn(2, 8), PRECISIONS[precision]
     dtype = getattr(torch, recipe.compute)
     graph = api.trace(model, example_inputs={"x": x}, precision=recipe.name)
     parameters = {name: p.detach().to(dtype) for name, p in model.named_parameters()}
@@ -200,7 +185,7 @@ def test_norms_of_whole_weights_train(norm: Callable[[nn.Module], nn.Module]) ->
     found = {}
     for precision in ("fp32", "bf16", "fp64"):
         torch.manual_seed(0)
-        found[precision] = losses(Normed(norm), precision)
+        found[precision] = losses(normed(norm), precision)
     assert found["bf16"] == pytest.approx(found["fp32"], rel=5e-2)
     assert found["fp64"] == pytest.approx(found["fp32"], rel=1e-4)
 
@@ -212,7 +197,7 @@ def test_an_operator_without_a_kernel_is_told_with_a_remedy() -> None:
         mock.patch("autopar.runtime.step.runner.Accumulation.run", side_effect=lacking),
         pytest.raises(UsageError, match=r"No kernel cdist for BFloat16 on this device\. Cast .* x\.float\(\)"),
     ):
-        losses(Mixed(OPS["positions"]), "bf16")
+        losses(mixed(OPS["positions"]), "bf16")
 
 
 def test_what_takes_two_dtypes_keeps_them() -> None:
@@ -223,8 +208,8 @@ def test_what_takes_two_dtypes_keeps_them() -> None:
         heads = x[:, None, None]
         return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=row[:1, None])[:, 0, 0]
 
-    graph = api.trace(Mixed(masked), example_inputs={"x": x}, precision="bf16")
+    graph = api.trace(mixed(masked), example_inputs={"x": x}, precision="bf16")
     attention = next(op for op in graph.ops if "attention" in op.target)
     assert {graph.spec(name).dtype for name in attention.operands} == {torch.bfloat16, torch.float32}
-    model = Mixed(OPS["positions"])
+    model = mixed(OPS["positions"])
     assert not any("to.dtype" in op.target for op in trace(model, kwargs={"x": x}).ops)

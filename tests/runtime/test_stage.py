@@ -1,7 +1,5 @@
 """What stages pass on has the form that pipelines of torch 2.11 take and comes out as it went in; sums of gradients over stages."""
 
-from __future__ import annotations
-
 from itertools import permutations
 from typing import Any
 

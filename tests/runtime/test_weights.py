@@ -1,7 +1,4 @@
-"""Where parameters and buffers get their values: slices, initialisation of models on meta, files of safetensors."""
-
-from __future__ import annotations
-
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +17,7 @@ from autopar.runtime.launch import launch
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.weights import FileWeights, ModelWeights, initialise, local_index
 from tests.support.close import assert_close
+from tests.support.small_models import model_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -50,15 +48,10 @@ def test_another_shape_is_refused() -> None:
         local_index(parameter((6, 12)), torch.Size((5, 12)), {}, {})
 
 
-class Bare(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(3))
-
-
 def on_meta() -> nn.Module:
     with torch.device("meta"):
-        return nn.Sequential(nn.Linear(3, 5), nn.Sequential(nn.Linear(5, 4), Bare()))
+        bare = model_of(None, scale=nn.Parameter(torch.ones(3)))
+        return nn.Sequential(nn.Linear(3, 5), nn.Sequential(nn.Linear(5, 4), bare))
 
 
 def test_modules_on_meta_are_initialised_one_by_one() -> None:
@@ -80,7 +73,7 @@ def test_state_of_the_random_generator_is_kept() -> None:
 
 
 def test_a_module_without_initialiser_is_named() -> None:
-    with pytest.raises(UsageError, match=r"1\.1\.scale: A Bare .*reset_parameters"):
+    with pytest.raises(UsageError, match=r"1\.1\.scale: A Model .*reset_parameters"):
         initialise(on_meta(), "1.1", seed=0)
 
 
@@ -146,22 +139,18 @@ class Head(nn.Module):
         return self.norm(x[:, self.order].transpose(1, 2)).transpose(1, 2) * self.scale + self.shift
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(16, 16), Head()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.cross_entropy(self.head(self.table(x)).flatten(0, 1), x.flatten())
+def net() -> nn.Module:
+    loss = lambda self, x: functional.cross_entropy(self.head(self.table(x)).flatten(0, 1), x.flatten())
+    return model_of(loss, table=nn.Embedding(16, 16), head=Head())
 
 
 BATCH = {"x": torch.arange(32).view(8, 4) % 16}
 
 
-def saved(folder: Path, **changes: Tensor | None) -> Net:
+def saved(folder: Path, **changes: Tensor | None) -> nn.Module:
     """A model whose weights and buffers are its own, in a file, but for ``changes`` (dots as ``__``; None: left out)."""
     torch.manual_seed(3)
-    model = Net()
+    model = net()
     with torch.no_grad():
         model.head.order.copy_(torch.tensor([0, 0, 1, 2]))
         model.head.scale.fill_(5.0)
@@ -173,18 +162,18 @@ def saved(folder: Path, **changes: Tensor | None) -> Net:
 
 @cache
 def planned() -> tuple[Plan, Graph]:
-    graph = autopar.trace(Net(), example_inputs=BATCH, global_batch_size=8)
+    graph = autopar.trace(net(), example_inputs=BATCH, global_batch_size=8)
     return autopar.search(graph, cluster="cpu:1x1", global_batch_size=8), graph
 
 
-def parallel(model: nn.Module, weights: Path) -> ParallelModel:
-    return launch(model, planned, device_type="cpu", weights=weights)
+def parallel(weights: Path) -> ParallelModel:
+    return launch(net(), planned, device_type="cpu", weights=weights)
 
 
 def test_buffers_of_a_state_dict_come_from_the_files(tmp_path: Path) -> None:
     expected = saved(tmp_path)
     given = {"cluster": "cpu:1x1", "example_inputs": BATCH, "global_batch_size": 8}
-    model = autopar.parallelize(Net(), weights=tmp_path, **given)
+    model = autopar.parallelize(net(), weights=tmp_path, **given)
     assert model.train_step(BATCH).item() == pytest.approx(expected(**BATCH).item(), rel=1e-6)
     found = model.full_state_dict()
     assert_close(found["head.norm.running_mean"], expected.head.norm.running_mean)
@@ -193,7 +182,7 @@ def test_buffers_of_a_state_dict_come_from_the_files(tmp_path: Path) -> None:
 def test_buffers_that_the_files_lack_are_the_models(tmp_path: Path) -> None:
     expected = saved(tmp_path, head__scale=None)
     expected.head.scale.fill_(2.0)
-    assert parallel(Net(), tmp_path).train_step(BATCH).item() == pytest.approx(expected(**BATCH).item(), rel=1e-6)
+    assert parallel(tmp_path).train_step(BATCH).item() == pytest.approx(expected(**BATCH).item(), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +198,7 @@ def test_buffers_that_the_files_lack_are_the_models(tmp_path: Path) -> None:
 def test_weights_of_another_model_are_refused(tmp_path: Path, changes: dict[str, Tensor | None], said: str) -> None:
     saved(tmp_path, **changes)
     with pytest.raises(UsageError, match=said):
-        parallel(Net(), tmp_path)
+        parallel(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -224,23 +213,14 @@ def test_weights_of_another_model_are_refused(tmp_path: Path, changes: dict[str,
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(UsageError, match=r"Cannot read the weights .*safetensors.*: "):
-        parallel(Net(), tmp_path)
-
-
-def _parameter(fqn: str) -> Parameter:
-    return Parameter(name="p", fqn=fqn, spec=TensorSpec(shape=(16, 16), dtype=torch.float32))
+        parallel(tmp_path)
 
 
 def test_names_without_the_prefix_of_a_head_are_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Wrapped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = Net()
-
     table = saved(tmp_path, other=torch.ones(1)).table.weight
-    weights = FileWeights(tmp_path, Wrapped(), 0)
-    index = slice(4, 8), slice(0, 16)
-    assert torch.equal(weights.parameter(_parameter("model.table.weight"), index), table[4:8])
+    weights = FileWeights(tmp_path, model_of(None, model=net()), 0)
+    wanted = replace(parameter((16, 16)), fqn="model.table.weight")
+    assert torch.equal(weights.parameter(wanted, (slice(4, 8), slice(0, 16))), table[4:8])
     assert weights.buffer("model.head.scale").item() == 5.0
     assert "holds tensors that the model has not, 1 of 9: other" in caplog.text
 
@@ -248,4 +228,4 @@ def test_names_without_the_prefix_of_a_head_are_found(tmp_path: Path, caplog: py
 def test_a_tensor_is_not_taken_for_one_of_another_module(tmp_path: Path) -> None:
     saved(tmp_path, head__norm__weight=None, norm__weight=torch.ones(16))
     with pytest.raises(UsageError, match=r"No parameter 'head\.norm\.weight'"):
-        parallel(Net(), tmp_path)
+        parallel(tmp_path)

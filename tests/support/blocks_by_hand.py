@@ -1,7 +1,5 @@
 """Blocks made by hand, for the tests of memory and time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from autopar.cost.blocks.block_cost import BlockCost, ParameterCost

@@ -1,7 +1,5 @@
 """Code that looks at values, in a module whose assertions pytest leaves as they are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Runs the command inside the test's process, in a directory of its own."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable
@@ -15,8 +13,6 @@ from autopar.cli import main
 
 @dataclass(frozen=True)
 class Done:
-    """How the command ended."""
-
     code: int
     out: str
     err: str
@@ -36,7 +32,6 @@ Run = Callable[..., Done]
 
 @pytest.fixture(name="run")
 def run_fixture(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """``run("show", path)``."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", os.fspath(tmp_path))])
 

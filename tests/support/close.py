@@ -1,7 +1,5 @@
 """How far tensors may differ: by a part of the largest element, as sums in another order do on another machine."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Clusters for tests: devices with other numbers, CPU ranks of several kinds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +14,6 @@ HOST = HostLink(
 
 
 def with_device(cluster: Cluster, **changes: Any) -> Cluster:
-    """The same cluster of devices that differ in these fields."""
     groups = (replace(group, device=replace(group.device, **changes)) for group in cluster.groups)
     return replace(cluster, groups=tuple(groups))
 

@@ -1,7 +1,5 @@
 """Random damage to the folder of a checkpoint, and a forgery."""
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path
@@ -11,8 +9,6 @@ KINDS = ("bit", "bits", "zeros", "truncated", "deleted", "swapped", "of another"
 
 
 class Touch:
-    """Makes a folder when it is unpickled."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 

@@ -1,7 +1,5 @@
 """Two hand-made plans, small enough to read, for printing and for broken copies; and what the actions of a schedule wait for."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -121,7 +119,6 @@ def single_plan() -> Plan:
 
 
 def at_rest(plan: Plan, axis: str = "tp") -> dict[str, object]:
-    """Types of parameters by name."""
     return {
         name: kind
         for layout in plan.layouts

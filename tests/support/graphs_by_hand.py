@@ -1,7 +1,5 @@
 """Graphs of operators that a test lists."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What autograd keeps for backward, as torch tells it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import torch

@@ -1,7 +1,5 @@
 """What a measurement of a machine gives, made up."""
 
-from __future__ import annotations
-
 from typing import Any
 
 MEASURED: dict[str, Any] = {

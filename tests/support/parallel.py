@@ -1,7 +1,5 @@
 """Parallel models, as a rank of the process group that is there makes them, and what they and ordinary models are asked alike."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,7 +45,6 @@ def small(model: nn.Module | None = None, **options: Any) -> ParallelModel:
 
 
 def train_step(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """The loss, whose gradients are there."""
     if isinstance(model, ParallelModel):
         return model.train_step(batch)
     device = next(model.parameters()).device
@@ -57,7 +54,6 @@ def train_step(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def clip(model: nn.Module, max_norm: float) -> float:
-    """The norm of gradients before they are clipped."""
     if isinstance(model, ParallelModel):
         return model.clip_grad_norm_(max_norm).item()
     return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item()

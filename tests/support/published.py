@@ -1,7 +1,5 @@
 """Tables of runs for tests: one made by hand, and the published one where it stands beside the checkout."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,7 +20,6 @@ NEEDS_PUBLISHED = pytest.mark.skipif(not PUBLISHED.is_file(), reason="no ../shar
 
 
 def read_runs(path: Path) -> tuple[Run, ...]:
-    """The runs of a file; what is wrong with a row is raised."""
     runs = []
     for row in read_rows(path):
         if isinstance(row, FailedRow):
@@ -50,7 +47,6 @@ def at_sites(run: Run, *sites: Site) -> list[Prediction]:
 
 
 def parameter_values(profile: MachineProfile) -> dict[str, float]:
-    """The values of the free parameters in a profile, by key."""
     device, rate_fields = profile.device, free._RATE_FIELDS
     half = next(rate for rate in device.matmul if rate.dtype in free.HALVES)
     forward = half.triton_fraction or half.attention_fraction

@@ -1,7 +1,5 @@
 """Calls of every operator in the table, small enough to run, with sizes that split over 2 and 4 ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -35,6 +33,11 @@ class Example:
     @property
     def target(self) -> str:
         return self.op.target
+
+    @property
+    def needs_other_axis(self) -> bool:
+        """Operators that an earlier axis made run on ranks of that axis."""
+        return "other" in (*self.op.args, *(value for _, value in self.op.kwargs))
 
 
 class Maker:
@@ -299,9 +302,14 @@ def products(make: Maker) -> Iterator[Example]:
     yield c("aten.outer.default", r(4), r(8))
     yield c("aten.mv.default", r(4, 8), r(8))
     yield c("aten.dot.default", r(8), r(8))
-    for left, right in (((4,), (4,)), ((4,), (4, 8)), ((4,), (4, 4, 8)), ((4, 8), (8,)), ((4, 8, 4), (4,))):
-        yield c("aten.matmul.default", r(*left), r(*right))
-    for left, right in (((4, 8), (8, 4)), ((4, 8, 4), (4, 8)), ((4, 1, 8, 4), (8, 4, 8)), ((8, 4), (4, 4, 8))):
+    vectors = ((4,), (4,)), ((4,), (4, 8)), ((4,), (4, 4, 8)), ((4, 8), (8,)), ((4, 8, 4), (4,))
+    for left, right in (
+        *vectors,
+        ((4, 8), (8, 4)),
+        ((4, 8, 4), (4, 8)),
+        ((4, 1, 8, 4), (8, 4, 8)),
+        ((8, 4), (4, 4, 8)),
+    ):
         yield c("aten.matmul.default", r(*left), r(*right))
     yield c("aten.einsum.default", "bik,bkj->bij", (r(4, 8, 4), r(4, 4, 8)))
     yield c("aten.einsum.default", "ik,kj,j->i", (r(4, 8), r(8, 4), r(4)))
@@ -325,9 +333,7 @@ def products(make: Maker) -> Iterator[Example]:
     yield c("aten.conv2d.default", r(4, 8, 4, 4), r(12, 8, 2, 2), None, (2, 2))
     yield c("aten.conv2d.default", r(4, 8, 4, 4), r(8, 1, 3, 3), r(8), (1, 1), (1, 1), (1, 1), 8)
     yield c("aten.conv1d.default", r(8, 5), r(4, 8, 3))
-    yield c(
-        "aten.convolution.default", r(4, 8, 5), r(4, 8, 3), r(4), (1,), (1,), (1,), False, (0,), 1,
-    )  # fmt: skip
+    yield c("aten.convolution.default", r(4, 8, 5), r(4, 8, 3), r(4), (1,), (1,), (1,), False, (0,), 1)
     yield c("aten.layer_norm.default", r(4, 4, 8), (8,), r(8), r(8))
     yield c("aten.layer_norm.default", r(4, 4, 8), (4, 8), r(4, 8), None)
     yield c("aten.layer_norm.default", r(4, 4, 8), (8,))
@@ -410,33 +416,23 @@ def losses(make: Maker) -> Iterator[Example]:
         yield c("autopar.cross_entropy_sum", r(4, 8, 12), labels.clamp(max=10), -100, smoothing, 11)
     yield c("autopar.cross_entropy_vocabulary", r(4, 8, 12), labels, "other", -100, 0.0)
     for lengths in (torch.full((8,), 2), torch.tensor([3, 1, 0, 2, 3, 3, 1, 2])):
-        yield c(
-            "autopar.ctc_losses",
-            r(8, 8, 12).log_softmax(-1),
-            w(8, 3, high=11) + 1,
-            torch.full((8,), 8),
-            lengths,
-            0,
-            False,
-        )
+        logs, targets = r(8, 8, 12).log_softmax(-1), w(8, 3, high=11) + 1
+        yield c("autopar.ctc_losses", logs, targets, torch.full((8,), 8), lengths, 0, False)
     for reduction in (0, 1, 2):
         yield c("aten.cross_entropy_loss.default", r(32, 12), labels.view(-1), None, reduction)
         yield c("aten.cross_entropy_loss.default", r(4, 12, 8), labels, r(12, grad=False), reduction)
         for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"):
             yield c(f"aten.{name}.default", r(4, 8), r(4, 8, grad=False), reduction)
         yield c("aten.binary_cross_entropy.default", r(4, 8), r(4, 8, grad=False), None, reduction)
-        yield c("aten.binary_cross_entropy_with_logits.default", r(4, 8), r(4, 8, grad=False), None, None, reduction)
-        yield c(
-            "aten.binary_cross_entropy_with_logits.default", r(4, 8), r(4, 8, grad=False), None, r(8, grad=False),
-            reduction,
-        )  # fmt: skip
+        for weight in (None, r(8, grad=False)):
+            target = "aten.binary_cross_entropy_with_logits.default"
+            yield c(target, r(4, 8), r(4, 8, grad=False), None, weight, reduction)
 
 
 def every(table: RuleTable, seed: int = 0) -> Iterator[Example]:
-    """All of the above."""
     make = Maker(seed)
     yield from elementwise(table, make)
-    for family in (moved, whole, reductions, products, losses, experts):
+    for family in FAMILIES:
         yield from family(make)
 
 
@@ -462,3 +458,6 @@ def experts(make: Maker) -> Iterator[Example]:
     for dim, shape in ((0, (4, 4)), (1, (8, 4))):
         yield c("autopar.scatter_sum", w(8, 4, high=4), r(8, 4), dim, shape)
     yield c("autopar.scatter_sum", w(8, 4, high=4), r(8, 4, grad=False), 0, (4, 4))
+
+
+FAMILIES = (moved, whole, reductions, products, losses, experts)

@@ -1,7 +1,5 @@
 """What is said of a refusal, which ranks send home as a text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Scripts as torchrun starts them, by the ranks of a worker pool, which have imported the libraries."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """Models of one function, and the check that a traced graph computes what its model does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

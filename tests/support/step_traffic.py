@@ -17,8 +17,6 @@ unit more. Experts that travel and keys that go round a ring are listed as the b
 if it were even, a ring as the collective of its volume.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -49,7 +47,6 @@ Traffic = Counter[Collective]
 
 
 def traffic(model: CostModel, stages: Sequence[StageCost], step: Step) -> tuple[Traffic, ...]:
-    """The collectives of a step, by pipeline rank."""
     data = model.of(step).data
     return tuple(_rank_traffic(stages, data, step, pp_rank=rank) for rank in range(step.mesh.pp))
 
@@ -80,7 +77,6 @@ def _of_blocks(stage: StageCost, num_micro_batches: int) -> Traffic:
 
 
 def _sends(stages: Sequence[StageCost], s: int, num_micro_batches: int) -> Traffic:
-    """Every tensor is a message of its own."""
     found: Traffic = Counter()
     sizes: list[int] = []
     if s < len(stages) - 1 and stages[s].blocks:
@@ -184,7 +180,6 @@ def _ties(stages: Sequence[StageCost], data: DataParallel, pp_rank: int) -> Traf
 
 
 def stages_of(model: CostModel, plan: Plan, graph: Graph) -> list[StageCost]:
-    """The plan's stages as the cost model sees them."""
     local = lower(plan, graph).graph
     costs = [model.price(model.block_work(local, block), plan.mesh) for block in local.blocks]
     costs = [replace(cost, offloads=block.offload) for cost, block in zip(costs, plan.blocks, strict=True)]

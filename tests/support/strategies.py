@@ -1,7 +1,5 @@
 """Hypothesis strategies shared by the tests: whole plans that keep every law of ``autopar.plan.check``."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 
@@ -28,7 +26,6 @@ _TEXT = st.text(max_size=12)
 
 
 def parameter_types() -> st.SearchStrategy[Type]:
-    """I or S(d)."""
     return st.one_of(st.just(I), st.integers(0, 3).map(S))
 
 

@@ -1,7 +1,5 @@
 """Small models with valid batches, without dropout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

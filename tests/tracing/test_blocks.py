@@ -1,9 +1,7 @@
-"""Blocks are found by what operators compute, not by their names."""
-
-from __future__ import annotations
-
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from autopar.graph.graph import Graph, Op, Ref, TensorSpec
 from autopar.models.resolve import resolve_model
 from autopar.tracing.blocks import find_blocks
 from autopar.tracing.trace import trace
+from tests.support.small_models import model_of
 from tests.support.zoo import traced
 
 SPEC = TensorSpec(shape=(2, 8), dtype=torch.float32, requires_grad=True)
@@ -53,18 +52,9 @@ def test_layers_hash_equally_however_many_there_are_and_whatever_the_names() -> 
     graph = layers("llama", 3)
     renamed = {op.name: f"q{i}" for i, op in enumerate(graph.ops)}
     renamed |= {p.name: f"w{i}" for i, p in enumerate(graph.parameters)}
-
-    def fresh(ref: Ref) -> Ref:
-        return Ref(renamed.get(ref.name, ref.name), ref.index)
-
+    fresh = lambda ref: Ref(renamed.get(ref.name, ref.name), ref.index)
     ops = [
-        Op(
-            name=renamed[op.name],
-            target=op.target,
-            args=op.with_operands(tuple(map(fresh, op.operands))).args,
-            kwargs=op.kwargs,
-            outputs=op.outputs,
-        )
+        replace(op.with_operands(tuple(map(fresh, op.operands))), name=renamed[op.name], source="", module="")
         for op in graph.ops
     ]
     known = {r for op in (*graph.prelude, *graph.ops) for r in op.operands}
@@ -78,11 +68,9 @@ def test_a_literal_or_a_shape_makes_another_hash() -> None:
     plain = hashes(layers("gpt", 2))[1]
     assert hashes(layers("gpt", 2, heads=8))[1] != plain
     assert hashes(layers("gpt", 2, ffn=64))[1] != plain
-    source = resolve_model(
-        "hf:gpt2?n_layer=2&n_embd=32&n_head=4&vocab_size=64&layer_norm_epsilon=0.1", sequence_length=8
-    )
-    usual = resolve_model("hf:gpt2?n_layer=2&n_embd=32&n_head=4&vocab_size=64", sequence_length=8)
-    assert hashes(source.trace())[1] != hashes(usual.trace())[1]
+    usual = "hf:gpt2?n_layer=2&n_embd=32&n_head=4&vocab_size=64"
+    one, other = (resolve_model(usual + more, sequence_length=8) for more in ("", "&layer_norm_epsilon=0.1"))
+    assert hashes(one.trace())[1] != hashes(other.trace())[1]
 
 
 class _Layer(nn.Module):
@@ -98,36 +86,24 @@ class _Layer(nn.Module):
         return x + y
 
 
-class _Plain(nn.Module):
+def _plain() -> nn.Module:
     """Calls nothing that a :class:`_Layer` does not call as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(x))
+    return model_of(lambda self, x: x + self.down(self.up(x)), up=nn.Linear(4, 8), down=nn.Linear(8, 4))
 
 
-class _InTurn(nn.Module):
-    """Layers of two kinds: every third one is ``other``."""
-
-    def __init__(self, count: int, other: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.layers = nn.ModuleList([other() if i % 3 == 2 else _Layer(8) for i in range(count)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for layer in self.layers:
+def _in_order(self: Any, x: Tensor) -> Tensor:
+    x = self.first(x)
+    for stage in self.stages:
+        for layer in stage:
             x = layer(x)
-        return x.square().mean()
+    return x.square().mean()
 
 
-@pytest.mark.parametrize("other", [partial(_Layer, 16), _Plain])
+@pytest.mark.parametrize("other", [partial(_Layer, 16), _plain])
 @pytest.mark.parametrize("count", [3, 6, 8, 12])
 def test_layers_of_several_kinds_in_turn_are_blocks_of_their_own(count: int, other: Callable[[], nn.Module]) -> None:
-    graph = trace(_InTurn(count, other), (torch.randn(2, 4),))
+    in_turn = nn.ModuleList([other() if i % 3 == 2 else _Layer(8) for i in range(count)])
+    graph = trace(model_of(_in_order, first=nn.Linear(4, 4), layers=in_turn, stages=[in_turn]), (torch.randn(2, 4),))
     first, *layers, last = graph.blocks
     assert [b.label for b in layers] == [f"layers.{i}" for i in range(count)]
     one, third = layers[0].hash, layers[2].hash
@@ -138,39 +114,17 @@ def test_layers_of_several_kinds_in_turn_are_blocks_of_their_own(count: int, oth
 
 def test_blocks_begin_with_layers_below_modules_with_a_number_of_their_own() -> None:
     """As much crosses a cut in the midst of a layer, and the second half of the first layer is that of the others."""
-
-    class Stage(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            layers = [nn.Sequential(nn.Linear(6 if i == 0 else 4, 4), nn.Tanh(), nn.Linear(4, 4)) for i in range(6)]
-            self.stages = nn.ModuleList([nn.ModuleList(layers)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.stages[0]:
-                x = layer(x)
-            return x.square().mean()
-
-    graph = trace(Stage(), (torch.randn(2, 6),))
+    layers = [nn.Sequential(nn.Linear(6 if i == 0 else 4, 4), nn.Tanh(), nn.Linear(4, 4)) for i in range(6)]
+    model = model_of(_in_order, first=nn.Identity(), stages=nn.ModuleList([nn.ModuleList(layers)]))
+    graph = trace(model, (torch.randn(2, 6),))
     assert [b.label for b in graph.blocks[:6]] == [f"stages.0.{i}" for i in range(6)]
     assert len(set(hashes(graph)[1:6])) == 1
 
 
 def test_layers_of_stochastic_depth_are_equal_blocks_under_the_names_of_their_own_modules() -> None:
-    class Stages(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(4, 4)
-            self.stages = nn.ModuleList([nn.ModuleList([_Layer(8, 0.9 - 0.1 * i - 0.05 * k) for k in range(2)])
-                                         for i in range(3)])  # fmt: skip
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            for stage in self.stages:
-                for layer in stage:
-                    x = layer(x)
-            return x.square().mean()
-
-    graph = trace(Stages(), (torch.randn(2, 4),))
+    stages = [nn.ModuleList([_Layer(8, 0.9 - 0.1 * i - 0.05 * k) for k in range(2)]) for i in range(3)]
+    model = model_of(_in_order, first=nn.Linear(4, 4), stages=nn.ModuleList(stages))
+    graph = trace(model, (torch.randn(2, 4),))
     assert [b.label for b in graph.blocks[1:-1]] == [f"stages.{i}.{k}" for i in range(3) for k in range(2)]
     assert len(set(hashes(graph)[1:-1])) == 1
     numbers = {op.args[1] for op in graph.ops if op.target == "aten.div.Tensor"}

@@ -1,7 +1,3 @@
-"""Experts of transformers, with biases, gates of their own and weights stored in other ways, are one operator that computes the same."""
-
-from __future__ import annotations
-
 import importlib
 from types import SimpleNamespace
 from typing import Any
@@ -27,8 +23,6 @@ ASKED = {"alpha": 1.702, "limit": 7.0, "mlp_hidden_act": "relu2", "act": "silu",
 
 
 class Config(SimpleNamespace):
-    """What any of them asks its configuration."""
-
     def __getattr__(self, key: str) -> Any:
         return next((value for part, value in ASKED.items() if part in key), 8)
 
@@ -73,9 +67,8 @@ def test_the_operator_computes_what_the_module_does(name: str) -> None:
     [
         lambda self, x: self.act_fn(x[..., :8]).clamp(max=self.limit) * x[..., 8:],
         lambda self, x: (self.act_fn(x[..., :8].float()) * x[..., 8:].float()).to(x.dtype),
-        lambda self, x: self.act_fn(x[..., 8:]) * x[..., :8],
+        lambda self, x: self.act_fn(x[..., 8:]) * x[..., :8],  # halves the other way round
     ],
-    ids=["a limit behind the activation", "in float32", "halves the other way round"],
 )
 def test_gates_of_other_forms_stay_as_they_are_written(gate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     experts: Any = made("mixtral.MixtralExperts")

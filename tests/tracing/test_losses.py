@@ -1,7 +1,3 @@
-"""Losses as users write them: traced they give the module's value and gradients, and their samples stay apart."""
-
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -178,9 +174,7 @@ WEIGHTED: dict[str, Loss] = {
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float64, 1e-6)], ids=str)
 @pytest.mark.parametrize("name", WEIGHTED)
-def test_weights_of_classes_in_single_precision_fit_other_logits(
-    name: str, dtype: torch.dtype, tolerance: float
-) -> None:
+def test_weights_in_single_precision_fit_other_logits(name: str, dtype: torch.dtype, tolerance: float) -> None:
     """They are buffers as a rule, which stay as they are; fake tensors take the pair, kernels do not."""
     given = {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch().items()}
     model = Model(WEIGHTED[name])

@@ -1,7 +1,3 @@
-"""How often opaque regions are tried: once over all exports of a trace, and once for layers that are built alike."""
-
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +10,7 @@ from autopar.ops.kernels import Region, region_of
 from autopar.tracing import opaque_probe, opaque_trials
 from autopar.tracing.trace import trace
 from tests.support.lower import unusual as u
+from tests.support.small_models import model_of
 
 
 @pytest.fixture
@@ -80,9 +77,7 @@ class Summed(u.Around):
         return 0.5 * super().forward(x, y)
 
 
-def test_a_region_is_run_once_over_all_exports_and_taken_as_found_for_a_larger_batch(
-    examined: list[tuple[str, int]],
-) -> None:
+def test_a_region_is_run_once_over_all_exports_and_for_a_larger_batch(examined: list[tuple[str, int]]) -> None:
     graph = trace(Summed(lambda: nn.Sequential(*(nn.Sequential(u.Router()) for _ in range(3)))), (), u.batch())
     assert len(regions_of(graph)) == 3, "found by three exports"
     assert sorted(examined) == sorted((f"inner.{n}.0", 8) for n in range(3))
@@ -132,29 +127,20 @@ def test_layers_that_do_something_else_by_their_number_are_tried_by_themselves(l
 RUNS: list[bool] = []
 
 
-class Notes(nn.Module):
-    def __init__(self, kind: type[nn.Module] = nn.Identity) -> None:
-        super().__init__()
-        self.cells = kind(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        RUNS.append(torch._C._get_mkldnn_enabled())
-        return x if x.sum() > 0 else 2.0 * x
+def noting(self: nn.Module, x: Tensor) -> Tensor:
+    RUNS.append(torch._C._get_mkldnn_enabled())
+    return x if x.sum() > 0 else 2.0 * x
 
 
 @pytest.mark.parametrize(
     ("kind", "dtype", "wanted"),
-    [
-        (nn.Linear, torch.bfloat16, True),
-        (nn.Linear, torch.float32, False),
-        (nn.LSTM, torch.bfloat16, False),
-    ],
+    [(nn.Linear, torch.bfloat16, True), (nn.Linear, torch.float32, False), (nn.LSTM, torch.bfloat16, False)],
 )
 def test_halves_are_multiplied_by_onednn(kind: type[nn.Module], dtype: torch.dtype, wanted: bool) -> None:
     before = torch._C._get_mkldnn_enabled()
     RUNS.clear()
-    model = u.Around(lambda: Notes(kind)).to(dtype)
+    model = u.Around(lambda: model_of(noting, cells=kind(8, 8))).to(dtype)
     batch = u.batch()
-    trace(model, (), {"x": batch["x"].to(dtype), "y": batch["y"]}, opaque=["Notes"])
+    trace(model, (), {"x": batch["x"].to(dtype), "y": batch["y"]}, opaque=["inner"])
     assert RUNS[0] is wanted
     assert torch._C._get_mkldnn_enabled() == before

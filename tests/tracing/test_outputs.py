@@ -1,7 +1,3 @@
-"""What a model returns besides its loss is kept beside the graph, and changes nothing of it."""
-
-from __future__ import annotations
-
 import pickle
 from typing import Any, NamedTuple
 
@@ -23,7 +19,6 @@ OWN: dict[str, Any] = {"pair": Returning("pair"), "metrics": Returning("metrics"
 
 
 def described(graph: Graph) -> list[str]:
-    """All of a graph but its outputs."""
     parts = (*graph.inputs, *graph.parameters, *graph.prelude, *graph.ops, *graph.blocks, *graph.sums, *graph.mutations)
     held = [
         f"{b.name} {b.fqn} {b.spec} {None if b.value is None else b.value.flatten()[:64].tolist()}"

@@ -1,7 +1,3 @@
-"""Recurrent networks and bags of embeddings compute the same; random operators are operators of the graph, split with the samples."""
-
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -23,17 +19,14 @@ from autopar.verification.against_one_device import _without_dropout
 from tests.support.small_models import model_of, same_as_the_model
 
 
-class Recurrent(nn.Module):
-    """Reads every output of the network."""
+def _read_whole(self: Any, x: Tensor) -> Tensor:
+    made, ends = self.net(x)
+    ends = ends if isinstance(ends, tuple) else (ends,)
+    return sum((end.square().mean() for end in ends), made.square().mean())
 
-    def __init__(self, kind: str, **options: Any) -> None:
-        super().__init__()
-        self.net = getattr(nn, kind)(6, 8, num_layers=3, dropout=0.5, **options)
 
-    def forward(self, x: Tensor) -> Tensor:
-        made, ends = self.net(x)
-        ends = ends if isinstance(ends, tuple) else (ends,)
-        return sum((end.square().mean() for end in ends), made.square().mean())
+def recurrent(kind: str, **options: Any) -> nn.Module:
+    return model_of(_read_whole, net=getattr(nn, kind)(6, 8, num_layers=3, dropout=0.5, **options))
 
 
 @pytest.mark.parametrize(
@@ -46,7 +39,7 @@ class Recurrent(nn.Module):
     ],
 )
 def test_dropout_between_layers_is_that_of_all_others(kind: str, options: dict[str, Any]) -> None:
-    model, x = Recurrent(kind, **options), torch.randn(4, 4, 6)
+    model, x = recurrent(kind, **options), torch.randn(4, 4, 6)
     graph = trace(model, (x,))
     dropped = [op for op in graph.ops if op.target == "autopar.dropout"]
     assert len(dropped) == 2
@@ -56,7 +49,7 @@ def test_dropout_between_layers_is_that_of_all_others(kind: str, options: dict[s
 
 
 def test_parts_of_a_batch_draw_numbers_of_their_own() -> None:
-    graph = trace(Recurrent("GRU", batch_first=True), (torch.zeros(4, 3, 6),))
+    graph = trace(recurrent("GRU", batch_first=True), (torch.zeros(4, 3, 6),))
     typing = solve_batch(compact(graph))
     assert all(typing.strategies[op.name].outputs[0] == S(0) for op in graph.ops if "gru" in op.target)
     assert all(typing.strategies[op.name].random for op in graph.ops if op.target == "autopar.dropout")
@@ -64,15 +57,12 @@ def test_parts_of_a_batch_draw_numbers_of_their_own() -> None:
     assert all(op.spec.shape[0] == 1 for op in local.ops if op.target == "autopar.dropout")
 
 
-class Bags(nn.Module):
-    """A table, read as a user reads it."""
+def _bags(self: Any, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+    return self.head(self.table(ids, offsets, weights)).square().mean()
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.table, self.head = nn.EmbeddingBag(32, 8, **options), nn.Linear(8, 1)
 
-    def forward(self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
-        return self.head(self.table(ids, offsets, weights)).square().mean()
+def bags(**options: Any) -> nn.Module:
+    return model_of(_bags, table=nn.EmbeddingBag(32, 8, **options), head=nn.Linear(8, 1))
 
 
 _IDS = torch.randint(0, 32, (4, 6), generator=torch.Generator().manual_seed(0))
@@ -89,17 +79,17 @@ _IDS = torch.randint(0, 32, (4, 6), generator=torch.Generator().manual_seed(0))
     ],
 )
 def test_bags_of_one_length_are_split_by_samples(options: dict[str, Any]) -> None:
-    graph = trace(Bags(**options), (_IDS,))
+    graph = trace(bags(**options), (_IDS,))
     (op,) = [op for op in graph.ops if "bag" in op.target]
     assert op.target == "autopar.embedding_bag"
     assert op.args[4] == (options["padding_idx"] % 32 if "padding_idx" in options else -1)
-    same_as_the_model(Bags(**options | {"sparse": False}), {"ids": _IDS}, graph)
+    same_as_the_model(bags(**options | {"sparse": False}), {"ids": _IDS}, graph)
     if not options.get("scale_grad_by_freq"):
         assert solve_batch(compact(graph)).strategies[op.name].outputs[0] == S(0)
 
 
 def test_rows_of_a_bag_may_have_factors() -> None:
-    model, batch = Bags(mode="sum"), {"ids": _IDS, "weights": torch.rand(4, 6)}
+    model, batch = bags(mode="sum"), {"ids": _IDS, "weights": torch.rand(4, 6)}
     graph = same_as_the_model(model, batch)
     (op,) = [op for op in graph.ops if "bag" in op.target]
     assert solve_batch(compact(graph)).strategies[op.name].inputs[1:] == (S(0), S(0))
@@ -107,51 +97,35 @@ def test_rows_of_a_bag_may_have_factors() -> None:
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_of_different_lengths_keep_their_offsets(mode: str) -> None:
-    model = Bags(mode=mode, include_last_offset=True)
+    model = bags(mode=mode, include_last_offset=True)
     batch = {"ids": _IDS.flatten(), "offsets": torch.tensor([0, 2, 2, 9, 24])}
     assert any(op.target == "autopar.embedding_bag_ragged" for op in same_as_the_model(model, batch).ops)
 
 
-def of_tables(*, sparse: bool) -> nn.Module:
-    """Of a table and bags whose gradients torch makes sparse, if so."""
-    return model_of(
-        lambda self, ids: (self.rows(ids).sum(1) + self.bags(ids)).square().mean(),
-        rows=nn.Embedding(32, 8, sparse=sparse),
-        bags=nn.EmbeddingBag(32, 8, sparse=sparse),
-    )
-
-
 def test_gradients_of_sparse_embeddings_are_dense_and_a_note_says_so() -> None:
-    graph, dense = trace(of_tables(sparse=True), (_IDS,)), of_tables(sparse=False)
+    def of_tables(**options: bool) -> nn.Module:
+        parts = {"rows": nn.Embedding(32, 8, **options), "bags": nn.EmbeddingBag(32, 8, **options)}
+        return model_of(lambda self, ids: (self.rows(ids).sum(1) + self.bags(ids)).square().mean(), **parts)
+
+    graph, dense = trace(of_tables(sparse=True), (_IDS,)), of_tables()
     assert [note for note in graph.notes if "sparse=True" in note]
     assert not any("sparse=True" in note for note in trace(dense, (_IDS,)).notes)
     same_as_the_model(dense, {"ids": _IDS}, graph)
 
 
-class _Model(nn.Module):
-    """A linear whose output a function changes."""
-
-    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.change = change
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.change(self.first(x))).square().mean()
+def _changing(change: Callable[[Tensor], Tensor]) -> nn.Module:
+    parts = {"first": nn.Linear(6, 6), "last": nn.Linear(6, 6)}
+    return model_of(lambda self, x: self.last(change(self.first(x))).square().mean(), **parts)
 
 
-def _traced(change: Callable[[Tensor], Tensor], batch: int = 4) -> Graph:
-    return trace(_Model(change), (torch.zeros(batch, 6),))
-
-
-def _stochastic_depth(x: Tensor) -> Tensor:
-    return x.div(0.5) * torch.floor(torch.rand((x.shape[0], 1), dtype=x.dtype) + 0.5)
+def _traced(change: Callable[[Tensor], Tensor]) -> Graph:
+    return trace(_changing(change), (torch.zeros(4, 6),))
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        _stochastic_depth,
+        lambda x: x.div(0.5) * torch.floor(torch.rand((x.shape[0], 1), dtype=x.dtype) + 0.5),
         lambda x: x + torch.randn_like(x),
         lambda x: x * torch.empty_like(x).uniform_(0.5, 1.5),
         lambda x: F.dropout1d(x[:, None], 0.5)[:, 0],
@@ -189,21 +163,12 @@ def test_a_mask_of_windows_is_split_with_the_samples_that_it_is_repeated_for() -
     """As in a Swin: windows are samples to attention, and the mask of one image is repeated for each."""
     mask = torch.where(torch.eye(2, dtype=torch.bool), 0.0, -1.0).repeat(3, 1, 1) * torch.arange(3.0).view(3, 1, 1)
 
-    def windows(repeat: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor], Tensor]:
-        def change(x: Tensor) -> Tensor:
-            inner = x.view(-1, 2, 1)
-            return (inner + repeat(mask, x.shape[0]).sum(-1, keepdim=True)).view(x.shape)
-
-        return change
-
-    def expanded(mask: Tensor, times: int) -> Tensor:
-        return mask[None].expand(times, -1, -1, -1).reshape(-1, 2, 2)
-
-    def repeated(mask: Tensor, times: int) -> Tensor:
-        return mask.repeat(times, 1, 1)
-
+    expanded = lambda times: mask[None].expand(times, -1, -1, -1).reshape(-1, 2, 2)
+    repeated = lambda times: mask.repeat(times, 1, 1)
     for repeat in (expanded, repeated):
-        model = _Model(windows(repeat))
+        model = _changing(
+            lambda x, repeat=repeat: (x.view(-1, 2, 1) + repeat(len(x)).sum(-1, keepdim=True)).view(x.shape)
+        )
         graph = trace(model, (torch.zeros(4, 6),))
         typing = solve_batch(compact(graph))
         local = shard(graph, typing, global_batch_size=4, micro_batch_size=1)
@@ -256,11 +221,8 @@ def offered(target: str, args: tuple[object, ...], *operands: TensorSpec, out: t
 
 
 def test_parts_are_drawn_by_themselves_where_no_number_depends_on_another() -> None:
-    assert offered("aten.rand.default", ((4, 6),), out=(4, 6)) == {
-        "split d0": True,
-        "split d1": True,
-        "replicate": False,
-    }
+    parts = offered("aten.rand.default", ((4, 6),), out=(4, 6))
+    assert parts == {"split d0": True, "split d1": True, "replicate": False}
     assert offered("aten.randperm.default", (4,), out=(4,)) == {"replicate": False}
 
 

@@ -1,7 +1,3 @@
-"""What models besides transformers bring: gradients in forward, older checkpoints, packed sequences, batch norms, modules in eval()."""
-
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -22,9 +18,6 @@ def test_what_is_checkpointed_is_traced_as_it_is() -> None:
 
 
 class Forces(u.Around):
-    def __init__(self) -> None:
-        super().__init__(Force)
-
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         (force,) = torch.autograd.grad(self.first(x).square().sum(), x, create_graph=True)
         return super().forward(force, y)
@@ -72,11 +65,8 @@ def test_batch_norm_is_one_operator_and_gives_its_running_statistics() -> None:
     model = model_of(forward, linear=nn.Linear(4, 6), norm=nn.BatchNorm1d(6)).double()
     graph = same_as_the_model(model, {"x": torch.randn(6, 4, dtype=torch.float64)})
     assert [op.target for op in graph.ops if "norm" in op.target] == ["autopar.batch_norm_running"]
-    assert [m.buffer for m in graph.mutations] == [
-        "b_norm_running_mean",
-        "b_norm_running_var",
-        "b_norm_num_batches_tracked",
-    ]
+    names = [m.buffer.removeprefix("b_norm_") for m in graph.mutations]
+    assert names == ["running_mean", "running_var", "num_batches_tracked"]
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
@@ -92,8 +82,7 @@ def picked() -> nn.Module:
     """The row of each sample at a place of its own, counted from the front or from the end."""
 
     def forward(self: Any, x: Tensor, place: Tensor) -> Tensor:
-        h = self.linear(x)
-        return h[torch.arange(x.shape[0]), place].square().sum()
+        return self.linear(x)[torch.arange(x.shape[0]), place].square().sum()
 
     return model_of(forward, linear=nn.Linear(4, 4))
 

@@ -1,7 +1,3 @@
-"""Branches on values: clamps of what is not finite are traced, each sample by itself, and those that only raise are no obstacle."""
-
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 
@@ -72,29 +68,25 @@ def within(x: Tensor, limit: Tensor) -> Tensor:
 CHOSEN: dict[str, Code] = {
     "of T5": of_t5,
     "all": lambda x: 3.0 * within(x, torch.where(x.isfinite().all(), 7.0, 2.0)),
-    "negated": lambda x: torch.clamp(
-        torch.clamp(x, min=-torch.where(~torch.all(torch.isfinite(x)), 2.0, 7.0)), max=4.0
-    ),
+    "negated": lambda x: torch.clamp(x, min=-torch.where(~torch.all(torch.isfinite(x)), 2.0, 7.0)).clamp(max=4.0),
     "twice": chosen_twice,
 }
 TAKEN: dict[str, Code] = {"of transformers": of_transformers, "nested": nested, "infinite": infinite, "in a row": twice}
 
 
-class Summed(nn.Module):
+def summed(code: Code, shape: tuple[int, ...] = (3,)) -> nn.Module:
     """A sum over samples, so that each sample stands for itself."""
 
-    def __init__(self, code: Code, shape: tuple[int, ...] = (3,)) -> None:
-        super().__init__()
-        self.inner, self.scale = calling(code), nn.Parameter(torch.ones(shape))
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
         y = self.inner(x + self.scale)
         return (y / (1.0 + y.abs())).sum()
+
+    return model_of(forward, inner=calling(code), scale=nn.Parameter(torch.ones(shape)))
 
 
 @pytest.mark.parametrize("kind", [*TAKEN, *CHOSEN])
 def test_each_sample_is_clamped_as_a_batch_of_one(kind: str) -> None:
-    model = Summed((TAKEN | CHOSEN)[kind])
+    model = summed((TAKEN | CHOSEN)[kind])
     batch = torch.tensor([[1.0, 9.0, -9.0], [INF, 9.0, -9.0], [5.0, -INF, 1.0], [3.0, 3.0, 3.0]])
     graph = trace(model, (batch,))
     assert not graph.mixing
@@ -114,7 +106,7 @@ def test_samples_may_lie_in_the_second_dim(code: Code) -> None:
     batch = torch.ones(3, 4, 2)
     batch[1, 2, 0] = INF
     batch[0] = 9.0
-    model = Summed(code, (2,))
+    model = summed(code, (2,))
     turned = model_of(lambda self, x: x.transpose(0, 1))
     graph = trace(nn.Sequential(turned, model), (batch.transpose(0, 1),))
     assert not graph.mixing
@@ -126,7 +118,7 @@ def test_samples_may_lie_in_the_second_dim(code: Code) -> None:
 @pytest.mark.parametrize("worst", [1.0, INF, -INF, float("nan")])
 def test_chosen_limits_are_to_the_last_bit_those_of_the_model(dtype: torch.dtype, worst: float) -> None:
     """For samples that are all finite, at the edge of what is, and for each that is not."""
-    model = Summed(of_t5, (5, 3)).to(dtype)
+    model = summed(of_t5, (5, 3)).to(dtype)
     largest = torch.finfo(dtype).max
     batch = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
     batch[0, 1, 0], batch[0, 2, 1], batch[0, 4, 2] = largest, -largest, worst
@@ -232,10 +224,6 @@ def largest(x: Tensor) -> Tensor:
     return x
 
 
-def as_value(x: Tensor) -> Tensor:
-    return x * bool(torch.isfinite(x).all())
-
-
 class other:  # noqa: N801  stands for a module
     @staticmethod
     def clamp(x: Tensor, limit: float) -> Tensor:
@@ -246,29 +234,19 @@ class other:  # noqa: N801  stands for a module
     "code",
     [
         of_values, of_another, into_another, read_later, with_else, doing_more, by_method, twice_in_a_row, another_torch,
-        largest, as_value,
+        largest, lambda x: x * bool(torch.isfinite(x).all()),
     ],
 )  # fmt: skip
 def test_a_branch_that_does_anything_else_runs_as_it_is_written(code: Code) -> None:
-    (note,) = trace(Summed(code), (torch.ones(4, 3),)).notes
+    (note,) = trace(summed(code), (torch.ones(4, 3),)).notes
     assert note.startswith("opaque") and "inner" in note
-
-
-def read_beside(x: Tensor) -> Tensor:
-    is_infinite = torch.isinf(x).any()
-    return within(x, torch.where(is_infinite, 2.0, 7.0)) * is_infinite
-
-
-def limit_read_beside(x: Tensor) -> Tensor:
-    limit = torch.where(torch.isinf(x).any(), 2.0, 7.0)
-    return within(x, limit) + limit
 
 
 CHOSEN_OTHERWISE: dict[str, Code] = {
     "by values": lambda x: within(x, torch.where((x > 2.0).any(), 2.0, 7.0)),
     "by another": lambda x: within(x, torch.where(torch.isinf(x + 1.0).any(), 2.0, 7.0)),
-    "read beside": read_beside,
-    "limit read beside": limit_read_beside,
+    "read beside": lambda x: within(x, torch.where((own := torch.isinf(x).any()), 2.0, 7.0)) * own,
+    "limit read beside": lambda x: within(x, (limit := torch.where(torch.isinf(x).any(), 2.0, 7.0))) + limit,
     "clamps the limit": lambda x: torch.clamp(torch.where(torch.isinf(x).any(), 2.0, 7.0), max=x),
     "among tensors": lambda x: within(x, torch.where(torch.isinf(x).any(), x.mean(), 7.0)),
     "of a part": lambda x: within(x, torch.where(torch.isinf(x).any(0, keepdim=True), 2.0, 7.0)),
@@ -279,11 +257,11 @@ CHOSEN_OTHERWISE: dict[str, Code] = {
 @pytest.mark.parametrize("kind", CHOSEN_OTHERWISE)
 def test_a_choice_that_is_for_anything_else_stays_one_of_all_samples(kind: str) -> None:
     code = CHOSEN_OTHERWISE[kind]
-    graph = trace(Summed(code), (torch.ones(4, 3),))
+    model = summed(code)
+    graph = trace(model, (torch.ones(4, 3),))
     assert not graph.notes
     assert [op.target for op in graph.ops if ".any." in op.target]
     batch = torch.tensor([[1.0, 9.0, -9.0], [5.0, INF, 1.0], [3.0, 3.0, 3.0], [3.0, -8.0, 3.0]])
-    model = Summed(code)
     found = evaluate(graph, {"x": batch}, {"scale": model.scale}, {}, model)
     assert_close(found.nan_to_num(3.0), model(batch).nan_to_num(3.0))
 

@@ -1,7 +1,5 @@
 """Every error of the package is written in the form that :mod:`autopar.errors` describes."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 import pickle
@@ -98,7 +96,6 @@ class Call:
 
 
 def calls() -> Iterator[Call]:
-    """All in the package."""
     for file in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         nodes = [*ast.walk(tree)]

@@ -1,7 +1,3 @@
-"""Files are written whole or not at all."""
-
-from __future__ import annotations
-
 import os
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,3 @@
-"""Runs that no fit has seen: their file, what is assumed of sources that nobody described, runs that add up in one order, and the page."""
-
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import cache
@@ -30,7 +26,6 @@ DATA = ROOT / "tests" / "data"
 
 @cache
 def table(test: str) -> tuple[Run, ...]:
-    """The runs of a blind test."""
     return read_runs(DATA / TESTS[test].replace("before", "runs").replace(".json", ".csv"))
 
 
@@ -107,10 +102,8 @@ def test_shards_over_context_let_long_sequences_fit() -> None:
     run = named("fifth", "Llama-3.1-8B#39")
     site = site_of(run, load_sites())
     assert (run.cp, run.dp, run.zero, "shards_over_context" in site.practices) == (8, 1, 3, True)
-    held = [
-        sum(m.parameters + m.gradients + m.optimizer for m in found.memory)
-        for found in at_sites(run, site, doing(site, shards_over_context=False))
-    ]
+    found = at_sites(run, site, doing(site, shards_over_context=False))
+    held = [sum(m.parameters + m.gradients + m.optimizer for m in one.memory) for one in found]
     assert held[1] > 7 * held[0]
 
 
@@ -291,11 +284,7 @@ def test_a_test_that_is_run_again_takes_the_place_of_its_figures(tmp_path: Path)
     runs = read_runs(OWN)[3:4]
     session = Session(runs, place="runs.csv")
     found = blind_page.figures(session, evaluate(session))
-    assert [run.source for run in hidden([*runs, runs[0]])] == [
-        "unnamed 1",
-        *[h.source for h in hidden(runs)][1:],
-        "unnamed 1",
-    ]
+    assert [run.source for run in hidden([*runs, runs[0]])] == ["unnamed 1", "unnamed 1"]
     kept = read_figures(DATA) | {"third": found}
     blind_page.write_figures(tmp_path, kept)
     assert read_figures(tmp_path) == kept
@@ -323,8 +312,7 @@ ORDERED = doing(MEGATRON, deterministic=True)
 
 @pytest.fixture(scope="module")
 def run() -> Run:
-    found = read_runs(OWN)[1]
-    return replace(found, source="x", seq=4096)
+    return replace(read_runs(OWN)[1], source="x", seq=4096)
 
 
 def rate(run: Run, site: Site) -> MatmulRate:

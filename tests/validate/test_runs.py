@@ -1,7 +1,3 @@
-"""Rows of measured runs: what is read, bad cells by file, row, column and remedy, and what repeated runs say of the order that true times reach."""
-
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence
@@ -52,6 +48,9 @@ def test_a_bad_cell_is_named(tmp_path: Path, column: str, text: str) -> None:
     assert error.value.fix
 
 
+UNCLOSED = r": The file is not comma-separated values: .* Close each"
+
+
 @pytest.mark.parametrize(
     ("column", "text", "row", "said"),
     [
@@ -59,10 +58,7 @@ def test_a_bad_cell_is_named(tmp_path: Path, column: str, text: str) -> None:
         # a comma in a text would shift what follows
         ("source", "made (1), by hand", 2, r", row 2: The row has more cells than there are columns.* double quotes"),
         # all rows after it were one cell of its row; a cell without end was called a defect
-        *(
-            ("source", text, 2, r": The file is not comma-separated values: .* Close each")
-            for text in ('"made (1)', '"made" (1)', "m" * 200_000)
-        ),
+        *(("source", text, 2, UNCLOSED) for text in ('"made (1)', '"made" (1)', "m" * 200_000)),
         (
             "layers",
             "1",
@@ -214,9 +210,8 @@ def _made(spread: float, plans: int = 24, step: float = 0.03, seed: int = 1) -> 
         plan = replace(base, tp=2**i, virtual_stages=1 + i, name=f"plan {i}")
         for _ in range(2):
             truth.append(step * i)
-            runs.append(
-                replace(plan, step_time_s=math.exp(step * i + spread * generator.standard_normal()), line=len(truth))
-            )
+            time_s = math.exp(step * i + spread * generator.standard_normal())
+            runs.append(replace(plan, step_time_s=time_s, line=len(truth)))
     return runs, truth
 
 

@@ -1,7 +1,3 @@
-"""Runs laid out by the planner's own code and priced by the cost model's; the fit: planted values come back, bounds hold, outliers do not pull."""
-
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -90,9 +86,8 @@ def test_calibrated_profiles_say_so_and_read_back(session: Session, tmp_path: Pa
     write_toml(tmp_path / "mine.toml", profile_to_dict(made))
     again = load_profile(str(tmp_path / "mine.toml"))
     assert profile_to_dict(again) == profile_to_dict(made)
-    assert (
-        "fitted on: made (1) (2 runs), made (2) (1 runs), other (3 runs)" in dict(again.device.provenance)["bandwidth"]
-    )
+    said = "fitted on: made (1) (2 runs), made (2) (1 runs), other (3 runs)"
+    assert said in dict(again.device.provenance)["bandwidth"]
     with pytest.raises(UsageError, match="nobody"):
         calibrate(session, ["nobody"])
     with pytest.raises(UsageError, match=r"2 runs of these sources are too few.* 4 timed runs"):
@@ -103,9 +98,8 @@ def test_the_width_of_memory_is_that_of_the_residuals(session: Session) -> None:
     predictions = session.predictions()
     assert memory_width(session.runs, predictions) is None  # two peaks tell nothing
     off = (1.0, 1.05, 1 / 1.1, 1.2, 0.95, 1.02)
-    peaks = [
-        replace(r, peak_memory_bytes=as_read(r, p) / x) for r, p, x in zip(session.runs, predictions, off, strict=True)
-    ]
+    made = zip(session.runs, predictions, off, strict=True)
+    peaks = [replace(r, peak_memory_bytes=as_read(r, p) / x) for r, p, x in made]
     assert memory_width(peaks, predictions) == pytest.approx(0.2)
     planted = Session(peaks)
     planted.__dict__["structures"] = session.structures
@@ -156,41 +150,36 @@ def test_a_site_may_know_its_own_network() -> None:
 @pytest.fixture(scope="module")
 def mended() -> Session:
     """One run before and one after BigScience's machines were mended."""
-    row = replace(
-        read_runs(OWN)[0], source="BigScience BLOOM A100 topology benchmarks; a page; here", name="bloom-181B#46"
-    )
-    return Session([row, replace(row, name="bloom-181B#86")])
+    row = replace(read_runs(OWN)[0], source="BigScience BLOOM A100 topology benchmarks; a page; here")
+    return Session([replace(row, name=name) for name in ("bloom-181B#46", "bloom-181B#86")])
 
 
 def test_a_site_parts_runs_that_do_not_compare(mended: Session) -> None:
     """The same of everything but the release, and what the source says of it."""
-    made = mended
-    before, after = made.runs
+    before, after = mended.runs
     name = "BigScience BLOOM A100 topology benchmarks"
     assert (before.publisher, before.source.split(";")[1:]) == (name, [" a page", " here"])
     assert before.release == f"{name} (before 25 February 2022)"
     assert after.release == f"{name} (from 25 February 2022)"
-    assert replace(made.sites[0], names=(), release="", slowdown=0.0, provenance="") == replace(
-        made.sites[1], release="", provenance=""
-    )
-    assert made.under({}).runs == made.runs
+    one, other = (replace(site, release="", provenance="") for site in mended.sites)
+    assert replace(one, names=(), slowdown=0.0) == other
+    assert mended.under({}).runs == mended.runs
 
 
 def test_a_step_takes_as_much_longer_as_its_site_says_in_all_its_parts(mended: Session) -> None:
-    session = mended
-    factor = 1 + session.sites[0].slowdown
+    factor = 1 + mended.sites[0].slowdown
     assert 1.01 <= factor <= 1.05  # the source's words
-    before, after = session.times_s(session.start, [0, 1])
+    before, after = mended.times_s(mended.start, [0, 1])
     assert before == pytest.approx(factor * after)
-    outcome = evaluate(session)
+    outcome = evaluate(mended)
     slow, fast = outcome.predictions
     assert slow.step_time_s == pytest.approx(factor * fast.step_time_s)
     assert slow.breakdown.total_s == pytest.approx(slow.step_time_s)
     assert slow.step_time_interval_s == pytest.approx(tuple(factor * end for end in fast.step_time_interval_s))
     assert (slow.mfu, slow.tokens_per_s) == pytest.approx((fast.mfu / factor, fast.tokens_per_s / factor))
     assert slow.memory == fast.memory
-    shown = unslowed(session, outcome)
-    assert [found.name for found in shown] == [session.runs[0].publisher, session.runs[0].release, "all"]
+    shown = unslowed(mended, outcome)
+    assert [found.name for found in shown] == [mended.runs[0].publisher, mended.runs[0].release, "all"]
     assert shown[1].bias == pytest.approx((1 + outcome.scores[1].bias) / factor - 1)
     assert shown[0].bias == shown[1].bias  # the two runs are equal to the last bit again
 

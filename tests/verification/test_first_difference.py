@@ -1,7 +1,3 @@
-"""The walk along a graph, on what one rank recorded in two micro-batches; and parts against the whole."""
-
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -112,9 +108,7 @@ def test_a_gradient_that_is_not_the_sum_of_what_was_passed(recorded: Any) -> Non
         (lambda local, place, ref: place == 1 and local.producer(ref) in local.ops, "as it arrives"),
     ],
 )
-def test_what_a_block_reads_is_compared_with_what_was_made(
-    recorded: Any, wanted: Callable[[Graph, int, Ref], bool], words: str
-) -> None:
+def test_what_a_block_reads_is_compared(recorded: Any, wanted: Callable[[Graph, int, Ref], bool], words: str) -> None:
     trail, tape = recorded[0], recorded[1]
     key = next(key for key in tape.reads if wanted(trail.local, key[0], key[1]))
     spot = walk(recorded, "reads", key)

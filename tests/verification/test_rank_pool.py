@@ -1,7 +1,3 @@
-"""The pool without a world of several: results in rank order, one process each."""
-
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

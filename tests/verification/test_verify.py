@@ -1,7 +1,3 @@
-"""What counts as different from one device."""
-
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -178,7 +174,6 @@ def test_a_model_that_fails_on_one_device_is_told_by_its_line() -> None:
 
 
 def run_of(global_batch_size: int) -> _Run:
-    """Of one device: no ranks are started."""
     plan, pool = SimpleNamespace(global_batch_size=global_batch_size), None
     return _Run(plan=plan, steps=1, timeout_s=1.0, pool=pool)
 

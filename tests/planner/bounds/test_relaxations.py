@@ -1,7 +1,3 @@
-"""Every relaxation: never above a simulated plan, never lower when the goal rises, the same alone and in company; proofs hold."""
-
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -216,9 +212,7 @@ def test_whole_modes_are_exact_where_a_rank_recomputes_one_block_of_two() -> Non
 
 @pytest.mark.parametrize("most_choices", [20_000, 0])
 @pytest.mark.parametrize("ends", [(), (1, 1), (2, 2), (3, 3), (2, 3)])
-def test_messages_are_those_of_the_block_that_a_stage_ends_with(
-    ends: tuple[int, ...], most_choices: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_messages_are_of_last_blocks(ends: tuple[int, ...], most_choices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first block sends little, later ones more: the bound is the step of the pinned cut, or of the best of two, and never above."""
     instance = pipeline(
         "GPipe", 2, 2, [0, 1, 2, 3], [block((backward_s, 0.0)) for backward_s in (3.0, 2.0, 3.0, 2.0)], groups=((1,), (2,)),
@@ -262,9 +256,7 @@ def test_a_rank_may_leave_the_next_block_to_an_earlier_one() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "wanted_s"), [("GPipe", 19.0), ("1F1B", 18.0)])
-def test_a_rank_ends_its_step_behind_a_micro_batch_that_went_to_the_last_stage_and_back(
-    schedule: str, wanted_s: float
-) -> None:
+def test_a_rank_ends_behind_a_micro_batch_that_went_to_the_last_stage_and_back(schedule: str, wanted_s: float) -> None:
     """The second of three ranks steps long. Before that: all forwards, what else it does, and the last rank's backward between.
 
     Of GPipe its three forwards stand before, of 1F1B one of them behind. That the last rank's backwards of 1F1B wait for its forwards

@@ -1,7 +1,3 @@
-"""Recompute of ranks with several stages, and moves of blocks between stages: never slower, never too large, whatever is known."""
-
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
@@ -127,7 +123,6 @@ def choices(problem: CutProblem, found: Fitting) -> Iterator[tuple[tuple[int, ..
 
 
 def test_no_other_choice_of_two_modes_takes_less_of_its_rank(graph: Graph) -> None:
-    """The least total of those that fit is found."""
     compared = 0
     for problem, found in tight_cuts(graph):
         fewest = [float("inf")] * problem.pp
@@ -146,7 +141,6 @@ def test_no_other_choice_of_two_modes_takes_less_of_its_rank(graph: Graph) -> No
 
 
 def test_exchanges_regain_what_the_worst_choice_loses(graph: Graph) -> None:
-    """From the slowest one that fits to near the quickest one."""
     for problem, found in tight_cuts(graph):
         every = [(problem.time_s(made), made) for _, made in choices(problem, found) if problem.fits(made)]
         (best_s, _), (worst_s, worst) = (choose(every, key=lambda one: one[0]) for choose in (min, max))
@@ -155,9 +149,7 @@ def test_exchanges_regain_what_the_worst_choice_loses(graph: Graph) -> None:
 
 
 @BY_CASE
-def test_a_plan_is_the_same_whatever_time_is_known(
-    graph: Graph, modes: tuple[Recompute, ...], batch: int, memory: str
-) -> None:
+def test_a_plan_is_one_whatever_is_known(graph: Graph, modes: tuple[Recompute, ...], batch: int, memory: str) -> None:
     """Searches that share their work know other times at the same candidate, whatever the number of their processes."""
 
     def evaluated(candidate: Candidate, at_most_s: float = float("inf")) -> Evaluation | Misfit:
@@ -201,7 +193,6 @@ def test_what_ranks_recompute_is_the_same_remembered_from_other_cuts(graph: Grap
 
 @pytest.mark.slow
 def test_local_search_shortens_the_step_and_keeps_what_is_allowed(graph: Graph) -> None:
-    """From stages as even as can be."""
     shorter = 0
     for made in (of_equal_ranks(graph, TWO, 16, "600MB"), of_two_kinds()):
         for problem in problems(made):

@@ -1,7 +1,3 @@
-"""Stage cuts against brute force: one and several kinds of blocks and of devices, memory limits that bind, pins."""
-
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations, product
 
@@ -44,7 +40,6 @@ def found(
 
 
 def stage_times(blocks: Sequence[CutBlock], in_flight: int, limit: float) -> list[float]:
-    """Seconds of every choice of modes that fits."""
     times = []
     for choice in product(*(b.options for b in blocks)):
         held = in_flight * sum(o.held_bytes for o in choice) + max(o.transient_bytes for o in choice)
@@ -117,9 +112,7 @@ def test_a_cut_fits_and_is_the_best_of_all_up_to_a_step_of_recompute_a_stage(
     count=st.integers(1, 7), stages=st.integers(1, 3), m=st.integers(1, 8), limit=st.integers(5, 60),
     seed=st.integers(0, 2**32 - 1),
 )  # fmt: skip
-def test_of_equal_blocks_with_two_modes_it_is_the_best_of_all(
-    count: int, stages: int, m: int, limit: int, seed: int
-) -> None:
+def test_of_equal_blocks_it_is_the_best_of_all(count: int, stages: int, m: int, limit: int, seed: int) -> None:
     blocks = [block(0, np.random.default_rng(seed), has_two=True)] * count
     in_flight = [min(m, stages - s) for s in range(stages)]
     best = brute_force([blocks], stages, in_flight, [limit] * stages, m) if stages <= count else np.inf

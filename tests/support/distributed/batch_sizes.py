@@ -1,7 +1,5 @@
 """Batches of several sizes: what ranks and one device make of them, trained and evaluated."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What tests of checkpoints, and the campaign of them, run on every rank; by name, so that workers can import it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -26,14 +24,12 @@ from tests.support.said import said
 
 
 def trained(par: ParallelModel, batches: Sequence[Batch]) -> torch.optim.Optimizer:
-    """Its optimizer after a step of each batch."""
     optimizer = adamw(par.parameters())
     steps(par, optimizer, batches)
     return optimizer
 
 
 def saved(par: ParallelModel, batches: Sequence[Batch], folders: Sequence[str]) -> None:
-    """Trains a step, saves, trains a step, saves."""
     optimizer = trained(par, batches[:1])
     for folder in folders:
         par.save(folder, optimizer)
@@ -49,7 +45,6 @@ def moved(par: ParallelModel, source: str, target: str) -> None:
 
 
 def exported(par: ParallelModel, batches: Sequence[Batch], folder: str, size: str) -> Any:
-    """Trains, and writes weights; what the state dict was."""
     trained(par, batches)
     par.save_pretrained(folder, max_shard_size=size)
     return par.full_state_dict()

@@ -1,7 +1,5 @@
 """Faults planted in the program that workers run, and there alone: one operator, on chosen ranks, in one direction."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -5,8 +5,6 @@
 ends, by itself or told to, go to ``FOLDER/log.RANK``, the process to ``FOLDER/process.RANK``.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """What the tests run on every rank; by name, so that workers can import it."""
 
-from __future__ import annotations
-
 import logging
 import resource
 import signal
@@ -56,7 +54,6 @@ def _written(folder: Path) -> Iterator[None]:
 
 
 def _stay_until_said(folder: Path, ranks: Collection[int] | None = None) -> None:
-    """By all ranks, or these."""
     paths = [folder / f"rank{rank}" for rank in (range(dist.get_world_size()) if ranks is None else ranks)]
     deadline = time.monotonic() + 30.0
     while not all(path.exists() and path.stat().st_size > 0 for path in paths) and time.monotonic() < deadline:
@@ -125,14 +122,12 @@ def left_alone() -> str:
 
 
 def called_back(parallel: ParallelModel, batch: Batch, *, fails: bool) -> None:
-    """A backward that fails in its middle."""
     loss = loss_of(parallel(**batch))
     with _failing("step.runner.BucketedSums.begin") if fails else nullcontext():
         loss.backward()
 
 
 def clipped_to(parallel: ParallelModel, *, fails: bool) -> None:
-    """A norm that cannot be made."""
     with _failing("parallel_model.Norm.__call__") if fails else nullcontext():
         parallel.clip_grad_norm_(1.0)
 
@@ -195,7 +190,6 @@ def failing_build(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -> 
 
 
 def on_model(job: Callable[..., Any], subject: Any, plan: Plan, graph: Graph, *given: Any) -> Any:
-    """What the job finds of the parallel model of this rank."""
     return job(build(subject, plan, graph), *given)
 
 
@@ -227,7 +221,6 @@ def in_another_job(parallel: ParallelModel, batch: Batch, folder: str) -> list[s
 
 
 def steps(parallel: ParallelModel, optimizer: torch.optim.Optimizer, batches: Sequence[Batch]) -> list[float]:
-    """The losses of a step of each batch."""
     losses = []
     for batch in batches:
         optimizer.zero_grad()
@@ -414,12 +407,10 @@ def empty_groups_after_load(parallel: ParallelModel, folder: str) -> list[tuple[
 
 
 def rate_of(name: str) -> float:
-    """Another one for each parameter."""
     return sum(name.encode()) / 1e6
 
 
 def launched_loss(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> float:
-    """The loss of a launched job."""
     return launch(subject.build(), lambda: (plan, graph), device_type="cpu").train_step(batch).item()
 
 
@@ -475,7 +466,6 @@ def muon_steps(parallel: ParallelModel, batches: Sequence[Batch]) -> dict[str, T
 
 
 def step_muon(matrices: list[Tensor], run: Callable[[Batch], object], batches: Sequence[Batch]) -> None:
-    """Gradients by ``run``, and a step after each."""
     optimizer = torch.optim.Muon(matrices, lr=0.01, ns_steps=2)
     for batch in batches:
         optimizer.zero_grad()
@@ -613,7 +603,6 @@ def drifting(parallel: ParallelModel, batch: Batch, where: str, folder: str) -> 
 
 @contextmanager
 def _heard() -> Iterator[list[logging.LogRecord]]:
-    """What is logged inside."""
     handler, records = logging.Handler(), list[logging.LogRecord]()
     handler.emit = records.append
     logging.getLogger("autopar").addHandler(handler)

@@ -1,7 +1,5 @@
 """Layouts of four ranks by name, and small models planned and trained under them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -105,7 +103,6 @@ def batches(subject: HfSubject, count: int) -> list[dict[str, Tensor]]:
 def on_ranks(
     pool: WorkerPool, job: Any, subject: Any, plan: Plan, graph: Any, *given: Any, timeout_s: float = 60.0
 ) -> tuple[Any, ...]:
-    """What each rank of the plan finds of its parallel model."""
     return pool.run(jobs.on_model, job, subject, plan, graph, *given, size=plan.mesh.world_size, timeout_s=timeout_s)
 
 

@@ -1,7 +1,5 @@
 """Jobs of the tests of ``autopar profile links``: what workers run must be importable by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,6 @@ def measure(path: str, wrong: str, timeout_s: float) -> tuple[list[list[object]]
 
 
 def leave(path: str) -> str:
-    """Rank 1 does not take part at all."""
     if dist.get_rank() == 1:
         return ""
     limits = Limits(budget_s=1.0, collective_timeout_s=0.5, max_bytes=LARGEST, grace_s=0.5)

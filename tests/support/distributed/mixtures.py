@@ -1,7 +1,5 @@
 """Hand-written mixtures of experts, with ``autopar.nn``, that ranks import by name."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 
 import torch
@@ -44,7 +42,6 @@ class Model(nn.Module):
         self.head = nn.Linear(16, 64, bias=False)
 
     def scores(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits and the auxiliary loss."""
         x, auxiliary = self.embed(input_ids), torch.zeros(())
         for layer in self.layers:
             x, one = layer(x)
@@ -66,7 +63,6 @@ def tokens(size: int, generator: torch.Generator) -> dict[str, Tensor]:
 
 @cache
 def mixture(top_k: int = 2, *, skewed: bool = False, balanced: bool = False) -> OwnSubject:
-    """What is verified."""
     return OwnSubject(partial(Model, top_k, skewed, balanced), tokens)
 
 

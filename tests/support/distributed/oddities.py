@@ -1,7 +1,6 @@
 """Odd models that ranks import by name, and subjects of them."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -11,43 +10,48 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.distributed.subjects import OwnSubject, texts
 from tests.support.lower import unusual as u
+from tests.support.small_models import model_of
 
 SAMPLES, TOKENS, WIDTH = 4, 16, 32
-"""Of :class:`Masked`."""
+"""Of :func:`masked`."""
+
+
+def layers(*parts: Callable[[], nn.Module], count: int = 4) -> nn.ModuleList:
+    """As many layers, each of these parts in turn."""
+    return nn.ModuleList(nn.Sequential(*(part() for part in parts)) for _ in range(count))
+
+
+LINEAR, NORM = partial(nn.Linear, 8, 8), partial(nn.LayerNorm, 8)
 
 
 class Routers(u.Around):
     """Routers that branch on values, in layers that a pipeline can part."""
 
     def __init__(self) -> None:
-        super().__init__(lambda: nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), u.Router()) for _ in range(4))))
+        super().__init__(lambda: nn.Sequential(*layers(NORM, u.Router)))
 
 
-class Rolls(nn.Module):
+class Rolls(nn.Linear):
     """Rolls by a number that it reads from the whole batch, which no trace follows; sums in what it calls float32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         total = torch.zeros_like(x).float()
         total += x.roll(int(x.mean(0).argmax()), -1)
-        return self.inner(total)
+        return super().forward(total)
 
 
 class Rolling(u.Around):
     """One of them after a layer."""
 
     def __init__(self) -> None:
-        super().__init__(lambda: nn.Sequential(nn.Linear(8, 8), Rolls()))
+        super().__init__(lambda: nn.Sequential(LINEAR(), Rolls(8, 8)))
 
 
 class Shared(u.Around):
     """Four layers; the second and the last read the same weights beside their own."""
 
     def __init__(self) -> None:
-        super().__init__(lambda: nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(4)))
+        super().__init__(lambda: layers(NORM, LINEAR))
         self.shared = nn.Linear(8, 8)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -75,15 +79,13 @@ class Resting(u.Around):
     """Layers with frozen batch norms, a part in ``eval()`` that would drop, and a region in it."""
 
     def __init__(self) -> None:
-        frozen = nn.Sequential(
-            nn.Linear(8, 8), nn.BatchNorm1d(8, affine=False), nn.Dropout(0.5), Force(), nn.Dropout(0.5)
-        )
-        super().__init__(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), frozen))
-        inner = self.inner
-        for norm in (inner[1], frozen[1]):
-            norm.running_mean.normal_()
-            norm.running_var.uniform_(0.5, 2.0)
-        inner[1].eval()
+        norm, other = nn.BatchNorm1d(8), nn.BatchNorm1d(8, affine=False)
+        frozen = nn.Sequential(LINEAR(), other, nn.Dropout(0.5), Force(), nn.Dropout(0.5))
+        super().__init__(lambda: nn.Sequential(LINEAR(), norm, nn.ReLU(), frozen))
+        for one in (norm, other):
+            one.running_mean.normal_()
+            one.running_var.uniform_(0.5, 2.0)
+        norm.eval()
         frozen.eval()
 
 
@@ -91,7 +93,7 @@ class Checkpointed(u.Around):
     """Two layers that recompute by torch's older way, a function with a backward of its own."""
 
     def __init__(self) -> None:
-        super().__init__(lambda: nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
+        super().__init__(lambda: layers(LINEAR, nn.Tanh, count=2))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = self.first(x)
@@ -112,15 +114,10 @@ class Turn(nn.Module):
         return z + made * torch.sigmoid(made.abs())
 
 
-class Spectral(nn.Module):
+def spectral() -> nn.Module:
     """Layers on a spectrum, so that complex numbers go from stage to stage."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(Turn() for _ in range(4)))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(torch.fft.ifft(self.layers(torch.fft.fft(x))).real, y)
+    loss = lambda self, x, y: F.cross_entropy(torch.fft.ifft(self.layers(torch.fft.fft(x))).real, y)
+    return model_of(loss, layers=nn.Sequential(*(Turn() for _ in range(4))))
 
 
 class Passing(u.Around):
@@ -128,7 +125,7 @@ class Passing(u.Around):
     gradient, values of which it reads the sign alone, and some whose dims of length 1 have the strides of others."""
 
     def __init__(self) -> None:
-        super().__init__(lambda: nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(4)))
+        super().__init__(lambda: layers(NORM, LINEAR))
         self.table = nn.Embedding(8, 8)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -147,7 +144,7 @@ class Unread(u.Around):
     """Four layers, of which the last one reads what the one before made, without a gradient."""
 
     def __init__(self) -> None:
-        super().__init__(lambda: nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(4)))
+        super().__init__(lambda: layers(NORM, LINEAR))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = self.first(x)
@@ -162,9 +159,8 @@ class Frozen(u.Around):
     """Four layers, of which the first two stay as they are, and so does what stands before them."""
 
     def __init__(self) -> None:
-        super().__init__(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))))
-        inner = self.inner
-        for part in (self.first, inner[0], inner[1]):
+        super().__init__(lambda: nn.Sequential(*layers(LINEAR, nn.Tanh)))
+        for part in (self.first, *self.inner[:2]):
             part.requires_grad_(requires_grad=False)
 
 
@@ -182,42 +178,37 @@ class Indexed(u.Around):
         return F.cross_entropy(self.last(inner), y)
 
 
-class Sinks(nn.Module):
+def _sinks(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    q, k, v = (layer(x).unflatten(-1, (2, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+    scores = q @ k.transpose(-1, -2) / 2.0
+    columns = self.sinks.view(1, 2, 1, 1).expand(*scores.shape[:-1], 1)
+    weights = torch.cat([scores, columns], -1).softmax(-1)[..., :-1]
+    found = self.out((weights @ v).transpose(1, 2).flatten(-2))
+    return F.cross_entropy(found.flatten(0, 1), y.flatten())
+
+
+def sinks() -> nn.Module:
     """Attention written out, whose softmax has a column more than there are keys."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
-        self.sinks = nn.Parameter(torch.randn(2))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        q, k, v = (layer(x).unflatten(-1, (2, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        scores = q @ k.transpose(-1, -2) / 2.0
-        columns = self.sinks.view(1, 2, 1, 1).expand(*scores.shape[:-1], 1)
-        weights = torch.cat([scores, columns], -1).softmax(-1)[..., :-1]
-        found = self.out((weights @ v).transpose(1, 2).flatten(-2))
-        return F.cross_entropy(found.flatten(0, 1), y.flatten())
+    return model_of(_sinks, **{name: LINEAR() for name in ("q", "k", "v", "out")}, sinks=nn.Parameter(torch.randn(2)))
 
 
-class Masked(nn.Module):
+def _masked(self: nn.Module, input_ids: Tensor) -> Tensor:
+    x = self.table(input_ids)
+    heads = x.detach().unflatten(-1, (4, 8)).transpose(1, 2)
+    seen = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+    return F.dropout(x + 1e-3 * seen.transpose(1, 2).flatten(2), 0.5).mean()
+
+
+def masked() -> nn.Module:
     """Every token of a batch has a row of its own in the table, whose gradient is what dropout left of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(SAMPLES * TOKENS, WIDTH)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.table(input_ids)
-        heads = x.detach().unflatten(-1, (4, 8)).transpose(1, 2)
-        seen = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
-        return F.dropout(x + 1e-3 * seen.transpose(1, 2).flatten(2), 0.5).mean()
+    return model_of(_masked, table=nn.Embedding(SAMPLES * TOKENS, WIDTH))
 
 
 def places(size: int, _: torch.Generator) -> dict[str, Tensor]:
     return {"input_ids": torch.arange(size * TOKENS).view(size, TOKENS)}
 
 
-MASKED = OwnSubject(Masked, places)
+MASKED = OwnSubject(masked, places)
 
 
 class Remembering(nn.Module):
@@ -252,21 +243,19 @@ def vectors(size: int, generator: torch.Generator) -> dict[str, Tensor]:
 REMEMBERING, WITHOUT_STATISTICS = (OwnSubject(partial(Remembering, given), vectors) for given in (True, False))
 
 
-class Counting(nn.Module):
+def _counting(self: nn.Module, input_ids: Tensor, labels: Tensor) -> Tensor:
     """Adds up a mean over all elements, a sum over samples, one over the tokens that count, and a product of means over samples."""
+    x = self.embed(input_ids)
+    x = x + self.down(F.gelu(self.up(x)))
+    valid = (labels >= 0).to(x.dtype)
+    of_tokens = (x.square().mean(-1) * valid).sum() / valid.sum()
+    of_samples = (x.mean((1, 2)) - 0.5).square().sum() / 10
+    shares = valid.mean(0) * (x.abs().mean(-1)).mean(0)
+    return x.square().mean() + of_samples + of_tokens + shares.sum()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.up, self.down = nn.Embedding(96, 32), nn.Linear(32, 64), nn.Linear(64, 32)
 
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        x = x + self.down(F.gelu(self.up(x)))
-        valid = (labels >= 0).to(x.dtype)
-        of_tokens = (x.square().mean(-1) * valid).sum() / valid.sum()
-        of_samples = (x.mean((1, 2)) - 0.5).square().sum() / 10
-        shares = valid.mean(0) * (x.abs().mean(-1)).mean(0)
-        return x.square().mean() + of_samples + of_tokens + shares.sum()
+def counting() -> nn.Module:
+    return model_of(_counting, embed=nn.Embedding(96, 32), up=nn.Linear(32, 64), down=nn.Linear(64, 32))
 
 
 def counted(size: int, generator: torch.Generator) -> dict[str, Tensor]:
@@ -274,7 +263,7 @@ def counted(size: int, generator: torch.Generator) -> dict[str, Tensor]:
     return {name: batch[name] for name in ("input_ids", "labels")}
 
 
-COUNTING = OwnSubject(Counting, counted)
+COUNTING = OwnSubject(counting, counted)
 
 
 class Layer(nn.Module):
@@ -345,10 +334,10 @@ def rows(size: int, generator: torch.Generator) -> dict[str, Tensor]:
 
 UNUSUAL = {
     "pairs": OwnSubject(partial(u.Pairs, "contrastive"), u.drawn_pairs),
-    "sinks": OwnSubject(Sinks, rows),
+    "sinks": OwnSubject(sinks, rows),
 } | {
     kind.__name__.lower(): OwnSubject(kind, u.drawn)
-    for kind in (Routers, Rolling, Shared, Resting, Checkpointed, Spectral, Passing, Unread, Frozen, Indexed)
+    for kind in (Routers, Rolling, Shared, Resting, Checkpointed, spectral, Passing, Unread, Frozen, Indexed)
 }
 """By name: a contrastive loss with a scalar parameter; attention with a column more than keys; branches on values; numbers read from the batch; weights of two layers; parts in
 ``eval()``; recompute; complex numbers; all kinds of values between layers; no gradient back to the first layers; frozen ones; parameters that

@@ -1,7 +1,5 @@
 """Plans for small models, layouts solved with simple prices: what runs is tested apart from what is cheap."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise

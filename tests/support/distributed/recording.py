@@ -1,7 +1,5 @@
 """Which collectives a rank runs: kind, bytes and mesh axes, recorded below everything that starts them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Models that return more than a loss, and what ranks find of it; imported on every rank, by name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """What tests of float16 run on every rank, and on one device alone: float32 parameters, float16 products, a scaled loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,6 +111,5 @@ def load(parallel: ParallelModel, batch: Batch, folder: str, *, late: bool) -> t
 
 
 def save_plain(parallel: ParallelModel, batch: Batch, folder: str) -> None:
-    """Of a plan without scales."""
     parallel.train_step(batch)
     parallel.save(Path(folder))

@@ -1,7 +1,5 @@
 """Subjects that ranks import by name: small Hugging Face models with batches of uneven length, and models of one's own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """Models of one's own that return logits, and losses of them, as workers import them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 
@@ -65,7 +63,6 @@ def dropping() -> nn.Module:
 
 
 def examples() -> tuple[Tensor, list[Tensor], float]:
-    """By position, a list of tensors and a constant among them."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 32, (6, 5), generator=generator)
     return tokens, [torch.randn(6, 5, generator=generator) for _ in range(2)], 0.5

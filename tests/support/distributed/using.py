@@ -1,7 +1,5 @@
 """What people try around a parallel model in their first hour; run on every rank, by name."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 from unittest import mock

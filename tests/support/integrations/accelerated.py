@@ -1,7 +1,5 @@
 """A loop by accelerate, on one device and with a parallel model: the same but for which Accelerator it is."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import accelerate
@@ -27,7 +25,6 @@ def loop(
     save_after: tuple[int, str] | None = None,
     resume: str | None = None,
 ) -> dict[str, Any]:
-    """Leaves off after a checkpoint."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=12)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -62,7 +59,6 @@ def shuffled_with(seed: int) -> DataLoader[Any]:
 
 
 def alone(accumulated: int) -> dict[str, Any]:
-    """In this process, with accelerate's own."""
     forget()
     config = DataLoaderConfiguration(use_seedable_sampler=True)
     accelerator = accelerate.Accelerator(gradient_accumulation_steps=accumulated, dataloader_config=config, cpu=True)

@@ -1,7 +1,5 @@
 """Trainings by Hugging Face's Trainer, by itself and with a parallel model."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -62,7 +60,6 @@ def trained(
     stop_after: int | None = None,
     resume: bool = False,
 ) -> dict[str, Any]:
-    """What a training logged, and what it predicts."""
     steps = Steps(stop_after)
     trainer = trainer_class(
         model=model, args=arguments(folder, **changes), train_dataset=Texts(), eval_dataset=Texts(13, seed=12),
@@ -78,13 +75,11 @@ def trained(
 
 
 def alone(folder: str, changes: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """In this process, without autopar."""
     forget()
     return trained(transformers.Trainer, SUBJECT.build(), folder, changes, **options)
 
 
 def parallel(plan: Plan, graph: Graph, folder: str, changes: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """One rank."""
     from autopar.integrations.hf import Trainer
 
     with as_parallel(plan, graph) as par:

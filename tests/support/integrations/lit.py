@@ -1,7 +1,5 @@
 """Trainings by Lightning, on one device and with a parallel model: the same LightningModule."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any
@@ -58,7 +56,6 @@ class Lit(pl.LightningModule):
 
 
 def trained(lit: Lit, folder: str, *, epochs: int = 2, resume: str | None = None, **options: Any) -> dict[str, Any]:
-    """Losses, rates and validation losses."""
     saves = ModelCheckpoint(dirpath=folder, save_last=True, monitor="val_loss", save_top_k=1)
     saving = options.pop("saving", False)
     options.setdefault("gradient_clip_val", 0.5)
@@ -83,7 +80,6 @@ def trained(lit: Lit, folder: str, *, epochs: int = 2, resume: str | None = None
 
 
 def parallel(plan: Plan, graph: Graph, folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    """One rank."""
     from autopar.integrations.lightning import AutoparStrategy
 
     if options.pop("tensorboard", False):
@@ -112,7 +108,6 @@ class WithTwoOptimizers(Lit):
 
 
 def refused(plan: Plan, graph: Graph, folder: str) -> list[str]:
-    """What is said of modules that cannot be trained so."""
     from autopar.integrations.lightning import AutoparStrategy
 
     modules = Lit(), WithOthers(plan, graph), WithTwoOptimizers(plan, graph)

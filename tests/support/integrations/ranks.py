@@ -1,7 +1,5 @@
 """What the ranks of the integrations' tests have in common: data, names of plans, a parallel model under torchrun."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache

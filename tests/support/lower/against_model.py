@@ -1,7 +1,5 @@
 """Test help: a planned program on ranks that are threads, held against the user's own model."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from math import prod

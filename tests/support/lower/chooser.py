@@ -1,7 +1,5 @@
 """Test help: well-typed typings of any graph, at random or with a preference; no cost is looked at."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,7 +15,6 @@ from autopar.rules.strategy import Strategy, Typing
 
 
 def batch_typing(graph: Graph, micro_batch_size: int) -> Typing:
-    """Samples split wherever there are some."""
     found = solve_batch(compact(graph, keys=range(len(graph.blocks))))
     return replace(found, size=Fraction(graph.batch_size, micro_batch_size), parameters={})
 

@@ -1,7 +1,5 @@
 """Test help: a small graph made by hand (two layers of linear, gelu, linear, add), and typings for it."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import torch
@@ -84,7 +82,6 @@ def tensor_typing(size: int, *, sequence: bool) -> Typing:
 
 
 def tensors(graph: Graph, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Random inputs and parameters, whole, by name."""
     generator = torch.Generator().manual_seed(seed)
     whole = {p.name: 0.3 * torch.randn(p.spec.shape, generator=generator) for p in graph.parameters}
     whole["x"] = torch.randn(BATCH, SEQ, HIDDEN, generator=generator)

@@ -1,7 +1,5 @@
 """Test help: traced small models, whole tensors for them, and plans made from typings."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 
@@ -49,7 +47,6 @@ def whole_tensors(graph: Graph) -> dict[str, torch.Tensor]:
 
 
 def random_program(graph: Graph, mesh: Mesh, micro_batch_size: int, seed: int, cuts: tuple[int, ...] = ()) -> Program:
-    """Lowered from strategies at random on ``tp``."""
     typings = random_typings(graph, micro_batch_size, mesh.tp, seed)
     return lower(plan_of(graph, mesh, micro_batch_size, typings, cuts), graph)
 

@@ -1,7 +1,5 @@
 """Test help: all ranks of a small mesh as threads of this process, and programs and graphs run on them."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import threading
@@ -58,7 +56,7 @@ class _Group(ProcessLocalGroup):
         return _MAIL.post((self.pg_name, source, self.rank(), tag), wanted=[x.detach() for x in tensors])
 
     @staticmethod
-    def make(store: Any, rank: int, size: int, timeout: Any) -> _Group:
+    def make(store: Any, rank: int, size: int, timeout: Any) -> "_Group":
         dist.distributed_c10d._store_based_barrier(rank, store, "", size, timeout)
         group = _Group(rank, size)
         group._run = _HERE.run
@@ -93,7 +91,6 @@ class _Mail:
         return _create_work_from_future(done if wanted is None else future)
 
     def close(self) -> None:
-        """Ends the wait for messages that nobody will send."""
         with self._lock:
             for waiting in self._wanted.values():
                 for _, future in waiting:
@@ -194,7 +191,6 @@ def interpret(graph: Graph, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor
 
 
 def slice_of(tensor: torch.Tensor, layout: Any, mesh: Mesh, rank: int) -> torch.Tensor:
-    """One rank's part of a whole tensor."""
     for axis, kind in layout:
         if kind.is_split and axis in (*MESH_AXES, "ep_data"):
             here = {**mesh.coordinate(rank), "ep_data": mesh.data_index(rank) % mesh.ep_data}

@@ -1,7 +1,5 @@
 """Models that a trace has trouble with: branches on values, state in Python, gradients of their own, pairs of samples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

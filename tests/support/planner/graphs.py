@@ -1,7 +1,5 @@
 """Small graphs for searches: made by hand, or traced of a MODEL."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -1,7 +1,5 @@
 """Searches that take turns: each in a thread of its own, which goes on only when it is told to."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,7 +41,6 @@ class Turns:
         self._stands.release()
 
     def pause(self) -> None:
-        """In the work: wait for the next turn."""
         self._stands.release()
         self._wait()
 
@@ -62,7 +59,6 @@ class Turns:
         return not self.is_over
 
     def kill(self) -> None:
-        """End the work where it stands."""
         self._dies = True
         self.go_on()
         self._thread.join()

@@ -1,7 +1,5 @@
 """Pipelines as the relaxations see them, in a line: what a test does not say takes no time and no memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Planners of small tasks, and what holds of all of their candidates."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Prices simple enough to reason about: a device of round numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
