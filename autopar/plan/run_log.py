@@ -142,8 +142,13 @@ class RunRecord:
 class RankTimes:
     """Medians of one rank over the measured steps.
 
-    ``seconds``: by category; ``over_bytes``: by how much the measured peak exceeds what was predicted for its
-    pipeline rank, None where not measured.
+    Attributes:
+        rank: the global rank.
+        seconds: the seconds of each category; their sum is the step with its optimizer.
+        between_s: the seconds between two steps.
+        measured_bytes: the measured peak memory of tensors; None where the system does not tell.
+        predicted_bytes: the peak that the plan predicts for the rank's pipeline rank.
+        reserved_bytes: the largest memory that the allocator had reserved, gaps included; None where there is none.
     """
 
     rank: int

@@ -149,12 +149,13 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """When a search stops. None: no limit.
+    """When a search stops.
 
     Attributes:
-        trials: the number of evaluations of all searches that share a ledger, earlier ones included.
-        search_timeout_s: the seconds of the search.
-        max_step_time_s: slower plans do not count, and candidates whose bound is above it are not evaluated.
+        trials: the number of evaluations of all searches that share a ledger, earlier ones included. None: the space's number where the pool is
+            larger than what the space searches to the end, otherwise no limit.
+        search_timeout_s: the seconds of the search; None: no limit.
+        max_step_time_s: slower plans do not count, and candidates whose bound is above it are not evaluated; None: no limit.
 
     Raises:
         UsageError: less than one trial, negative seconds, or values that are no numbers.

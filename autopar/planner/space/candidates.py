@@ -192,7 +192,7 @@ def _candidate(t: Mapping[str, Sequence[int]], row: int) -> Candidate:
 MAX_FREE_WORLD = 64
 """The world size up to which a conflict is searched among all degrees.
 
-Above it only degrees that multiply to the world size, and combinations of those that pins name, are tried.
+Above it these are tried: degrees that multiply to the world size, and combinations of 1, 2, the world size and the degrees that pins name.
 """
 
 _SAMPLES = ("micro_batch", "dp_replicate", "dp_shard")
