@@ -196,7 +196,7 @@ class Save:
         try:
             with meeting.alike():
                 written = self._written(meeting.rank)
-            said = meeting.all(written)
+            said = meeting.gather(written)
             meeting.first(lambda: self._commit(said))
         except UsageError:
             give_up(self.folder, self._target, own=self._name, is_first=meeting.rank == 0)
