@@ -304,4 +304,4 @@ def _is_planned(loader: object) -> bool:
 def _same_everywhere(seed: int | None) -> int:
     """Return rank 0's seed for the order of samples; without one, that of its random numbers."""
     job = Meeting(dist.group.WORLD if dist.is_initialized() else None)
-    return job.first(lambda: torch.initial_seed() if seed is None else seed)
+    return job.from_first_rank(lambda: torch.initial_seed() if seed is None else seed)

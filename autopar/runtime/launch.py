@@ -70,7 +70,9 @@ def launch(
                 check_model(plan, graph.name, graph.fingerprint)
                 world = World(plan.mesh, device_type, collective_timeout_s=collective_timeout_s)
                 if plan.groups and device_type == "cuda":
-                    check_groups(plan.groups, Meeting(dist.group.WORLD).all(torch.cuda.get_device_name(world.device)))
+                    check_groups(
+                        plan.groups, Meeting(dist.group.WORLD).all_gather(torch.cuda.get_device_name(world.device))
+                    )
                 program = lower(plan, graph, device=world.device, rank=world.rank)
                 check_program(program)
                 # GPUs of different kinds draw different numbers: ranks on several kinds draw on their hosts
@@ -112,7 +114,7 @@ def _from_first_rank(make: Make) -> tuple[Plan, Graph]:
     if dist.get_rank() != 0:
         _wait_for(store)
     try:
-        return Meeting(dist.group.WORLD).first(answer)
+        return Meeting(dist.group.WORLD).from_first_rank(answer)
     except AutoparError:
         if unexpected:
             raise unexpected[0] from unexpected[0].__cause__

@@ -239,7 +239,7 @@ class Monitor:
             measured_bytes=self._memory.peak_bytes(),
             predicted_bytes=predicted_bytes(self._plan, world.rank),
         )
-        ranks = Meeting(world.host_group()).all(times)
+        ranks = Meeting(world.host_group()).all_gather(times)
         self.record = record_of(
             self._plan, ranks, num_steps=len(steps), memory_kind=self._memory.kind, is_coarse=self._is_coarse
         )

@@ -148,7 +148,7 @@ class ParallelModel(PlannedModule):
             self._memory.check_memory()
             state = self._state.named(self._state.own)
             trained = full_state_dict(self._program, self._world, self._assembly.held, state)
-            return self._untrained.completed(trained, self._checkpointed.meeting.all)
+            return self._untrained.completed(trained, self._checkpointed.meeting.all_gather)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """All gradients, complete, on every rank's CPU; of a scaled loss until they are unscaled. All ranks call it."""
@@ -366,13 +366,13 @@ class ParallelModel(PlannedModule):
         """Names of parameters with infinite or NaN gradients, up to three from each rank; the same on every rank, all of which call it."""
         own = [h.key for h in self._assembly.held if h.gradient is not None and not bool(h.gradient.isfinite().all())]
         with self._calls.at_once("non_finite_gradients"):
-            found = self._checkpointed.meeting.all(own[:3])
+            found = self._checkpointed.meeting.all_gather(own[:3])
         return sorted({name for names in found for name in names})
 
     def largest(self, *values: float) -> list[float]:
         """For each number the largest of all ranks; the same on every rank, all of which call it."""
         with self._calls.at_once("largest", meets=False):
-            return [max(found) for found in zip(*self._checkpointed.meeting.all(values), strict=True)]
+            return [max(found) for found in zip(*self._checkpointed.meeting.all_gather(values), strict=True)]
 
     def memory_error(self, error: BaseException) -> AutoparError:
         """The error for one of torch's that there is no memory left; it compares what was predicted with what is used."""

@@ -54,7 +54,7 @@ def full_state_dict(
             continue
         parts[h.name] = on_host(value.detach(), h.padding)
     whole_buffers = {name: value.to("cpu", copy=True) for name, value in buffers.items()}
-    gathered = Meeting(world.axis_group(("pp",))).all((parts, whole_buffers))
+    gathered = Meeting(world.axis_group(("pp",))).all_gather((parts, whole_buffers))
     parts = {name: value for part, _ in gathered for name, value in part.items()}
     return _merge(program, parts) | {name: value for _, part in gathered for name, value in part.items()}
 

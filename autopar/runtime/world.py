@@ -53,7 +53,7 @@ class Meeting:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
 
-    def all(self, value: _T) -> list[_T]:
+    def all_gather(self, value: _T) -> list[_T]:
         """The values of all ranks, on every rank."""
         if self.group is None:
             return [value]
@@ -69,7 +69,7 @@ class Meeting:
         dist.gather_object(value, values, group=self.group, group_dst=0)
         return values or []
 
-    def first(self, make: Callable[[], _T]) -> _T:
+    def from_first_rank(self, make: Callable[[], _T]) -> _T:
         """The result of ``make`` on rank 0, on all ranks.
 
         Raises:
@@ -89,7 +89,7 @@ class Meeting:
         return result
 
     @contextmanager
-    def alike(self) -> Iterator[None]:
+    def failing_together(self) -> Iterator[None]:
         """The context of local work, at whose end all ranks know whether any has failed.
 
         Raises:
@@ -100,7 +100,7 @@ class Meeting:
             yield
         except AutoparError as error:
             failure = error
-        if failed := [error for error in self.all(failure) if error is not None]:
+        if failed := [error for error in self.all_gather(failure) if error is not None]:
             raise failed[0]
 
 
@@ -228,7 +228,7 @@ class World:
         if self.device.type != "cuda":
             return None
         host, group = socket.gethostname(), self.host_group()
-        num_ranks = self.mesh.world_size if dist.get_backend() == FAKE else Meeting(group).all(host).count(host)
+        num_ranks = self.mesh.world_size if dist.get_backend() == FAKE else Meeting(group).all_gather(host).count(host)
         return max(num_cores() // num_ranks, 1)
 
     def _new_host_group(self, timeout: timedelta) -> dist.ProcessGroup | None:

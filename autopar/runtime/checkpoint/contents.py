@@ -68,7 +68,7 @@ def check_groups(
         PlanError: they were not; names two parameters; raised on all ranks, before a group is changed.
     """
     firsts: dict[int, tuple[str, Settings]] = {}
-    with meeting.alike():
+    with meeting.failing_together():
         for h, group in groups(held, optimizer):
             own = {name: value for name, value in saved[h.key].items() if name not in WAYS}
             key, first = firsts.setdefault(group, (h.key, own))
@@ -92,7 +92,7 @@ def put_groups(held: Sequence[Held], optimizer: Optimizer, saved: Mapping[str, S
     for h, place in groups(held, optimizer):
         own[place] = saved[h.key]
         _put(optimizer.param_groups[place], saved[h.key].items())
-    said = meeting.all(own)
+    said = meeting.all_gather(own)
     if len({len(lists) for lists in said}) > 1:
         return  # ranks have groups of their own: none is the other's at the same place
     for place, group in enumerate(optimizer.param_groups):

@@ -87,20 +87,20 @@ class Export:
         """
         limit, place = num_bytes(max_shard_size), Path(path).absolute()
         self._own = {write.box_of(part): part for part in self._parts()}
-        for box, rank in write.givers(self.meeting.all(list(self._own))).items():
+        for box, rank in write.givers(self.meeting.all_gather(list(self._own))).items():
             self._givers[box[0]].append((rank, box))
         shapes = {name: boxes[0][1][1] for name, boxes in self._givers.items()}
         files = self._files(shapes, limit)
-        target = self.meeting.first(lambda: _begun(place))
+        target = self.meeting.from_first_rank(lambda: _begun(place))
         try:
-            with self.meeting.alike(), _refusing(place):
+            with self.meeting.failing_together(), _refusing(place):
                 self._write(files, shapes, write.staging(place, target))
                 if self.meeting.rank == 0:
                     self._describe(files, shapes, write.staging(place, target))
         except UsageError:
             write.give_up(place, target, own="", is_first=self.meeting.rank == 0)
             raise
-        self.meeting.first(lambda: _commit(place, target))
+        self.meeting.from_first_rank(lambda: _commit(place, target))
 
     def _parts(self) -> Iterable[Part]:
         """This rank's elements as parts of the model's tensors; without empty ones."""

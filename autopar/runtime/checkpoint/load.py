@@ -38,11 +38,11 @@ class Loading:
     @classmethod
     def begin(cls, path: Path, meeting: Meeting, *, allow_pickle: bool) -> Loading:
         """Opens the folder."""
-        with meeting.alike():
+        with meeting.failing_together():
             source = open_folder(path, allow_pickle=allow_pickle)
             if meeting.rank == 0:
                 source.check_files()
-        digests = meeting.all(source.digest)
+        digests = meeting.all_gather(source.digest)
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), 0)
         if other:
             raise PlanError(
@@ -55,7 +55,7 @@ class Loading:
     def check_holds(self, names: Sequence[str], more: Sequence[str] = ()) -> None:
         """Checks that the checkpoint has these tensors, on all ranks; ``more`` names settings that this rank has found missing."""
         missing = sorted(name for name in set(names) if name not in self.source.tensors)
-        lacking = sorted({name for own in self.meeting.all([*missing, *more]) for name in own})
+        lacking = sorted({name for own in self.meeting.all_gather([*missing, *more]) for name in own})
         if lacking:
             is_optimizers = all(name.startswith("optimizer.") for name in lacking)
             raise PlanError(
@@ -68,7 +68,7 @@ class Loading:
     def verify(self, parts: Sequence[Part]) -> None:
         """Reads and verifies all that the parts need; keeps some of it on the host."""
         self._staged, room = [], _STAGED_BYTES
-        with self.meeting.alike():
+        with self.meeting.failing_together():
             for part in parts:
                 entry = self.source.tensors[part.name]
                 if entry.shape != part.whole:
@@ -87,7 +87,7 @@ class Loading:
 
     def put(self, parts: Sequence[Part]) -> None:
         """Copies the verified data into the parts."""
-        with self.meeting.alike(), torch.no_grad():
+        with self.meeting.failing_together(), torch.no_grad():
             for i, part in enumerate(parts):
                 kept, self._staged[i] = self._staged[i], None
                 if kept is not None:

@@ -65,7 +65,7 @@ class Checkpointed:
         Raises:
             UsageError: see :class:`~autopar.runtime.checkpoint.write.Save`.
         """
-        with self.meeting.alike():
+        with self.meeting.failing_together():
             own = self._own(optimizer, beside)
         values = {
             "progress": dict(progress),
@@ -152,7 +152,7 @@ class Checkpointed:
     def _states(self, loading: Loading, beside: Beside) -> dict[str, Any]:
         """The decoded states of the requested schedulers and loaders, and of generators."""
         found: dict[str, Any] = {}
-        with self.meeting.alike():
+        with self.meeting.failing_together():
             for kind, owner in self._owners.items():
                 if kind in _WITH_METHODS and beside.get(kind) is None:
                     continue
@@ -186,7 +186,7 @@ class Checkpointed:
                 optimizer.state[h.parameter][name] = checkpoint_index.decode_state(value, _no_tensor)
 
     def _put_states(self, found: Mapping[str, Any], beside: Beside, loading: Loading) -> None:
-        with self.meeting.alike():
+        with self.meeting.failing_together():
             try:
                 for kind in _WITH_METHODS:
                     if kind in found:
@@ -279,7 +279,7 @@ class Checkpoints:
         Its index is undamaged and its files have the right lengths. Tensors are verified when they are loaded.
         """
         self.wait()
-        return self._together().first(lambda: next(iter(self._complete()), None))
+        return self._together().from_first_rank(lambda: next(iter(self._complete()), None))
 
     def load(
         self,
@@ -300,7 +300,7 @@ class Checkpoints:
         """
         self.wait()
         failure: CheckpointError | None = None
-        for path in self._together().first(self._all):
+        for path in self._together().from_first_rank(self._all):
             if path in self._damaged:
                 continue
             try:

@@ -183,7 +183,7 @@ class Save:
         self.folder = Path(path).absolute()
         self._values, self._shapes, parts = dict(values), dict[str, Box](), once(own.parts)
         said = meeting.gather((tuple(map(box_of, parts)), replace(own, parts=[])))
-        shares, self._target = meeting.first(lambda: self._shared_out(said))
+        shares, self._target = meeting.from_first_rank(lambda: self._shared_out(said))
         self.parts = [part for part in parts if part.name in shares[meeting.rank]]
         self._name = f"data-{self._target.generation}-{meeting.rank:05d}.safetensors"
 
@@ -194,10 +194,10 @@ class Save:
             UsageError: it cannot be written; raised on all ranks. The previous checkpoint is unchanged.
         """
         try:
-            with meeting.alike():
+            with meeting.failing_together():
                 written = self._written(meeting.rank)
             said = meeting.gather(written)
-            meeting.first(lambda: self._commit(said))
+            meeting.from_first_rank(lambda: self._commit(said))
         except UsageError:
             give_up(self.folder, self._target, own=self._name, is_first=meeting.rank == 0)
             raise
