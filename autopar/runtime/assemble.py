@@ -29,7 +29,7 @@ from autopar.plan.mesh import EXPERT_MESH_AXES, MESH_AXES
 from autopar.plan.plan import Plan, Precision
 from autopar.rules.local_graphs import AXIS as SPREAD
 from autopar.runtime.joined_values import placement_of
-from autopar.runtime.step.gradients import Held, hand_over, lengthened
+from autopar.runtime.step.gradients import RankParameter, hand_over, lengthened
 from autopar.runtime.step.stage import StageModule
 from autopar.runtime.weights import ModelWeights, local_index
 from autopar.runtime.world import World
@@ -136,16 +136,16 @@ class Assembly:
     """
 
     stages: tuple[StageModule, ...]
-    held: tuple[Held, ...]
+    held: tuple[RankParameter, ...]
 
     @property
-    def tied(self) -> tuple[Held, ...]:
+    def tied(self) -> tuple[RankParameter, ...]:
         """Parameters that another stage also holds: on another rank (they have a ``tie_group``) or on this one."""
         twice = {copy.name for _, copy in self._copies()}
         return tuple(held for held in self.held if held.tie_group is not None or held.name in twice)
 
     @property
-    def first_copies(self) -> tuple[Held, ...]:
+    def first_copies(self) -> tuple[RankParameter, ...]:
         """The first copy of each parameter that is tied over ranks."""
         return tuple({held.name: held for held in reversed(self.held) if held.tie_group is not None}.values())
 
@@ -162,7 +162,7 @@ class Assembly:
                 copy.parameter.grad = None
                 hand_over(copy.parameter, first.gradient.clone())
 
-    def _copies(self) -> list[tuple[Held, Held]]:
+    def _copies(self) -> list[tuple[RankParameter, RankParameter]]:
         first = {held.name: held for held in reversed(self.held)}
         return [(first[held.name], held) for held in self.held if first[held.name] is not held]
 
@@ -290,7 +290,7 @@ class _Assembler:
 
     # --- parameters
 
-    def held(self, stage: StageModule) -> list[Held]:
+    def held(self, stage: StageModule) -> list[RankParameter]:
         """The parameters of the stage, after FSDP has replaced them by its own."""
         parameters = []
         for name, holder in stage.holders().items():
@@ -298,7 +298,7 @@ class _Assembler:
             registered, replicated = holder._parameters[name], self._replicated(ir)
             assert registered is not None
             parameters.append(
-                Held(
+                RankParameter(
                     name=name,
                     key=ir.key,
                     parameter=self.visible.get((stage.index, name), registered),

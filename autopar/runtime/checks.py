@@ -15,7 +15,7 @@ from autopar.lower.program import Program
 from autopar.plan.plan import TF32_PRODUCTS, Plan, Precision
 from autopar.plan.prediction import Memory
 from autopar.runtime.local_optimizer import LocalSteps
-from autopar.runtime.step.gradients import Held
+from autopar.runtime.step.gradients import RankParameter
 from autopar.runtime.step.other_runs import noise
 from autopar.runtime.world import World
 from autopar.util.formatting import num_bytes
@@ -114,7 +114,7 @@ class Parameters:
         held: parameters of all stages of this rank; those that require no gradient now never will.
     """
 
-    def __init__(self, held: Sequence[Held]) -> None:
+    def __init__(self, held: Sequence[RankParameter]) -> None:
         self._held = held
         self._frozen = tuple(h for h in held if not h.parameter.requires_grad)
         # kept, so that no other memory gets their addresses
@@ -217,7 +217,7 @@ class MemoryReport:
         steps: the optimizer steps of this model.
     """
 
-    def __init__(self, plan: Plan, world: World, held: Sequence[Held], steps: LocalSteps) -> None:
+    def __init__(self, plan: Plan, world: World, held: Sequence[RankParameter], steps: LocalSteps) -> None:
         self._plan, self._world, self._held, self._steps = plan, world, held, steps
 
     def error(self) -> OutOfMemoryError:

@@ -26,7 +26,7 @@ from autopar.lower.program import Program
 from autopar.plan.plan import Plan
 from autopar.runtime.joined_values import Join, Samples, Tap, rebuilt
 from autopar.runtime.state_dict import full_state_dict
-from autopar.runtime.step.gradients import Held
+from autopar.runtime.step.gradients import RankParameter
 from autopar.runtime.step.local_batch import num_samples
 from autopar.runtime.step.other_runs import PartialBatch
 from autopar.runtime.step.stage import StageModule
@@ -118,7 +118,12 @@ class ModelOutputs:
     """
 
     def __init__(
-        self, program: Program, world: World, weights: ModelWeights, stages: Sequence[StageModule], held: Sequence[Held]
+        self,
+        program: Program,
+        world: World,
+        weights: ModelWeights,
+        stages: Sequence[StageModule],
+        held: Sequence[RankParameter],
     ) -> None:
         self._program, self._world, self._stages, self._held = program, world, stages, held
         self._plan: Plan = program.plan

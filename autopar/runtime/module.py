@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autopar.errors import UsageError
 from autopar.plan.plan import Plan
 from autopar.runtime.checks import absent
-from autopar.runtime.step.gradients import Held
+from autopar.runtime.step.gradients import RankParameter
 from autopar.runtime.world import World
 from autopar.tracing import side_effects as memory
 from autopar.util.formatting import some
@@ -140,7 +140,7 @@ class PlannedModule(nn.Module):
         self._world = world
         self.__dict__[REGISTRY_KEY] = _NoWrappers()
 
-    def _show(self, held: Iterable[Held]) -> None:
+    def _show(self, held: Iterable[RankParameter]) -> None:
         """Registers parameters by their keys; further copies of a tied one, on other stages of this rank, have a number appended."""
         for h in held:
             name, number = h.key, 1

@@ -17,7 +17,7 @@ from autopar.errors import AutoparError, UsageError
 from autopar.lower.program import Program
 from autopar.runtime.assemble import Assembly, assemble, forget_gathered, uses_fsdp
 from autopar.runtime.checkpoint.export import Export, ModelFacts
-from autopar.runtime.checkpoint.series import EXTRA, LOADER, SCHEDULER, Beside, Checkpointed
+from autopar.runtime.checkpoint.series import EXTRA, LOADER, SCHEDULER, CallerStates, Checkpointed
 from autopar.runtime.checkpoint.write import Save
 from autopar.runtime.checks import (
     MemoryReport,
@@ -422,15 +422,15 @@ class ParallelModel(PlannedModule):
             UsageError: the folder cannot be written, or a state cannot be saved; raised on all ranks. An existing checkpoint is unchanged.
         """
         with self._calls.at_once("save"):
-            beside = {SCHEDULER: scheduler, LOADER: dataloader, EXTRA: extra}
-            save = self._begin_save(path, optimizer, beside)
+            given = {SCHEDULER: scheduler, LOADER: dataloader, EXTRA: extra}
+            save = self._begin_save(path, optimizer, given)
             save.write(self._checkpointed.meeting)
 
-    def _begin_save(self, path: str | Path, optimizer: Optimizer | None, beside: Beside) -> Save:
+    def _begin_save(self, path: str | Path, optimizer: Optimizer | None, given: CallerStates) -> Save:
         self._memory.check_memory()
         self._replicas.check_now()
         progress = {"seed": self.seed, "step": self.step_count, "scaler": self._scaler.numbers}
-        return self._checkpointed.save(path, progress, optimizer, beside)
+        return self._checkpointed.save(path, progress, optimizer, given)
 
     def save_pretrained(self, path: str | Path, *, max_shard_size: str | int = "5GB") -> None:
         """Writes the weights as transformers does, in the model's dtypes: ``from_pretrained`` and ``weights=DIR`` read them.
@@ -477,8 +477,8 @@ class ParallelModel(PlannedModule):
         """
         with self._calls.at_once("load"):
             self._memory.check_memory()
-            beside = {SCHEDULER: scheduler, LOADER: dataloader}
-            progress, extra = self._checkpointed.load(path, optimizer, beside, allow_pickle=allow_pickle)
+            given = {SCHEDULER: scheduler, LOADER: dataloader}
+            progress, extra = self._checkpointed.load(path, optimizer, given, allow_pickle=allow_pickle)
         self.seed, self.step_count = progress["seed"], progress["step"]
         if self._scaler.is_wanted and progress.get("scaler") is not None:
             self._scaler.numbers = progress["scaler"]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.runtime.step.gradients import Group, Held, local_part
+from autopar.runtime.step.gradients import Group, RankParameter, local_part
 from autopar.runtime.world import World
 from autopar.util.formatting import some
 
@@ -127,11 +127,11 @@ class Replicas:
         everyone: the group of all ranks for sums on devices; None if there is one rank.
     """
 
-    def __init__(self, held: Sequence[Held], world: World, everyone: Group | None) -> None:
+    def __init__(self, held: Sequence[RankParameter], world: World, everyone: Group | None) -> None:
         self._everyone, self._device, self._rank = everyone, world.device, world.rank
         self._has_warned = False
         self._last_step = 0
-        self._of_axis: list[tuple[Group, list[Held]]] = []
+        self._of_axis: list[tuple[Group, list[RankParameter]]] = []
         for axis in AXES:
             if getattr(world.mesh, axis) > 1:
                 group = world.axis_group((axis,))
@@ -177,7 +177,7 @@ class Replicas:
             )
 
 
-def _differing(group: Group, members: Sequence[Held]) -> Tensor:
+def _differing(group: Group, members: Sequence[RankParameter]) -> Tensor:
     """For each parameter whether it differs anywhere in the group; on the device, the same on all ranks of the group."""
     sums = checksums([local_part(h.parameter) for h in members])
     ends = torch.stack((sums, ~sums))

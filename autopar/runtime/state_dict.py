@@ -27,7 +27,7 @@ from autopar.errors import UsageError
 from autopar.graph.graph import Padding, Parameter, TensorSpec
 from autopar.graph.interpreter import part_of
 from autopar.lower.program import Program
-from autopar.runtime.step.gradients import Held, lengthened
+from autopar.runtime.step.gradients import RankParameter, lengthened
 from autopar.runtime.step.stage import StageModule
 from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import Meeting, World
@@ -38,7 +38,7 @@ Values = Mapping[str, Tensor]
 def full_state_dict(
     program: Program,
     world: World,
-    held: Sequence[Held],
+    held: Sequence[RankParameter],
     buffers: Values = MappingProxyType({}),
     *,
     gradients: bool = False,
@@ -135,7 +135,7 @@ class ModuleState:
         is_lengthened: whether the plan has lengthened a vocabulary.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], others: Sequence[str], held: Sequence[Held]) -> None:
+    def __init__(self, parameters: Sequence[Parameter], others: Sequence[str], held: Sequence[RankParameter]) -> None:
         self._held = held
         self._parameters = {parameter.name: parameter for parameter in parameters}
         self._known = {name for p in parameters for name in (p.key, p.fqn, *p.aliases)} | {EXTRA_STATE, *others}
@@ -165,7 +165,7 @@ class ModuleState:
         """Names with ``prefix`` that no rank of the model knows."""
         return [name for name in state if name.startswith(prefix) and name.removeprefix(prefix) not in self._known]
 
-    def _find(self, held: Held, state: Values, prefix: str) -> Tensor | None:
+    def _find(self, held: RankParameter, state: Values, prefix: str) -> Tensor | None:
         """The entry of ``state`` for a parameter."""
         if prefix + held.key in state:
             return state[prefix + held.key]

@@ -331,7 +331,7 @@ class Killed(BaseException):
     """As a signal: nothing that runs after it is to tidy up."""
 
 
-@pytest.mark.parametrize("where", ["files.write", "folder.write_through", "folder.commit", "folder._sync"])
+@pytest.mark.parametrize("where", ["files.write", "folder.write_synced", "folder.commit", "folder._sync"])
 @pytest.mark.parametrize("replaces", [False, True])
 def test_a_killed_save_leaves_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, replaces: bool) -> None:
     par, optimizer = trained()

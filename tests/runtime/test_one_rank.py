@@ -23,7 +23,7 @@ from autopar.plan.plan import BF16, PRECISIONS
 from autopar.runtime.launch import launch
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.same_values import checksums
-from autopar.runtime.step.gradients import BucketedSums, Held
+from autopar.runtime.step.gradients import BucketedSums, RankParameter
 from autopar.tracing.trace import trace
 from autopar.verification.reference import adamw, loss_of
 from tests.support.close import assert_close
@@ -380,7 +380,7 @@ def test_buckets_leave_after_the_last_backward() -> None:
     for i in range(3):
         leaf = torch.nn.Parameter(torch.full((4,), float(i)))
         visible = torch.nn.Parameter(leaf.detach().clone())
-        held.append(Held(name=str(i), key=str(i), parameter=visible, leaf=leaf, group=dist.group.WORLD))
+        held.append(RankParameter(name=str(i), key=str(i), parameter=visible, leaf=leaf, group=dist.group.WORLD))
     sums = BucketedSums(held, bucket_bytes=32)
     sums.begin(2)
     for _ in range(2):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from autopar.runtime.step import gradients
-from autopar.runtime.step.gradients import Held, sum_in_place
+from autopar.runtime.step.gradients import RankParameter, sum_in_place
 from autopar.runtime.step.stage import Passed, enter, leave
 
 DTYPES = (
@@ -103,10 +103,10 @@ def test_without_gradients_nothing_is_recorded() -> None:
     assert not given_.requires_grad and torch.equal(given_, 2.0 * x)
 
 
-def held(name: str, value: float) -> Held:
+def held(name: str, value: float) -> RankParameter:
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.full((2,), value)
-    return Held(name=name, key=name, parameter=parameter, tie_group="both stages")
+    return RankParameter(name=name, key=name, parameter=parameter, tie_group="both stages")
 
 
 def test_stages_that_share_parameters_in_another_order_sum_each_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:

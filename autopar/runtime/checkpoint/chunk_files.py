@@ -39,7 +39,7 @@ _ALIGNED = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A box of a tensor to write or read: ``value`` has the elements from ``offset`` on of a tensor of shape ``whole``."""
+    """A box of a tensor to write or read: ``value`` has the elements from ``offset`` on of the tensor ``name`` of shape ``whole``."""
 
     name: str
     whole: tuple[int, ...]
@@ -53,7 +53,7 @@ class Part:
 
 
 def header(named: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], about: Mapping[str, str]) -> bytes:
-    """The header of a safetensors file with these tensors in sequence."""
+    """Returns the header of a safetensors file with these tensors in this order."""
     entries: dict[str, object] = {"__metadata__": dict(about)}
     end = 0
     for name, dtype, shape in named:
@@ -70,7 +70,7 @@ def header(named: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], about: Map
 
 
 def in_order(parts: Sequence[Part]) -> list[Part]:
-    """The parts in the order of a file: large element sizes first, so that all are aligned."""
+    """Returns the parts in the order of a file: large element sizes first, so that all are aligned."""
     return sorted(parts, key=lambda part: (-part.value.element_size(), part.name))
 
 
@@ -112,7 +112,7 @@ def write(path: Path, parts: Sequence[Part], about: Mapping[str, str]) -> tuple[
 
 
 def _chunks(value: Tensor) -> Iterator[memoryview]:
-    """The bytes of each chunk, on the host."""
+    """Yields the bytes of each chunk, on the host."""
     value = value.detach().resolve_conj().resolve_neg()
     if not value.numel():
         return
@@ -123,9 +123,9 @@ def _chunks(value: Tensor) -> Iterator[memoryview]:
 
 
 def as_bytes(value: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host."""
-    found: Any = value.reshape(-1).view(torch.uint8).numpy()  # numpy knows fewer dtypes than torch
-    return memoryview(found)
+    """Returns the memory of a contiguous tensor on the host."""
+    array: Any = value.reshape(-1).view(torch.uint8).numpy()  # numpy knows fewer dtypes than torch
+    return memoryview(array)
 
 
 OLD_INDEX = ".metadata"
@@ -136,14 +136,14 @@ class Folder:
     """A folder that :mod:`autopar.runtime.checkpoint.write` wrote; each chunk is verified when it is read.
 
     Attributes:
-        path: of the folder.
-        digest: of its index.
+        path: the folder.
+        digest: the digest of its index.
         tensors: all its tensors, by name.
-        values: everything that is not a tensor.
+        values: everything else.
         is_complete: whether it also has tensors that no step changes.
 
     Raises:
-        CheckpointError: in all methods: a file cannot be read, or has changed since it was written; names file and tensor.
+        CheckpointError: a file cannot be read, or has changed since it was written; names file and tensor. All methods raise it.
     """
 
     is_complete = True
@@ -161,7 +161,7 @@ class Folder:
                 pass
 
     def rows(self, name: str, piece: Piece, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Rows ``first`` to ``stop - 1`` of a piece of the tensor ``name``, chunk by chunk, each with the number of its first row."""
+        """Yields rows ``first`` to ``stop - 1`` of a piece of the tensor ``name``, chunk by chunk, each with the number of its first row."""
         dtype, shape = self.tensors[name].dtype, piece.shape or (1,)
         each, row = chunk_rows(piece.shape, dtype.itemsize), prod(shape[1:])
         with self._opened(piece.file) as file:
@@ -180,7 +180,7 @@ class Folder:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[BufferedReader]:
-        """A data file; its length and header are verified when it is first opened."""
+        """The context of a data file; its length and header are verified when it is first opened."""
         try:
             with (self.path / name).open("rb") as file:
                 if name not in self._verified:
@@ -208,7 +208,7 @@ Source: TypeAlias = "Folder | OlderFolder"
 
 
 def open_folder(path: Path, *, allow_pickle: bool = False) -> Source:
-    """The checkpoint in a folder.
+    """Returns the checkpoint in a folder.
 
     Raises:
         CheckpointError: there is none, it is damaged, or it is of the older kind and ``allow_pickle`` is False.

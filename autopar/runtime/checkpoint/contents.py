@@ -1,4 +1,4 @@
-"""A rank's part of a checkpoint: boxes of tensors, states of optimizers, schedulers, loaders and generators.
+"""A rank's part of a checkpoint: boxes of tensors, and the states of optimizers, schedulers, loaders and random number generators.
 
 Tensors are named ``model.KEY`` with ``Parameter.key``, which is the same in all plans, ``optimizer.KEY.STATE``, ``buffer.FQN``, and
 ``state.KIND.OWNER.NUMBER`` for those of schedulers, loaders and generators. They do not include padding of a plan.
@@ -25,33 +25,33 @@ from autopar.errors import PlanError, UsageError
 from autopar.graph.graph import Padding
 from autopar.runtime.checkpoint.checkpoint_index import encode_state
 from autopar.runtime.checkpoint.chunk_files import Part, as_bytes
-from autopar.runtime.step.gradients import Held
+from autopar.runtime.step.gradients import RankParameter
 from autopar.runtime.world import Meeting
 
 Settings = dict[str, Any]
 
-WAYS = frozenset({"fused", "foreach", "capturable", "differentiable"})
-"""Hyperparameters of how, not where to, an optimizer steps; a load leaves those of the job unchanged."""
+IMPLEMENTATION_SETTINGS = frozenset({"fused", "foreach", "capturable", "differentiable"})
+"""Hyperparameters that choose how an optimizer computes its step, not what; a load leaves those of the job unchanged."""
 
 
-def groups(held: Sequence[Held], optimizer: Optimizer) -> list[tuple[Held, int]]:
-    """Each parameter that the optimizer steps, with the index of its group."""
+def groups(held: Sequence[RankParameter], optimizer: Optimizer) -> list[tuple[RankParameter, int]]:
+    """Returns the parameters that the optimizer steps, each with the index of its group."""
     of = {p: place for place, group in enumerate(optimizer.param_groups) for p in group["params"]}
     return [(h, of[h.parameter]) for h in held if h.parameter in of]
 
 
 def settings(group: Mapping[str, Any]) -> Settings:
-    """The hyperparameters of a group by name: numbers, switches and tuples of them."""
+    """Returns the hyperparameters of a group by name: numbers, switches and tuples of them."""
     plain = {name: _plain(value) for name, value in group.items()}
     return {name: value for name, value in plain.items() if isinstance(value, float | int | bool | tuple)}
 
 
 def _plain(value: object) -> object:
-    """The value as a Python number, also if it is a number of torch or numpy."""
+    """Returns the value as a Python number if it is a number of torch or numpy, and otherwise unchanged."""
     if _is_number(value):
         return value.item()
     if isinstance(value, tuple):
-        return tuple(_plain(one) for one in value)
+        return tuple(map(_plain, value))
     return float(value) if isinstance(value, float) else value
 
 
@@ -60,7 +60,7 @@ def _is_number(value: object) -> TypeGuard[Tensor]:
 
 
 def check_groups(
-    place: str, held: Sequence[Held], optimizer: Optimizer, saved: Mapping[str, Settings], meeting: Meeting
+    place: str, held: Sequence[RankParameter], optimizer: Optimizer, saved: Mapping[str, Settings], meeting: Meeting
 ) -> None:
     """Checks that the parameters of each group were saved with equal hyperparameters; all ranks call it.
 
@@ -70,41 +70,43 @@ def check_groups(
     firsts: dict[int, tuple[str, Settings]] = {}
     with meeting.failing_together():
         for h, group in groups(held, optimizer):
-            own = {name: value for name, value in saved[h.key].items() if name not in WAYS}
-            key, first = firsts.setdefault(group, (h.key, own))
-            name = next((name for name in sorted(first.keys() | own) if first.get(name) != own.get(name)), "")
+            values = {name: value for name, value in saved[h.key].items() if name not in IMPLEMENTATION_SETTINGS}
+            key, first = firsts.setdefault(group, (h.key, values))
+            name = next((name for name in sorted(first.keys() | values) if first.get(name) != values.get(name)), "")
             if name:
                 raise PlanError(
                     "The parameters of a group of the optimizer were saved with different hyperparameters",
                     where=place,
-                    got=f"{name} {first.get(name)} of {key} and {own.get(name)} of {h.key} in one group",
+                    got=f"{name} {first.get(name)} of {key} and {values.get(name)} of {h.key} in one group",
                     fix="Make the groups of the optimizer that was saved, or load without one",
                 )
 
 
-def put_groups(held: Sequence[Held], optimizer: Optimizer, saved: Mapping[str, Settings], meeting: Meeting) -> None:
+def put_groups(
+    held: Sequence[RankParameter], optimizer: Optimizer, saved: Mapping[str, Settings], meeting: Meeting
+) -> None:
     """Sets the hyperparameters of groups in place; a learning rate in a tensor stays in it. All ranks call it.
 
     Names that the group does not have yet are set too, as a scheduler that is made later continues from them (``initial_lr``). A group
     without a parameter of this rank, as on pipeline ranks, takes the values of another rank's group with the same index.
     """
-    own: list[Settings | None] = [None] * len(optimizer.param_groups)
-    for h, place in groups(held, optimizer):
-        own[place] = saved[h.key]
-        _put(optimizer.param_groups[place], saved[h.key].items())
-    said = meeting.all_gather(own)
-    if len({len(lists) for lists in said}) > 1:
-        return  # ranks have groups of their own: none is the other's at the same place
-    for place, group in enumerate(optimizer.param_groups):
-        if own[place] is None:
-            found = next((lists[place] for lists in said if lists[place] is not None), {})
-            _put(group, (found or {}).items())
+    of_group: list[Settings | None] = [None] * len(optimizer.param_groups)
+    for h, index in groups(held, optimizer):
+        of_group[index] = saved[h.key]
+        _put(optimizer.param_groups[index], saved[h.key].items())
+    of_ranks = meeting.all_gather(of_group)
+    if len({len(of_rank) for of_rank in of_ranks}) > 1:
+        return  # ranks have different groups: groups with the same index do not correspond
+    for index, group in enumerate(optimizer.param_groups):
+        if of_group[index] is None:
+            settings_elsewhere = next((of_rank[index] for of_rank in of_ranks if of_rank[index] is not None), {})
+            _put(group, (settings_elsewhere or {}).items())
 
 
 def _put(group: dict[str, Any], values: Iterable[tuple[str, Any]]) -> None:
     for name, value in values:
         old = group.get(name)
-        if name in WAYS:
+        if name in IMPLEMENTATION_SETTINGS:
             continue
         if _is_number(old):
             old.fill_(value)
@@ -113,7 +115,7 @@ def _put(group: dict[str, Any], values: Iterable[tuple[str, Any]]) -> None:
 
 
 def make_state(optimizer: Optimizer) -> bool:
-    """Makes an optimizer create its state tensors by a step that changes nothing; returns whether it had none at all."""
+    """Makes an optimizer create its state tensors by a step that changes no parameter; returns whether it had none at all."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if all(p in optimizer.state for p in parameters):
         return False
@@ -135,11 +137,11 @@ def make_state(optimizer: Optimizer) -> bool:
 
 
 @dataclass(slots=True, kw_only=True)
-class Own:
+class RankContents:
     """This rank's part of a checkpoint.
 
     Attributes:
-        parts: boxes, in the memory of the job; those that several ranks have are the same on each.
+        parts: boxes of tensors, in the memory of the job; a box that several ranks have has the same elements on each.
         settings: hyperparameters of each parameter's group, by its key.
         numbers: states of the optimizer that are not tensors, by parameter and name.
         states: of schedulers, loaders and generators, by kind.
@@ -167,8 +169,12 @@ class State:
     digest: int
 
 
-def box(value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
-    """The complete shape, the offset of this rank's elements in it, and the elements."""
+def local_box(value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
+    """Returns a tensor's complete shape, the offset of this rank's elements in it, and these elements.
+
+    Raises:
+        UsageError: this rank has other elements than torch's even split gives it.
+    """
     if not isinstance(value, DTensor):
         return tuple(value.shape), (0,) * value.ndim, value.detach()
     local = value._local_tensor.detach()
@@ -182,8 +188,8 @@ def box(value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
 
 
 def part_of(name: str, value: Tensor, padding: Padding | None = None) -> Part:
-    """This rank's elements of a tensor, without padding."""
-    whole, offset, local = box(value)
+    """Returns this rank's elements of a tensor, without padding."""
+    whole, offset, local = local_box(value)
     if padding is not None:
         dim, length = padding.dim, padding.length
         count = min(max(length - offset[dim], 0), local.shape[dim])
@@ -194,16 +200,16 @@ def part_of(name: str, value: Tensor, padding: Padding | None = None) -> Part:
 
 
 def padding_of(value: Tensor, padding: Padding) -> Tensor:
-    """This rank's elements of the padding, which are zeros."""
-    _, offset, local = box(value)
+    """Returns this rank's elements of the padding, which are zeros."""
+    _, offset, local = local_box(value)
     first = min(max(padding.length - offset[padding.dim], 0), local.shape[padding.dim])
     return local.narrow(padding.dim, first, local.shape[padding.dim] - first)
 
 
 def tensors_of(
-    held: Sequence[Held], optimizer: Optimizer | None, fresh: Collection[str] = ()
+    held: Sequence[RankParameter], optimizer: Optimizer | None, fresh: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor, Padding | None]]:
-    """Parameters and states of the optimizer by name, each with its padding; without the states of ``fresh`` parameters."""
+    """Yields parameters and states of the optimizer by name, each with its padding; without the states of ``fresh`` parameters."""
     for h in held:
         yield f"model.{h.key}", h.parameter.detach(), h.padding
     for h in held:
@@ -214,51 +220,51 @@ def tensors_of(
                 yield f"optimizer.{h.key}.{name}", value, h.padding if is_long else None
 
 
-def of_optimizer(own: Own, held: Sequence[Held], optimizer: Optimizer) -> None:
-    """Adds hyperparameters and states that are not tensors.
+def add_optimizer(contents: RankContents, held: Sequence[RankParameter], optimizer: Optimizer) -> None:
+    """Adds the hyperparameters of an optimizer, and its states that are not tensors.
 
     Raises:
         UsageError: a state is neither a tensor nor a number or text.
     """
     for h, group in groups(held, optimizer):
         plain = settings(optimizer.param_groups[group])
-        own.settings[h.key] = encode_state(plain, {}, "", where="the optimizer's groups")
+        contents.settings[h.key] = encode_state(plain, {}, "", where="the optimizer's groups")
     for h in held:
         for name, value in optimizer.state.get(h.parameter, {}).items():
             if not isinstance(value, Tensor):
-                beside: dict[str, Tensor] = {}
-                encoded = encode_state(value, beside, "", where=f"the optimizer's state {name} of {h.key}")
-                if beside:
+                tensors: dict[str, Tensor] = {}
+                encoded = encode_state(value, tensors, "", where=f"the optimizer's state {name} of {h.key}")
+                if tensors:
                     raise UsageError(
                         f"A checkpoint cannot hold the tensors inside of the optimizer's state {name} of {h.key}",
                         fix="Use an optimizer whose states are tensors and numbers, one by one",
                     )
-                own.numbers.setdefault(h.key, {})[name] = encoded
+                contents.numbers.setdefault(h.key, {})[name] = encoded
 
 
-def of_state(own: Own, kind: str, owner: int, given: Any) -> None:
-    """Adds a state of a scheduler, a loader, or generators.
+def add_state(contents: RankContents, kind: str, owner: int, given: Any) -> None:
+    """Adds a state of a scheduler, a loader, or the generators.
 
     Raises:
-        UsageError: it has something that a checkpoint cannot hold.
+        UsageError: the state has a value that a checkpoint cannot hold.
     """
     tensors: dict[str, Tensor] = {}
     value = encode_state(given, tensors, f"state.{kind}.{owner}", where=f"the state of the {kind}")
-    own.parts += [part_of(name, tensor) for name, tensor in tensors.items()]
+    contents.parts += [part_of(name, tensor) for name, tensor in tensors.items()]
     digest = crc32(json.dumps(encode_state(given, {}, "", where="")).encode())
     for tensor in tensors.values():
         digest = crc32(as_bytes(tensor), digest)
-    own.states[kind] = State(owner=owner, value=value, tensors=tuple(tensors), digest=digest)
+    contents.states[kind] = State(owner=owner, value=value, tensors=tuple(tensors), digest=digest)
 
 
 def state_dicts(given: Any, what: str) -> Any:
-    """The ``state_dict()`` of an object, or of each in a list.
+    """Returns the ``state_dict()`` of an object, or of each object in a list.
 
     Raises:
-        UsageError: it has no such method.
+        UsageError: an object has no such method.
     """
     if isinstance(given, list | tuple):
-        return [state_dicts(one, what) for one in given]
+        return [state_dicts(item, what) for item in given]
     if not callable(getattr(given, "state_dict", None)) or not callable(getattr(given, "load_state_dict", None)):
         raise UsageError(
             f"The {what} is a {type(given).__name__}, which has no state_dict() and load_state_dict()",
@@ -268,35 +274,35 @@ def state_dicts(given: Any, what: str) -> Any:
 
 
 def put_state_dicts(given: Any, state: Any) -> None:
-    """Gives each object its state back."""
+    """Loads the state of an object, or of each object in a list."""
     if isinstance(given, list | tuple):
-        for one, own in zip(given, state, strict=True):
-            put_state_dicts(one, own)
+        for item, item_state in zip(given, state, strict=True):
+            put_state_dicts(item, item_state)
         return
     given.load_state_dict(state)
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """The states of the generators of Python, numpy and torch in this process."""
+    """Returns the states of the generators of Python, numpy and torch in this process."""
     version, words, gauss = random.getstate()
-    found = {
+    states = {
         "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
     }
-    return found | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+    return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
 
-def put_random_states(found: Mapping[str, Any], device: torch.device) -> None:
+def put_random_states(states: Mapping[str, Any], device: torch.device) -> None:
     """Restores the states of generators."""
-    version, words, gauss = found["python"]
+    version, words, gauss = states["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
-    np.random.set_state(found["numpy"])
-    torch.set_rng_state(found["torch"])
-    if device.type == "cuda" and "cuda" in found:
-        torch.cuda.set_rng_state(found["cuda"], device)
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
 
 
-def once(parts: Iterable[Part]) -> list[Part]:
-    """Each name once, as a rank may have a parameter twice; without boxes that have no elements of a tensor that has some."""
+def each_once(parts: Iterable[Part]) -> list[Part]:
+    """Returns each part once, as a rank may have a parameter twice; without the empty boxes of tensors that have elements."""
     return list({part.name: part for part in parts if part.value.numel() or not prod(part.whole)}.values())

@@ -28,7 +28,7 @@ from autopar.runtime.checkpoint.chunk_files import Part, as_bytes, header, new_f
 from autopar.runtime.checkpoint.contents import part_of
 from autopar.runtime.checkpoint.write import Box, Target
 from autopar.runtime.state_dict import Untrained
-from autopar.runtime.step.gradients import Held
+from autopar.runtime.step.gradients import RankParameter
 from autopar.runtime.world import Meeting
 
 _INDEX = "model.safetensors.index.json"
@@ -38,7 +38,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MI
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What a folder of transformers has in addition to the weights.
+    """The contents of a folder of transformers besides the weights.
 
     Attributes:
         configs: objects with ``save_pretrained``: the model's ``config`` and ``generation_config``, if it has them.
@@ -71,13 +71,13 @@ class Export:
     """The export of one model; all ranks make one and call it."""
 
     graph: Graph
-    held: Sequence[Held]
+    held: Sequence[RankParameter]
     buffers: Mapping[str, Tensor]
     untrained: Untrained
     facts: ModelFacts
     meeting: Meeting
     _own: dict[Box, Part] = field(default_factory=dict)
-    _givers: defaultdict[str, list[tuple[int, Box]]] = field(default_factory=lambda: defaultdict(list))
+    _sources: defaultdict[str, list[tuple[int, Box]]] = field(default_factory=lambda: defaultdict(list))
 
     def save(self, path: str | Path, max_shard_size: str | int) -> None:
         """Writes the folder.
@@ -87,40 +87,40 @@ class Export:
         """
         limit, place = num_bytes(max_shard_size), Path(path).absolute()
         self._own = {write.box_of(part): part for part in self._parts()}
-        for box, rank in write.givers(self.meeting.all_gather(list(self._own))).items():
-            self._givers[box[0]].append((rank, box))
-        shapes = {name: boxes[0][1][1] for name, boxes in self._givers.items()}
+        for box, rank in write.source_ranks(self.meeting.all_gather(list(self._own))).items():
+            self._sources[box[0]].append((rank, box))
+        shapes = {name: boxes[0][1][1] for name, boxes in self._sources.items()}
         files = self._files(shapes, limit)
         target = self.meeting.from_first_rank(lambda: _begun(place))
         try:
-            with self.meeting.failing_together(), _refusing(place):
-                self._write(files, shapes, write.staging(place, target))
+            with self.meeting.failing_together(), _as_usage_errors(place):
+                self._write(files, shapes, write.staging_folder(place, target))
                 if self.meeting.rank == 0:
-                    self._describe(files, shapes, write.staging(place, target))
+                    self._describe(files, shapes, write.staging_folder(place, target))
         except UsageError:
-            write.give_up(place, target, own="", is_first=self.meeting.rank == 0)
+            write.remove_failed(place, target, name="", is_first=self.meeting.rank == 0)
             raise
         self.meeting.from_first_rank(lambda: _commit(place, target))
 
     def _parts(self) -> Iterable[Part]:
-        """This rank's elements as parts of the model's tensors; without empty ones."""
+        """Yields this rank's elements as parts of the model's tensors; without empty ones."""
         parameters = {p.name: p for p in self.graph.parameters}
         for h in self.held:
             ir = parameters[h.name]
-            own = part_of(ir.fqn, h.parameter.detach(), h.padding)
+            part = part_of(ir.fqn, h.parameter.detach(), h.padding)
             if ir.part is not None:
-                start, whole = list(own.offset), list(own.whole)
+                start, whole = list(part.offset), list(part.whole)
                 start[ir.part.dim] += ir.part.start
                 whole[ir.part.dim] = self.untrained.shapes[ir.fqn][ir.part.dim]
-                own = Part(name=ir.fqn, whole=tuple(whole), offset=tuple(start), value=own.value)
-            if own.value.numel():
-                yield own
+                part = Part(name=ir.fqn, whole=tuple(whole), offset=tuple(start), value=part.value)
+            if part.value.numel():
+                yield part
         for name, value in (*self.buffers.items(), *self.untrained.own.items()):
             if name in self.untrained.dtypes:
                 yield part_of(name, value)
 
     def _files(self, shapes: Mapping[str, tuple[int, ...]], limit: int) -> _Files:
-        """Tensors in the order of the state dict, each tied one once, by its first name."""
+        """Returns the tensors of each file in the order of the state dict, each tied one once, by its first name."""
         names = [n for n in dict.fromkeys(self.untrained.names.values()) if n in shapes and n not in self.facts.ignored]
         shards: list[list[str]] = [[]]
         room = limit
@@ -133,7 +133,7 @@ class Export:
             room -= size
         if len(shards) == 1:
             return {"model.safetensors": shards[0]}
-        return {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": own for i, own in enumerate(shards)}
+        return {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards)}
 
     def _write(self, files: _Files, shapes: Mapping[str, tuple[int, ...]], place: Path) -> None:
         """Writes this rank's files. In each round every writer receives one tensor; a rank that has failed still takes part."""
@@ -145,7 +145,7 @@ class Export:
         current = ""
         with ExitStack() as open_files:
             for turn in range(max(map(len, turns), default=0)):
-                wanted = {rank: own[turn] for rank, own in enumerate(turns) if turn < len(own)}
+                wanted = {rank: queue[turn] for rank, queue in enumerate(turns) if turn < len(queue)}
                 value = self._exchanged({rank: name for rank, (_, name) in wanted.items()}, shapes)
                 if value is None or failure is not None:
                     continue
@@ -164,25 +164,29 @@ class Export:
             raise failure
 
     def _exchanged(self, wanted: Mapping[int, str], shapes: Mapping[str, tuple[int, ...]]) -> Tensor | None:
-        """The complete tensor that this rank wants, or None; other ranks receive this rank's boxes of theirs."""
+        """Returns the complete tensor that this rank writes next, or None; sends this rank's boxes of the tensors that others write.
+
+        Args:
+            wanted: the name of the tensor that each writing rank receives.
+        """
         rank = self.meeting.rank
-        mine = wanted.get(rank)
-        result = None if mine is None else torch.empty(shapes[mine], dtype=self.untrained.dtypes[mine])
-        works, kept, boxes = list[Any](), list[Tensor](), list[tuple[Box, Tensor]]()
+        received = wanted.get(rank)
+        result = None if received is None else torch.empty(shapes[received], dtype=self.untrained.dtypes[received])
+        works, buffers, boxes = list[Any](), list[Tensor](), list[tuple[Box, Tensor]]()
         for writer, name in wanted.items():
-            for source, box in self._givers[name]:
+            for source, box in self._sources[name]:
                 if source == rank:
-                    own = self._own[box].value.to("cpu", self.untrained.dtypes[name]).contiguous()
+                    value = self._own[box].value.to("cpu", self.untrained.dtypes[name]).contiguous()
                     if writer == rank:
-                        boxes.append((box, own))
+                        boxes.append((box, value))
                     else:
-                        kept.append(_flat(own))
-                        works.append(dist.isend(kept[-1], group=self.meeting.group, group_dst=writer))
+                        buffers.append(_flat(value))
+                        works.append(dist.isend(buffers[-1], group=self.meeting.group, group_dst=writer))
                 elif writer == rank:
-                    got = torch.empty(box[3], dtype=self.untrained.dtypes[name])
-                    boxes.append((box, got))
-                    kept.append(_flat(got))
-                    works.append(dist.irecv(kept[-1], group=self.meeting.group, group_src=source))
+                    value = torch.empty(box[3], dtype=self.untrained.dtypes[name])
+                    boxes.append((box, value))
+                    buffers.append(_flat(value))
+                    works.append(dist.irecv(buffers[-1], group=self.meeting.group, group_src=source))
         for work in works:
             work.wait()
         if result is not None:
@@ -191,11 +195,12 @@ class Export:
         return result
 
     def _describe(self, files: _Files, shapes: Mapping[str, tuple[int, ...]], place: Path) -> None:
+        """Writes the index of several files and the model's configurations; called on rank 0."""
         if len(files) > 1:
             of = {name: file for file, names in files.items() for name in names}
             total = sum(prod(shapes[name]) * self.untrained.dtypes[name].itemsize for name in of)
             index = {"metadata": {"total_size": total}, "weight_map": of}
-            write.write_through(place / _INDEX, json.dumps(index, indent=2).encode())
+            write.write_synced(place / _INDEX, json.dumps(index, indent=2).encode())
         try:
             for config in self.facts.configs:
                 config.save_pretrained(place)
@@ -208,7 +213,7 @@ class Export:
 
 
 def num_bytes(size: str | int) -> int:
-    """Bytes of a size in the notation of transformers.
+    """Returns the bytes of a size in the notation of transformers.
 
     Raises:
         UsageError: it is not a size.
@@ -231,14 +236,14 @@ def _flat(value: Tensor) -> Tensor:
 
 
 def _begun(place: Path) -> Target:
-    with _refusing(place):
-        return write.begin(place)
+    with _as_usage_errors(place):
+        return write.begin_save(place)
 
 
 def _commit(place: Path, target: Target) -> None:
     """Moves the written files on rank 0 to their folder, where they replace older weights; an index of several files comes last."""
-    staged = write.staging(place, target)
-    with _refusing(place):
+    staged = write.staging_folder(place, target)
+    with _as_usage_errors(place):
         if not target.is_there:
             staged.rename(place)
             return
@@ -252,5 +257,5 @@ def _commit(place: Path, target: Target) -> None:
                 path.unlink()
 
 
-def _refusing(place: Path) -> AbstractContextManager[None]:
-    return write.refusing(f"the weights to {place}")
+def _as_usage_errors(place: Path) -> AbstractContextManager[None]:
+    return write.as_usage_errors(f"the weights to {place}")

@@ -1,4 +1,4 @@
-"""Checkpoints of a parallel model: gathers its state for a save, restores it, and manages the series of checkpoints of a run."""
+"""Checkpoints of a parallel model: collects its state for a save, restores it, and manages the series of checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from autopar.errors import AutoparError, CheckpointError, PlanError, UsageError
 from autopar.plan.plan import Plan
 from autopar.runtime.checkpoint import checkpoint_index, contents
 from autopar.runtime.checkpoint.chunk_files import open_folder
-from autopar.runtime.checkpoint.contents import Own, Settings, check_groups, groups, make_state, part_of, put_groups
+from autopar.runtime.checkpoint.contents import RankContents, Settings, part_of
 from autopar.runtime.checkpoint.load import Loading, state_of
-from autopar.runtime.checkpoint.write import Save, copied
+from autopar.runtime.checkpoint.write import Save, copied_to_host
 from autopar.runtime.state_dict import State, Untrained
-from autopar.runtime.step.gradients import Held
+from autopar.runtime.step.gradients import RankParameter
 from autopar.runtime.world import DISKS, Meeting, World
 
 if TYPE_CHECKING:
@@ -37,58 +37,64 @@ RANDOM, SCHEDULER, LOADER, EXTRA = "random", "scheduler", "dataloader", "extra"
 _WITH_METHODS = (SCHEDULER, LOADER)
 """Kinds of states whose owners have ``state_dict`` and ``load_state_dict``, or are lists of such."""
 
-Beside: TypeAlias = Mapping[str, Any]
-"""What a caller saves with a checkpoint, by kind; None for a kind without a state."""
+CallerStates: TypeAlias = Mapping[str, Any]
+"""The states that a caller saves with a checkpoint, by kind; None for a kind without a state."""
 
 
 class Checkpointed:
     """The checkpoints of one parallel model; every rank of the job makes one and calls the same methods."""
 
-    def __init__(self, plan: Plan, world: World, held: Sequence[Held], buffers: State, untrained: Untrained) -> None:
+    def __init__(
+        self, plan: Plan, world: World, held: Sequence[RankParameter], buffers: State, untrained: Untrained
+    ) -> None:
         self._plan, self._world, self._held = plan, world, held
         self._buffers, self._untrained = buffers, untrained
         each = world.rank, world.mesh.world_size
         of_data = world.data_index, plan.mesh.data
-        self._owners = {RANDOM: each, SCHEDULER: each, LOADER: of_data, EXTRA: (0, 1)}  # which one this is, of how many
+        # of each kind the index of the owner of this rank's state, and the number of owners
+        self._owners = {RANDOM: each, SCHEDULER: each, LOADER: of_data, EXTRA: (0, 1)}
         self._meeting: Meeting | None = None
 
     @property
     def meeting(self) -> Meeting:
-        """The meeting of all ranks for saves and loads, made with the first one."""
+        """The meeting of all ranks for saves and loads; its group is made for the first one."""
         if self._meeting is None:
             self._meeting = Meeting(self._world.checkpoint_group())
         return self._meeting
 
-    def save(self, path: str | Path, progress: Mapping[str, Any], optimizer: Optimizer | None, beside: Beside) -> Save:
+    def save(
+        self, path: str | Path, progress: Mapping[str, Any], optimizer: Optimizer | None, given: CallerStates
+    ) -> Save:
         """Begins a save: makes its folder, but writes nothing yet.
 
         Raises:
             UsageError: see :class:`~autopar.runtime.checkpoint.write.Save`.
         """
         with self.meeting.failing_together():
-            own = self._own(optimizer, beside)
+            local = self._contents(optimizer, given)
         values = {
             "progress": dict(progress),
             "plan": self._plan.to_dict(),
             "optimizer": {"kind": "" if optimizer is None else type(optimizer).__name__},
             "ranks": {"all": self._world.mesh.world_size, "data": self._plan.mesh.data},
         }
-        return Save(path, own, values, self.meeting)
+        return Save(path, local, values, self.meeting)
 
-    def _own(self, optimizer: Optimizer | None, beside: Beside) -> Own:
-        own = Own(parts=[part_of(*one) for one in contents.tensors_of(self._held, optimizer)])
-        own.parts += [part_of(f"buffer.{name}", value) for name, value in self._buffers.named().items()]
-        own.parts += [part_of(self._untrained.key(name), value) for name, value in self._untrained.own.items()]
+    def _contents(self, optimizer: Optimizer | None, given: CallerStates) -> RankContents:
+        """Returns this rank's part of a checkpoint."""
+        local = RankContents(parts=[part_of(*named) for named in contents.tensors_of(self._held, optimizer)])
+        local.parts += [part_of(f"buffer.{name}", value) for name, value in self._buffers.named().items()]
+        local.parts += [part_of(self._untrained.key(name), value) for name, value in self._untrained.own.items()]
         if optimizer is not None:
-            contents.of_optimizer(own, self._held, optimizer)
-        for kind, given in {RANDOM: contents.random_states(self._world.device), **beside}.items():
-            if given is not None:
-                state = contents.state_dicts(given, kind) if kind in _WITH_METHODS else given
-                contents.of_state(own, kind, self._owners[kind][0], state)
-        return own
+            contents.add_optimizer(local, self._held, optimizer)
+        for kind, state in {RANDOM: contents.random_states(self._world.device), **given}.items():
+            if state is not None:
+                encoded = contents.state_dicts(state, kind) if kind in _WITH_METHODS else state
+                contents.add_state(local, kind, self._owners[kind][0], encoded)
+        return local
 
     def load(
-        self, path: str | Path, optimizer: Optimizer | None, beside: Beside, *, allow_pickle: bool = False
+        self, path: str | Path, optimizer: Optimizer | None, given: CallerStates, *, allow_pickle: bool = False
     ) -> tuple[Mapping[str, Any], Any]:
         """Loads a folder in place; returns the saved progress and ``extra``.
 
@@ -96,30 +102,32 @@ class Checkpointed:
             PlanError: the folder is no checkpoint, is damaged, differs between ranks, or is of another model; raised on all ranks.
                 Nothing is changed.
         """
-        is_new = optimizer is not None and make_state(optimizer)
+        is_new = optimizer is not None and contents.make_state(optimizer)
         try:
-            return self._load(Loading.begin(Path(path), self.meeting, allow_pickle=allow_pickle), optimizer, beside)
+            return self._load(Loading.begin(Path(path), self.meeting, allow_pickle=allow_pickle), optimizer, given)
         except PlanError:
             if optimizer is not None and is_new:
                 optimizer.state.clear()  # the states made here have counted a step
             raise
 
-    def _load(self, loading: Loading, optimizer: Optimizer | None, beside: Beside) -> tuple[Mapping[str, Any], Any]:
+    def _load(
+        self, loading: Loading, optimizer: Optimizer | None, given: CallerStates
+    ) -> tuple[Mapping[str, Any], Any]:
         fresh = self._without_states(loading, optimizer)
         named = list(contents.tensors_of(self._held, optimizer, fresh))
         untrained = self._untrained.targets() if loading.source.is_complete else []
-        parts = [part_of(*one) for one in named]
+        parts = [part_of(*tensor) for tensor in named]
         parts += [part_of(f"buffer.{name}", value) for name, value in self._buffers.named().items()]
         parts += [part_of(self._untrained.key(name), value) for name, value in untrained]
         values = loading.source.values
         saved = self._settings(values, optimizer)
-        stepped = [] if optimizer is None else groups(self._held, optimizer)
-        lacking = [f"optimizer.{h.key}.group" for h, _ in stepped if h.key not in saved]
-        loading.check_holds([part.name for part in parts], lacking)
+        stepped = [] if optimizer is None else contents.groups(self._held, optimizer)
+        missing = [f"optimizer.{h.key}.group" for h, _ in stepped if h.key not in saved]
+        loading.check_holds([part.name for part in parts], missing)
         if optimizer is not None:  # before anything is changed
-            check_groups(str(loading.source.path), self._held, optimizer, saved, self.meeting)
+            contents.check_groups(str(loading.source.path), self._held, optimizer, saved, self.meeting)
         loading.verify(parts)
-        found = self._states(loading, beside)
+        states = self._states(loading, given)
         loading.put(parts)
         for _, value, padding in named:
             if padding is not None:
@@ -127,16 +135,16 @@ class Checkpointed:
         if loading.source.is_complete:
             self._untrained.put(untrained)
         if optimizer is not None:
-            put_groups(self._held, optimizer, saved, self.meeting)
+            contents.put_groups(self._held, optimizer, saved, self.meeting)
             for h in self._held:
                 if h.key in fresh:
                     optimizer.state.pop(h.parameter, None)
             self._put_numbers(optimizer, values)
-        self._put_states(found, beside, loading)
-        return values["progress"], found.get(EXTRA)
+        self._put_states(states, given, loading)
+        return values["progress"], states.get(EXTRA)
 
     def _without_states(self, loading: Loading, optimizer: Optimizer | None) -> set[str]:
-        """Parameters that an optimizer of this kind had not stepped when it was saved, and that have no states after the load."""
+        """Returns the parameters that an optimizer of this kind had not stepped when it was saved: they have no states after the load."""
         saved = loading.source.values["optimizer"]
         if optimizer is None or saved.get("kind") != type(optimizer).__name__:
             return set()
@@ -144,22 +152,23 @@ class Checkpointed:
         return {key for key in saved["of"] if key not in states_of and key not in saved["numbers"]}
 
     def _settings(self, values: Mapping[str, Any], optimizer: Optimizer | None) -> dict[str, Settings]:
+        """Returns the saved hyperparameters of each parameter's group, by its key."""
         if optimizer is None:
             return {}
-        sets = [checkpoint_index.decode_state(one, _no_tensor) for one in values["optimizer"]["settings"]]
+        sets = [checkpoint_index.decode_state(encoded, _no_tensor) for encoded in values["optimizer"]["settings"]]
         return {key: sets[number] for key, number in values["optimizer"]["of"].items()}
 
-    def _states(self, loading: Loading, beside: Beside) -> dict[str, Any]:
-        """The decoded states of the requested schedulers and loaders, and of generators."""
-        found: dict[str, Any] = {}
+    def _states(self, loading: Loading, given: CallerStates) -> dict[str, Any]:
+        """Returns the decoded states of the given schedulers and loaders, and of the generators."""
+        states: dict[str, Any] = {}
         with self.meeting.failing_together():
             for kind, owner in self._owners.items():
-                if kind in _WITH_METHODS and beside.get(kind) is None:
+                if kind in _WITH_METHODS and given.get(kind) is None:
                     continue
                 try:
                     encoded = state_of(loading.source.values, kind, *owner)
                     if encoded is not None:
-                        found[kind] = checkpoint_index.decode_state(encoded, loading.tensor)
+                        states[kind] = checkpoint_index.decode_state(encoded, loading.tensor)
                     elif kind in _WITH_METHODS:
                         raise PlanError(
                             f"The checkpoint has no state of a {kind}",
@@ -177,7 +186,7 @@ class Checkpointed:
                         got=f"{type(error).__name__}: {error}",
                         fix=f"Load without {kind}=, or from the checkpoint before this one",
                     ) from error
-        return found
+        return states
 
     def _put_numbers(self, optimizer: Optimizer, values: Mapping[str, Any]) -> None:
         numbers = values["optimizer"]["numbers"]
@@ -185,15 +194,15 @@ class Checkpointed:
             for name, value in numbers.get(h.key, {}).items():
                 optimizer.state[h.parameter][name] = checkpoint_index.decode_state(value, _no_tensor)
 
-    def _put_states(self, found: Mapping[str, Any], beside: Beside, loading: Loading) -> None:
+    def _put_states(self, states: Mapping[str, Any], given: CallerStates, loading: Loading) -> None:
         with self.meeting.failing_together():
             try:
                 for kind in _WITH_METHODS:
-                    if kind in found:
-                        contents.put_state_dicts(beside[kind], found[kind])
-                if RANDOM in found:  # after what may draw
-                    contents.put_random_states(found[RANDOM], self._world.device)
-            except Exception as error:  # the caller's code may raise anything, and other ranks must not wait
+                    if kind in states:
+                        contents.put_state_dicts(given[kind], states[kind])
+                if RANDOM in states:  # last, as the other loads may draw random numbers
+                    contents.put_random_states(states[RANDOM], self._world.device)
+            except Exception as error:  # of the caller's code; the other ranks must not wait for this one
                 raise PlanError(
                     "A state of the checkpoint does not fit the scheduler or the dataloader that was given",
                     where=str(loading.source.path),
@@ -215,9 +224,9 @@ class Checkpoints:
 
     Args:
         root: the folder for them, on a file system that all nodes share; made when it is first needed.
-        keep: how many complete ones are kept; older ones are removed after a newer one is complete.
+        keep: the number of complete checkpoints that are kept; older ones are removed after a newer one is complete.
         asynchronous: :meth:`save` copies the state to the host's memory and returns; a thread writes it while training continues.
-            There is one such copy, so that a save waits for the one before it. Its errors are raised by the next :meth:`save` or
+            There is one such copy, so a save waits for the save before it. Its errors are raised by the next :meth:`save` or
             :meth:`wait`.
 
     Raises:
@@ -231,7 +240,7 @@ class Checkpoints:
         self._damaged: set[Path] = set()
         self._meeting: Meeting | None = None
         self._buffers: dict[str, Tensor] = {}
-        self._writer = ThreadPoolExecutor(1, "autopar-checkpoint")  # a process that ends waits for it
+        self._writer = ThreadPoolExecutor(1, "autopar-checkpoint")  # the process waits for it before it exits
         self._under_way: Future[None] | None = None
 
     def save(
@@ -250,16 +259,16 @@ class Checkpoints:
         """
         self.wait()
         path = self.root / f"step-{par.step_count:08d}"
-        beside = {SCHEDULER: scheduler, LOADER: dataloader, EXTRA: extra}
-        meeting = self._together()
+        given = {SCHEDULER: scheduler, LOADER: dataloader, EXTRA: extra}
+        meeting = self._exchange()
         with par._calls.at_once("save"):
             if meeting.rank == 0:
                 self._clean()
-            save = par._begin_save(path, optimizer, beside)
+            save = par._begin_save(path, optimizer, given)
             if not self.asynchronous:
                 self._write(save, meeting)
                 return path
-            save.parts = copied(save.parts, self._buffers)
+            save.parts = copied_to_host(save.parts, self._buffers)
         self._under_way = self._writer.submit(self._write, save, meeting)
         return path
 
@@ -269,17 +278,17 @@ class Checkpoints:
         Raises:
             UsageError: it could not be written; raised on all ranks.
         """
-        begun, self._under_way = self._under_way, None
-        if begun is not None:
-            begun.result()
+        future, self._under_way = self._under_way, None
+        if future is not None:
+            future.result()
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint, the same on all ranks; None if there is none.
+        """Returns the newest complete checkpoint, the same on all ranks; None if there is none.
 
         Its index is undamaged and its files have the right lengths. Tensors are verified when they are loaded.
         """
         self.wait()
-        return self._together().from_first_rank(lambda: next(iter(self._complete()), None))
+        return self._exchange().from_first_rank(lambda: next(iter(self._complete()), None))
 
     def load(
         self,
@@ -289,7 +298,7 @@ class Checkpoints:
         scheduler: Any = None,
         dataloader: Any = None,
     ) -> int | None:
-        """Loads the newest checkpoint; returns its step, or None if there is none. Its extra is in ``extra``.
+        """Loads the newest checkpoint; returns its step, or None if there is none. Its ``extra`` is in the attribute ``extra``.
 
         If it is damaged, the one before it is loaded instead, with a warning; a damaged one is not removed, and does not count among those
         that are kept. A checkpoint that fits only another model or optimizer is an error at once.
@@ -300,7 +309,7 @@ class Checkpoints:
         """
         self.wait()
         failure: CheckpointError | None = None
-        for path in self._together().from_first_rank(self._all):
+        for path in self._exchange().from_first_rank(self._all):
             if path in self._damaged:
                 continue
             try:
@@ -318,8 +327,8 @@ class Checkpoints:
     extra: Any = None
     """The ``extra`` of the checkpoint that was loaded."""
 
-    def _together(self) -> Meeting:
-        """The meeting of all ranks; it has its own group, as it is used during steps."""
+    def _exchange(self) -> Meeting:
+        """Returns the meeting of all ranks. It has a group of its own, as the writer uses it while steps run."""
         if self._meeting is None:
             is_job = dist.is_initialized() and dist.get_world_size() > 1
             self._meeting = Meeting(dist.new_group(backend=dist.Backend.GLOO, timeout=DISKS) if is_job else None)
@@ -344,14 +353,14 @@ class Checkpoints:
                     shutil.rmtree(path, ignore_errors=True)
 
     def _all(self) -> list[Path]:
-        """The existing checkpoints, newest first; called on rank 0."""
+        """Returns the existing checkpoints, newest first; called on rank 0."""
         if not self.root.is_dir():
             return []
-        found = [path for path in self.root.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
-        return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+        folders = [path for path in self.root.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
+        return sorted(folders, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
     def _complete(self) -> list[Path]:
-        """Those that are complete, as far as their indexes and the lengths of their files show."""
+        """Returns the checkpoints that are complete, as far as their indexes and the lengths of their files show."""
         return [path for path in self._all() if path not in self._damaged and _is_complete(path)]
 
 
@@ -365,8 +374,8 @@ def _is_complete(path: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Removes a checkpoint; it is renamed first, so that a partly removed one is no checkpoint."""
-    gone = path.with_name(f".{path.name}.saving")
+    """Removes a checkpoint. It is renamed first, so that what is left of a removal that was killed does not count as a checkpoint."""
+    renamed = path.with_name(f".{path.name}.saving")
     with suppress(OSError):
-        path.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        path.rename(renamed)
+        shutil.rmtree(renamed, ignore_errors=True)

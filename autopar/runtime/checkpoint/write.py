@@ -29,7 +29,7 @@ from autopar.errors import UsageError, reason
 from autopar.plan.file import dumps
 from autopar.runtime.checkpoint.checkpoint_index import FILE, NAME, PLAN, Entry, File, Index, Piece, encode
 from autopar.runtime.checkpoint.chunk_files import Part, new_file, write
-from autopar.runtime.checkpoint.contents import Own, State, once
+from autopar.runtime.checkpoint.contents import RankContents, State, each_once
 from autopar.runtime.world import Meeting
 
 _INSIDE = ".saving"
@@ -50,36 +50,36 @@ class Target:
     generation: int = 0
 
 
-def look(folder: Path) -> Target:
-    """The target for a folder; an empty folder counts as missing."""
+def target_of(folder: Path) -> Target:
+    """Returns the target for a folder; an empty folder counts as missing."""
     if not folder.is_dir():
         return Target()
     names = [path.name for path in folder.iterdir() if path.name != _INSIDE]
-    found = [int(match[1]) for match in map(FILE.fullmatch, names) if match is not None]
-    return Target(is_there=bool(names) or os.path.ismount(folder), generation=max(found, default=-1) + 1)
+    generations = [int(match[1]) for match in map(FILE.fullmatch, names) if match is not None]
+    return Target(is_there=bool(names) or os.path.ismount(folder), generation=max(generations, default=-1) + 1)
 
 
-def staging(folder: Path, target: Target) -> Path:
-    """The folder in which the files of a save are written first."""
+def staging_folder(folder: Path, target: Target) -> Path:
+    """Returns the folder in which the files of a save are written first."""
     return folder / _INSIDE if target.is_there else folder.with_name(f".{folder.name}{_INSIDE}")
 
 
-def begin(folder: Path) -> Target:
+def begin_save(folder: Path) -> Target:
     """Makes the folder of a save, and removes what a killed one has left; called by rank 0.
 
     Raises:
         OSError: it cannot.
     """
-    target = look(folder)
+    target = target_of(folder)
     for path in (folder / _INSIDE, folder.with_name(f".{folder.name}{_INSIDE}")):
         if path.is_dir():
             shutil.rmtree(path)
-    staging(folder, target).mkdir(parents=True)
+    staging_folder(folder, target).mkdir(parents=True)
     return target
 
 
 @contextmanager
-def refusing(what: str, more: str = "") -> Iterator[None]:
+def as_usage_errors(what: str, more: str = "") -> Iterator[None]:
     """The context of writing ``what``, on all ranks.
 
     Raises:
@@ -95,18 +95,18 @@ def refusing(what: str, more: str = "") -> Iterator[None]:
         ) from error
 
 
-def give_up(folder: Path, target: Target, *, own: str, is_first: bool) -> None:
-    """Removes the files of a failed save, ``own`` or on the first rank all, so that they do not fill up the disk."""
-    place = staging(folder, target)
+def remove_failed(folder: Path, target: Target, *, name: str, is_first: bool) -> None:
+    """Removes the files of a failed save, so that they do not fill up the disk: this rank's file ``name``, and all files on the first rank."""
+    place = staging_folder(folder, target)
     with suppress(OSError):
-        (place / own).unlink()
+        (place / name).unlink()
     if is_first:
         shutil.rmtree(place, ignore_errors=True)
     with suppress(OSError):  # of a rank that was given another folder than the first
         place.rmdir()
 
 
-def write_through(path: Path, data: bytes) -> None:
+def write_synced(path: Path, data: bytes) -> None:
     """Writes a file and syncs it to disk.
 
     Raises:
@@ -122,7 +122,7 @@ def commit(folder: Path, target: Target) -> None:
     Raises:
         OSError: it cannot; the previous checkpoint is unchanged.
     """
-    place = staging(folder, target)
+    place = staging_folder(folder, target)
     _sync(place)
     if not target.is_there:
         place.rename(folder)
@@ -161,8 +161,8 @@ def box_of(part: Part) -> Box:
     return part.name, part.whole, part.offset, part.shape, part.value.dtype
 
 
-_Told: TypeAlias = tuple[tuple[Box, ...], Own]
-"""What a rank sends to rank 0 before anything is written: its boxes, and its other contents without tensors."""
+_Gathered: TypeAlias = tuple[tuple[Box, ...], RankContents]
+"""What a rank sends to rank 0 before anything is written: the boxes of its tensors, and its other contents."""
 
 _Written: TypeAlias = tuple[File | None, dict[str, Piece]]
 """A rank's file, and the pieces in it."""
@@ -172,18 +172,18 @@ class Save:
     """A save in progress. All ranks make one, then call the same methods.
 
     Args:
-        own: this rank's contents.
-        values: of the index, the same on all ranks.
+        contents: this rank's part.
+        values: the values of the index, the same on all ranks.
 
     Raises:
         UsageError: the folder cannot be written; raised on all ranks.
     """
 
-    def __init__(self, path: str | Path, own: Own, values: Mapping[str, Any], meeting: Meeting) -> None:
+    def __init__(self, path: str | Path, contents: RankContents, values: Mapping[str, Any], meeting: Meeting) -> None:
         self.folder = Path(path).absolute()
-        self._values, self._shapes, parts = dict(values), dict[str, Box](), once(own.parts)
-        said = meeting.gather((tuple(map(box_of, parts)), replace(own, parts=[])))
-        shares, self._target = meeting.from_first_rank(lambda: self._shared_out(said))
+        self._values, self._shapes, parts = dict(values), dict[str, Box](), each_once(contents.parts)
+        gathered = meeting.gather((tuple(map(box_of, parts)), replace(contents, parts=[])))
+        shares, self._target = meeting.from_first_rank(lambda: self._assign(gathered))
         self.parts = [part for part in parts if part.name in shares[meeting.rank]]
         self._name = f"data-{self._target.generation}-{meeting.rank:05d}.safetensors"
 
@@ -195,42 +195,42 @@ class Save:
         """
         try:
             with meeting.failing_together():
-                written = self._written(meeting.rank)
-            said = meeting.gather(written)
-            meeting.from_first_rank(lambda: self._commit(said))
+                file = self._write_file(meeting.rank)
+            files = meeting.gather(file)
+            meeting.from_first_rank(lambda: self._commit(files))
         except UsageError:
-            give_up(self.folder, self._target, own=self._name, is_first=meeting.rank == 0)
+            remove_failed(self.folder, self._target, name=self._name, is_first=meeting.rank == 0)
             raise
 
-    def _shared_out(self, said: Sequence[_Told]) -> tuple[list[set[str]], Target]:
+    def _assign(self, gathered: Sequence[_Gathered]) -> tuple[list[set[str]], Target]:
         """On rank 0: the names of the tensors that each rank writes, and the target, whose folder is made.
 
         Raises:
             UsageError: the contents of ranks do not fit together, or the folder cannot be made.
         """
-        owns = [own for _, own in said]
-        states, dropped = _states(owns)
-        shares = _shares([boxes for boxes, _ in said], dropped)
-        self._shapes = {box[0]: box for boxes, _ in said for box in boxes}
-        self._values["optimizer"] |= _optimizer(owns)
+        contents = [of_rank for _, of_rank in gathered]
+        states, dropped = _states(contents)
+        shares = _shares([boxes for boxes, _ in gathered], dropped)
+        self._shapes = {box[0]: box for boxes, _ in gathered for box in boxes}
+        self._values["optimizer"] |= _optimizer(contents)
         self._values["states"] = states
-        with self._refusing():
-            return shares, begin(self.folder)
+        with self._as_usage_errors():
+            return shares, begin_save(self.folder)
 
-    def _written(self, rank: int) -> _Written:
-        """Writes this rank's file."""
+    def _write_file(self, rank: int) -> _Written:
+        """Writes this rank's file; None where it has no tensor to write."""
         if not self.parts:
             return None, {}
-        with self._refusing():
-            place = staging(self.folder, self._target)
+        with self._as_usage_errors():
+            place = staging_folder(self.folder, self._target)
             place.mkdir(parents=True, exist_ok=True)
             return write(place / self._name, self.parts, {"format": "pt", "rank": str(rank)})
 
-    def _commit(self, said: Sequence[_Written]) -> None:
+    def _commit(self, written: Sequence[_Written]) -> None:
         """Writes the index and commits, on rank 0, after all ranks have written."""
-        place, pieces = staging(self.folder, self._target), defaultdict[str, list[Piece]](list)
-        for _, found in said:
-            for name, piece in found.items():
+        place, pieces = staging_folder(self.folder, self._target), defaultdict[str, list[Piece]](list)
+        for _, rank_pieces in written:
+            for name, piece in rank_pieces.items():
                 pieces[name].append(piece)
         tensors = {
             name: Entry(
@@ -240,34 +240,34 @@ class Save:
             )
             for name in sorted(pieces)
         }
-        files = {file.name: file for file, _ in said if file is not None}
-        with self._refusing():
-            for rank, (file, _) in enumerate(said):
+        files = {file.name: file for file, _ in written if file is not None}
+        with self._as_usage_errors():
+            for rank, (file, _) in enumerate(written):
                 if file is not None and not (place / file.name).exists():
                     raise FileNotFoundError(f"what rank {rank} wrote is not in the folder that rank 0 sees")
-            write_through(place / PLAN, (dumps(self._values["plan"]) + "\n").encode())
-            write_through(place / NAME, encode(Index(files=files, tensors=tensors, values=self._values)))
+            write_synced(place / PLAN, (dumps(self._values["plan"]) + "\n").encode())
+            write_synced(place / NAME, encode(Index(files=files, tensors=tensors, values=self._values)))
             commit(self.folder, self._target)
 
-    def _refusing(self) -> AbstractContextManager[None]:
-        return refusing(f"the checkpoint {self.folder}", ". A checkpoint that was there is unchanged")
+    def _as_usage_errors(self) -> AbstractContextManager[None]:
+        return as_usage_errors(f"the checkpoint {self.folder}", ". A checkpoint that was there is unchanged")
 
 
-def copied(parts: Sequence[Part], buffers: dict[str, Tensor]) -> list[Part]:
-    """The parts in memory of the host that nothing else writes; ``buffers`` keeps the memory for the next save."""
-    done = []
+def copied_to_host(parts: Sequence[Part], buffers: dict[str, Tensor]) -> list[Part]:
+    """Copies the parts to memory of the host that nothing else writes; ``buffers`` keeps that memory for the next save."""
+    copies = []
     for part in parts:
         kept = buffers.get(part.name)
         if kept is None or kept.shape != part.value.shape or kept.dtype != part.value.dtype:
             kept = _host_memory(part.value)
             buffers[part.name] = kept
         kept.copy_(part.value, non_blocking=part.value.is_cuda)
-        done.append(replace(part, value=kept))
+        copies.append(replace(part, value=kept))
     for name in buffers.keys() - {part.name for part in parts}:
         del buffers[name]
     if any(part.value.is_cuda for part in parts):
         torch.cuda.synchronize()
-    return done
+    return copies
 
 
 def _host_memory(like: Tensor) -> Tensor:
@@ -276,31 +276,31 @@ def _host_memory(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype)
 
 
-def givers(boxes: Sequence[Sequence[Box]]) -> dict[Box, int]:
-    """For each box the rank that gives it, chosen so that ranks give about equally many bytes.
+def source_ranks(boxes: Sequence[Sequence[Box]]) -> dict[Box, int]:
+    """Returns for each box the rank that writes or sends it, chosen so that all ranks have about equally many bytes.
 
     Args:
-        boxes: of each rank.
+        boxes: the boxes of each rank.
     """
     holders: defaultdict[Box, list[int]] = defaultdict(list)
-    for rank, own in enumerate(boxes):
-        for box in own:
+    for rank, rank_boxes in enumerate(boxes):
+        for box in rank_boxes:
             holders[box].append(rank)
-    load, found = [0] * len(boxes), dict[Box, int]()
+    load, sources = [0] * len(boxes), dict[Box, int]()
     size = {box: prod(box[3]) * box[4].itemsize for box in holders}
     for box in sorted(holders, key=lambda box: (-size[box], box[0], box[2])):
-        found[box] = min(holders[box], key=lambda rank: (load[rank], rank))
-        load[found[box]] += size[box]
-    return found
+        sources[box] = min(holders[box], key=lambda rank: (load[rank], rank))
+        load[sources[box]] += size[box]
+    return sources
 
 
 def _shares(boxes: Sequence[Sequence[Box]], dropped: frozenset[str]) -> list[set[str]]:
-    """The names that each rank writes: every box once, about equally many bytes on each.
+    """Returns the names of the tensors that each rank writes: every box once, about equally many bytes on each rank.
 
     Raises:
         UsageError: the ranks' boxes of a tensor do not make up the tensor.
     """
-    chosen = givers([[box for box in own if box[0] not in dropped] for own in boxes])
+    chosen = source_ranks([[box for box in rank_boxes if box[0] not in dropped] for rank_boxes in boxes])
     elements: defaultdict[str, int] = defaultdict(int)
     for box in chosen:
         elements[box[0]] += prod(box[3])
@@ -316,31 +316,31 @@ def _shares(boxes: Sequence[Sequence[Box]], dropped: frozenset[str]) -> list[set
     return shares
 
 
-def _optimizer(said: Sequence[Own]) -> dict[str, Any]:
-    """Hyperparameters, each distinct set once, and states that are not tensors, of all ranks."""
-    merged = {key: value for told in said for key, value in told.settings.items()}
+def _optimizer(contents: Sequence[RankContents]) -> dict[str, Any]:
+    """Returns the hyperparameters of all ranks, each distinct set once, and the states that are not tensors."""
+    merged = {key: value for of_rank in contents for key, value in of_rank.settings.items()}
     sets: dict[str, int] = {}
     of = {}
     for key in sorted(merged):
         of[key] = sets.setdefault(json.dumps(merged[key]), len(sets))
-    numbers = {key: value for told in said for key, value in told.numbers.items()}
+    numbers = {key: value for of_rank in contents for key, value in of_rank.numbers.items()}
     return {"settings": [json.loads(text) for text in sets], "of": of, "numbers": dict(sorted(numbers.items()))}
 
 
-def _states(said: Sequence[Own]) -> tuple[dict[str, Any], frozenset[str]]:
-    """States by kind and owner, once if all are equal; and the names of tensors that are not needed."""
-    found: dict[str, Any] = {}
+def _states(contents: Sequence[RankContents]) -> tuple[dict[str, Any], frozenset[str]]:
+    """Returns the states by kind and owner, one if all owners have equal states, and the names of the tensors that are not saved then."""
+    states: dict[str, Any] = {}
     kept: set[str] = set()
-    for kind in sorted({kind for told in said for kind in told.states}):
-        own: dict[int, State] = {}
-        for told in said:
-            if kind in told.states:
-                own.setdefault(told.states[kind].owner, told.states[kind])
-        is_shared = len({state.digest for state in own.values()}) == 1
-        first = own[min(own)]
-        wanted = {first.owner: first} if is_shared else own
-        count = 0 if is_shared else len(own)
-        found[kind] = {"count": count, "of": {str(owner): state.value for owner, state in sorted(wanted.items())}}
+    for kind in sorted({kind for of_rank in contents for kind in of_rank.states}):
+        of_owner: dict[int, State] = {}
+        for of_rank in contents:
+            if kind in of_rank.states:
+                of_owner.setdefault(of_rank.states[kind].owner, of_rank.states[kind])
+        is_shared = len({state.digest for state in of_owner.values()}) == 1
+        first = of_owner[min(of_owner)]
+        wanted = {first.owner: first} if is_shared else of_owner
+        count = 0 if is_shared else len(of_owner)
+        states[kind] = {"count": count, "of": {str(owner): state.value for owner, state in sorted(wanted.items())}}
         kept |= {name for state in wanted.values() for name in state.tensors}
-    every = {name for told in said for state in told.states.values() for name in state.tensors}
-    return found, frozenset(every - kept)
+    every = {name for of_rank in contents for state in of_rank.states.values() for name in state.tensors}
+    return states, frozenset(every - kept)

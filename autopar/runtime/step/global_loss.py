@@ -26,7 +26,7 @@ from autopar.plan.plan import Plan, Precision
 from autopar.plan.run_log import DATA, PIPELINE
 from autopar.runtime.failure_watch import Calls
 from autopar.runtime.monitor import Monitor
-from autopar.runtime.step.gradients import Held
+from autopar.runtime.step.gradients import RankParameter
 from autopar.runtime.world import World
 
 
@@ -158,7 +158,7 @@ class ParallelScaler(GradScaler):
     def __init__(
         self,
         precision: Precision,
-        held: Sequence[Held],
+        held: Sequence[RankParameter],
         calls: Calls,
         group: dist.ProcessGroup | None,
         device: torch.device,

@@ -27,7 +27,7 @@ Group: TypeAlias = dist.ProcessGroup
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Held:
+class RankParameter:
     """A parameter on this rank.
 
     Attributes:
@@ -81,7 +81,7 @@ class BucketedSums:
     the same code, so the sums have the same order everywhere.
     """
 
-    def __init__(self, held: Sequence[Held], *, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, held: Sequence[RankParameter], *, bucket_bytes: int = BUCKET_BYTES) -> None:
         leaves = [(h, h.leaf) for h in held if h.leaf is not None and h.leaf.requires_grad]
         self._leaves = [(leaf, h.parameter) for h, leaf in leaves]
         self._buckets = _fill([(leaf, h.group) for h, leaf in leaves if h.group is not None], bucket_bytes)
@@ -170,7 +170,7 @@ def hand_over(parameter: nn.Parameter, grad: Tensor) -> None:
         parameter.grad = DTensor(grad, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def sum_in_place(held: Sequence[Held], group_of: Callable[[Held], Group | None]) -> None:
+def sum_in_place(held: Sequence[RankParameter], group_of: Callable[[RankParameter], Group | None]) -> None:
     """Sums the gradients of parameters over the group of each, by one all-reduce for each group and dtype.
 
     Parameters are sorted by name, as two stages may hold shared parameters in different order: all ranks must send the same gradient at the
@@ -207,7 +207,7 @@ class Norm:
     Every rank adds the squares of its elements, divided by the number of ranks that hold the same ones.
     """
 
-    held: Sequence[Held]
+    held: Sequence[RankParameter]
     group: Group | None
     device: torch.device
     dtype: torch.dtype = torch.float32
@@ -235,7 +235,7 @@ def lengthened(value: Tensor, dim: int, length: int) -> Tensor:
     return torch.cat([value, value.new_zeros(missing)], dim) if missing[dim] else value
 
 
-def clip(held: Sequence[Held], norm: Tensor, max_norm: float) -> None:
+def clip(held: Sequence[RankParameter], norm: Tensor, max_norm: float) -> None:
     """Scales all gradients so that their norm is at most ``max_norm``, as ``torch.nn.utils`` does."""
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     grads = [grad for h in held if (grad := h.gradient) is not None]

@@ -96,7 +96,7 @@ def damaged(par: ParallelModel, run: str, other: str, work: str, seeds: Sequence
 
 def _values(par: ParallelModel, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     named = contents.tensors_of(par._assembly.held, optimizer)
-    return [contents.box(value)[2].clone() for _, value, _ in named]
+    return [contents.local_box(value)[2].clone() for _, value, _ in named]
 
 
 def _same(one: list[Tensor], other: list[Tensor]) -> bool:
