@@ -281,7 +281,7 @@ def test_gradients_are_the_same_and_each_storage_moves_once() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
     row = 16 * 8 * 4
     # outputs of the first linear, of sine, product and cosine; of all blocks but the first what enters: that stays for others
-    assert mover.down_bytes == mover.up_bytes == 2 * (4 * 4 * 4 * row + 3 * row)
+    assert mover.offloaded_bytes == mover.reloaded_bytes == 2 * (4 * 4 * 4 * row + 3 * row)
 
 
 @pytest.fixture
@@ -317,5 +317,5 @@ def test_a_gpu_holds_less_and_computes_the_same() -> None:
     plain, _, full = gradients("cuda", 1024, 4096, moves=False)
     found, mover, held = gradients("cuda", 1024, 4096, moves=True)
     assert_close(found, plain, 1e-4)
-    assert mover.down_bytes > 0
+    assert mover.offloaded_bytes > 0
     assert held < 0.6 * full

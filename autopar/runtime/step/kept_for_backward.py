@@ -42,32 +42,32 @@ class Mover:
     """Offloads what the blocks of one stage keep.
 
     Attributes:
-        down_bytes, up_bytes: bytes copied to the host and back so far.
+        offloaded_bytes, reloaded_bytes: bytes copied to the host and back so far.
     """
 
     def __init__(self) -> None:
-        self.down_bytes = self.up_bytes = 0
+        self.offloaded_bytes = self.reloaded_bytes = 0
         self.stream: Any = None
         self._resident: frozenset[int] = frozenset()
-        self._before: weakref.ref[_Saved] | None = None  # weak: freed when autograd drops it
+        self._previous: weakref.ref[_Saved] | None = None  # weak: freed when autograd drops it
         self._copying: weakref.ref[_Saved] | None = None
 
     def begin(self, resident: Iterable[object]) -> None:
         """Begins the forward of a micro-batch; storages of ``resident`` stay on the device whatever blocks keep."""
         self._resident = _storages(resident)
-        self._before = None
+        self._previous = None
 
     @contextmanager
     def block(self, parameters: Iterable[Tensor]) -> Iterator[None]:
         """The context of the forward of one block."""
-        saved = _Saved(self, self._resident | _storages(parameters), self._before)
+        saved = _Saved(self, self._resident | _storages(parameters), self._previous)
         with saved_tensors_hooks(saved.pack, saved.unpack):
             yield
         under_way = None if self._copying is None else self._copying()
         if under_way is not None:
             under_way.release()
-        saved.go_down()
-        self._before = self._copying = weakref.ref(saved)
+        saved.offload()
+        self._previous = self._copying = weakref.ref(saved)
 
 
 class _Saved:
@@ -75,19 +75,19 @@ class _Saved:
 
     Attributes:
         _slots: position of each storage, by its address.
-        _here, _there: the storages as bytes, on the device and on the host.
+        _on_device, _on_host: the storages as bytes, on the device and on the host.
     """
 
-    def __init__(self, mover: Mover, resident: frozenset[int], before: weakref.ref[_Saved] | None) -> None:
-        self._mover, self._resident, self._before = mover, resident, before
+    def __init__(self, mover: Mover, resident: frozenset[int], previous: weakref.ref[_Saved] | None) -> None:
+        self._mover, self._resident, self._previous = mover, resident, previous
         self._slots: dict[int, int] = {}
-        self._here: list[Tensor] = []  # kept until it is copied, so that no other storage gets its address
-        self._there: list[Tensor] = []
+        self._on_device: list[Tensor] = []  # kept until it is copied, so that no other storage gets its address
+        self._on_host: list[Tensor] = []
         self._devices: list[torch.device] = []
         # the GPU of those on one: an operator may also keep tensors of the host
         self._device: torch.device | None = None
-        self._down: Any = None
-        self._up: Any = None
+        self._offloaded: Any = None
+        self._reloaded: Any = None
 
     def pack(self, tensor: Tensor) -> Tensor | _Packed:
         if isinstance(tensor, DTensor):  # a shared parameter, which recompute passes as an input
@@ -95,32 +95,32 @@ class _Saved:
         storage = tensor.untyped_storage()
         if storage.data_ptr() in self._resident or not storage.nbytes():
             return tensor
-        slot = self._slots.setdefault(storage.data_ptr(), len(self._here))
-        if slot == len(self._here):
-            self._here.append(_as_bytes(storage, tensor.device))
+        slot = self._slots.setdefault(storage.data_ptr(), len(self._on_device))
+        if slot == len(self._on_device):
+            self._on_device.append(_as_bytes(storage, tensor.device))
             self._devices.append(tensor.device)
         return _Packed(slot, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, packed: Tensor | _Packed) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        self.come_up()
-        before = None if self._before is None else self._before()
-        if before is not None:
-            before.come_up()
-        self._before = None
-        here = self._arrived(packed.slot)
-        view = torch.empty(0, dtype=packed.dtype, device=here.device)
-        return view.set_(here.untyped_storage(), packed.offset, packed.size, packed.stride)
+        self.reload()
+        previous = None if self._previous is None else self._previous()
+        if previous is not None:
+            previous.reload()
+        self._previous = None
+        on_device = self._arrived(packed.slot)
+        view = torch.empty(0, dtype=packed.dtype, device=on_device.device)
+        return view.set_(on_device.untyped_storage(), packed.offset, packed.size, packed.stride)
 
-    def go_down(self) -> None:
+    def offload(self) -> None:
         """Starts the copies to the host; on a CPU, copies."""
         self._slots.clear()
-        self._mover.down_bytes += sum(tensor.numel() for tensor in self._here)
-        cuda = [tensor for tensor in self._here if tensor.is_cuda]
+        self._mover.offloaded_bytes += sum(tensor.numel() for tensor in self._on_device)
+        cuda = [tensor for tensor in self._on_device if tensor.is_cuda]
         if not cuda:
-            self._there = [tensor.clone() for tensor in self._here]
-            self._here = []
+            self._on_host = [tensor.clone() for tensor in self._on_device]
+            self._on_device = []
             return
         self._device = cuda[0].device
         if self._mover.stream is None:
@@ -128,43 +128,43 @@ class _Saved:
         stream = self._mover.stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            for tensor in self._here:
-                there = torch.empty(tensor.shape, dtype=torch.uint8, pin_memory=tensor.is_cuda)
-                self._there.append(there.copy_(tensor, non_blocking=True))
-            self._down = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._down.record(stream)
+            for tensor in self._on_device:
+                on_host = torch.empty(tensor.shape, dtype=torch.uint8, pin_memory=tensor.is_cuda)
+                self._on_host.append(on_host.copy_(tensor, non_blocking=True))
+            self._offloaded = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._offloaded.record(stream)
 
     def release(self) -> None:
         """Frees the device memory of what is copied; the computation that follows waits for the copies."""
-        if self._down is not None and self._here:
-            torch.cuda.current_stream(self._device).wait_event(self._down)
-            self._here = []
+        if self._offloaded is not None and self._on_device:
+            torch.cuda.current_stream(self._device).wait_event(self._offloaded)
+            self._on_device = []
 
-    def come_up(self) -> None:
+    def reload(self) -> None:
         """Starts the copies back of what is not on the device."""
-        if self._here or not self._there:
+        if self._on_device or not self._on_host:
             return
-        there, self._there = self._there, []
-        self._mover.up_bytes += sum(tensor.numel() for tensor in there)
+        on_host, self._on_host = self._on_host, []
+        self._mover.reloaded_bytes += sum(tensor.numel() for tensor in on_host)
         stream = self._mover.stream
         if self._device is None:
-            self._here = [tensor.clone() for tensor in there]
+            self._on_device = [tensor.clone() for tensor in on_host]
             return
         current = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(stream):
-            for tensor, device in zip(there, self._devices, strict=True):
-                here = torch.empty(tensor.shape, dtype=torch.uint8, device=device)
-                self._here.append(here.copy_(tensor, non_blocking=True))
-                if here.is_cuda:
-                    here.record_stream(current)
-            self._up = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._up.record(stream)
+            for tensor, device in zip(on_host, self._devices, strict=True):
+                on_device = torch.empty(tensor.shape, dtype=torch.uint8, device=device)
+                self._on_device.append(on_device.copy_(tensor, non_blocking=True))
+                if on_device.is_cuda:
+                    on_device.record_stream(current)
+            self._reloaded = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._reloaded.record(stream)
 
     def _arrived(self, slot: int) -> Tensor:
-        if self._up is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._up)
-            self._up = None
-        return self._here[slot]
+        if self._reloaded is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._reloaded)
+            self._reloaded = None
+        return self._on_device[slot]
 
 
 def _storages(values: Iterable[object]) -> frozenset[int]:

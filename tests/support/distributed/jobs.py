@@ -515,7 +515,11 @@ def moved_bytes(parallel: ParallelModel, batch: Batch) -> tuple[int, int, int]:
     """Of this rank: its pipeline rank, bytes that one step moved to the host and back."""
     parallel.train_step(batch)
     movers = [stage.mover for stage in parallel._assembly.stages if stage.mover is not None]
-    return parallel._world.coordinate["pp"], sum(m.down_bytes for m in movers), sum(m.up_bytes for m in movers)
+    return (
+        parallel._world.coordinate["pp"],
+        sum(m.offloaded_bytes for m in movers),
+        sum(m.reloaded_bytes for m in movers),
+    )
 
 
 def _gathered(parallel: ParallelModel) -> int:
