@@ -301,7 +301,7 @@ def test_nothing_outlives_the_graph_that_kept_it() -> None:
     with mover.block(block.parameters()):
         y = block(x, torch.ones(8))
     saved = mover._copying()
-    assert saved._here == []  # on the host alone
+    assert saved._on_device == []  # on the host alone
     kept = weakref.ref(saved)
     del saved
     gc.collect()
