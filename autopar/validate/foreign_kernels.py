@@ -41,20 +41,20 @@ class ForeignKernels:
 
     practices: frozenset[str] = frozenset()
 
-    def operator(self, graph: Graph, op: Op, operands: Specs, done: Work) -> Work:
+    def operator(self, graph: Graph, op: Op, operands: Specs, op_work: Work) -> Work:
         """Return the work of one operator with the program's kernel."""
         logits_bytes = operands[0].num_bytes if operands else 0
         if "fused_loss" in self.practices:
-            done = fuse_loss(op, logits_bytes, done)
+            op_work = fuse_loss(op, logits_bytes, op_work)
         elif "half_loss" in self.practices:
-            done = halve_loss(op, logits_bytes, done)
+            op_work = halve_loss(op, logits_bytes, op_work)
         if "fused_ring" in self.practices:
-            done = fuse_ring(op, operands, done)
+            op_work = fuse_ring(op, operands, op_work)
         if "dropout" in self.practices:
-            done = fuse_dropout(graph, op, operands, done, in_chain="fused_elementwise" in self.practices)
+            op_work = fuse_dropout(graph, op, operands, op_work, in_chain="fused_elementwise" in self.practices)
         if "megatron_kernels" in self.practices:
-            done = as_megatron(graph, op, operands, done, self.practices)
-        return done
+            op_work = as_megatron(graph, op, operands, op_work, self.practices)
+        return op_work
 
     def unkept(self, graph: Graph, ops: Sequence[Op]) -> frozenset[int]:
         """Return the positions of operators inside fused chains, whose values backward computes again in its kernel."""

@@ -118,12 +118,12 @@ class Storages:
         self._lives = _lives(wiring, roots, self._reads, self._views)
         self.saved: dict[int, int] = {}
         """The kept storages, with the position of the first operator that keeps each."""
-        for i, done in enumerate(works):
-            for k in done.saved:
+        for i, op_work in enumerate(works):
+            for k in op_work.saved:
                 self._save(self._reads[i][k], i)
-            if done.saves_output:
+            if op_work.saves_output:
                 self._save(roots[wiring.makes[i][0]], i)
-        self._inner = [done.saved_bytes for done in works]
+        self._inner = [op_work.saved_bytes for op_work in works]
         self.again_bytes = 0
         self.remade: frozenset[int] = frozenset()
         """The positions of the operators that backward recomputes."""
@@ -182,10 +182,10 @@ class Storages:
 
     def copied(self, i: int) -> Work:
         """Returns the work of the operator at a position; a view that strides do not allow is a copy."""
-        done = self.works[i]
+        op_work = self.works[i]
         if self._views[i] or self.ops[i].target not in VIEWS:
-            return done
-        return replace(done, launches=1, num_bytes=2 * self.sizes[self.wiring.makes[i][0]])
+            return op_work
+        return replace(op_work, launches=1, num_bytes=2 * self.sizes[self.wiring.makes[i][0]])
 
     def inputs(self) -> dict[int, int]:
         """Returns the storages of earlier blocks that this block reads, with their bytes."""

@@ -43,8 +43,8 @@ class BlockWork:
 class Kernels(Protocol):
     """The kernels of a program that does not run torch's operators one by one as eager mode does."""
 
-    def operator(self, graph: Graph, op: Op, operands: Specs, done: Work) -> Work:
-        """Returns the work of one operator; ``done`` is that of torch's kernel."""
+    def operator(self, graph: Graph, op: Op, operands: Specs, op_work: Work) -> Work:
+        """Returns the work of one operator; ``op_work`` is that of torch's kernel."""
 
     def unkept(self, graph: Graph, ops: Sequence[Op]) -> frozenset[int]:
         """Returns the positions of operators whose values its kernels recompute instead of keeping them for backward."""
@@ -105,7 +105,7 @@ def _shape(graph: Graph, block: Block, storages: Storages, works: Sequence[Work]
     """Returns the parts of a block's cost that do not depend on a profile; ``remade`` has its storages under selective recompute."""
     ops, inputs = graph.block_ops(block), storages.inputs()
     across = [graph.spec(ref) for ref in graph.live_across(block.stop)]
-    keeping = (i for i, done in enumerate(works) if done.saved or done.saves_output or done.saved_bytes)
+    keeping = (i for i, op_work in enumerate(works) if op_work.saved or op_work.saves_output or op_work.saved_bytes)
     last_kept = max(keeping, default=-1)
     kept = _kept(storages, inputs)
     return BlockCost(
@@ -123,8 +123,8 @@ def _shape(graph: Graph, block: Block, storages: Storages, works: Sequence[Work]
         selective=None if remade is None else replace(_kept(remade, inputs), least_bytes=storages.kept_by(is_dear)),
         sends=tuple([spec.num_bytes for spec in across]),
         send_gradients=tuple([spec.num_bytes for spec in across if spec.requires_grad]),
-        flops=sum([done.flops for done in works]),
-        backward_flops=sum([done.backward_flops for done in works]),
+        flops=sum([op_work.flops for op_work in works]),
+        backward_flops=sum([op_work.backward_flops for op_work in works]),
         messages=tuple(
             message if i <= last_kept else replace(message, repeated=False)
             for i, op in enumerate(ops)
@@ -184,7 +184,7 @@ def fan_in_bytes(
 
 
 def price_block(
-    done: BlockWork,
+    counted: BlockWork,
     mesh: Mesh,
     device: Device,
     collectives: CollectiveModel,
@@ -196,22 +196,24 @@ def price_block(
     """Returns the cost of a block's work on a device and its links.
 
     Args:
-        done: the work.
+        counted: the work.
         mesh, collectives: the mesh whose axes the block's collectives use, and their times.
         device: the device.
         quantized: see :func:`time_of_work`.
         exposed: the fraction of each collective that the block waits for; None: all of it, as in autopar's runtime.
         measured: times of operators that replace the roofline, unless these are fused or quantized.
     """
-    times = [time_of_work(item, op, device, quantized=quantized) for item, op in zip(done.works, done.ops, strict=True)]
-    if measured is not None and quantized is None and done.operands:
-        times = [measured.time(op, specs, t) for op, specs, t in zip(done.ops, done.operands, times, strict=True)]
+    times = [
+        time_of_work(item, op, device, quantized=quantized) for item, op in zip(counted.works, counted.ops, strict=True)
+    ]
+    if measured is not None and quantized is None and counted.operands:
+        times = [measured.time(op, specs, t) for op, specs, t in zip(counted.ops, counted.operands, times, strict=True)]
     bandwidth = device.memory_bandwidth_bytes_per_s * device.kernel_fraction
-    fan_in_s = sum(size / bandwidth + device.launch_s for size in done.fan_in)
-    calls = [device.overheads.collective_s * (mesh.size((m.axis,)) > 1) for m in done.shape.messages]
+    fan_in_s = sum(size / bandwidth + device.launch_s for size in counted.fan_in)
+    calls = [device.overheads.collective_s * (mesh.size((m.axis,)) > 1) for m in counted.shape.messages]
     seconds, context = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
     again_s = context_again_s = 0.0
-    for message, call_s in zip(done.shape.messages, calls, strict=True):
+    for message, call_s in zip(counted.shape.messages, calls, strict=True):
         share = 1.0 if exposed is None else exposed(message)
         time_s = share * collectives.time_s(message.kind, message.num_bytes, mesh, (message.axis,)) + call_s
         in_context = time_s if message.axis == "cp" else 0.0
@@ -220,14 +222,16 @@ def price_block(
         if message.repeated and not message.backward:
             again_s += time_s
             context_again_s += in_context
-    selective = done.shape.selective
+    selective = counted.shape.selective
     if selective is not None:
-        selective = replace(selective, time_s=sum(times[i].forward_s for i in done.remade))
+        selective = replace(selective, time_s=sum(times[i].forward_s for i in counted.remade))
     return replace(
-        done.shape,
+        counted.shape,
         selective=selective,
         forward_s=sum([time.forward_s for time in times]),
-        backward_s=sum([time.backward_s for time in times]) + fan_in_s + sum([times[i].forward_s for i in done.again]),
+        backward_s=sum([time.backward_s for time in times])
+        + fan_in_s
+        + sum([times[i].forward_s for i in counted.again]),
         communication_forward_s=seconds[False],
         communication_backward_s=seconds[True],
         context_forward_s=context[False],

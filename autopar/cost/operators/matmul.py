@@ -112,11 +112,11 @@ def _attention(op: Op, operands: Specs, kind: KernelKind) -> Work:
     )  # fmt: skip
     if op.target in _SPLIT and not _is_fused_in_blocks(op, operands, kind):
         if op.target == "autopar.attention_ring":  # scores of one rank's columns at a time, in fp32 or better
-            whole = scores * FLOAT
-            block = rows * whole // columns if rows < columns else whole
+            scores_bytes = scores * FLOAT
+            block = rows * scores_bytes // columns if rows < columns else scores_bytes
             return replace(
                 common, is_attention=False, dtype="float64" if query.dtype == torch.float64 else "float32",
-                backward_flops=2.5 * flops, num_bytes=passes[0] + 6 * whole, backward_bytes=passes[1] + 10 * whole,
+                backward_flops=2.5 * flops, num_bytes=passes[0] + 6 * scores_bytes, backward_bytes=passes[1] + 10 * scores_bytes,
                 workspace_bytes=3 * block, backward_workspace_bytes=5 * block,
             )  # fmt: skip
         mask = rows * columns * (1 + query.dtype.itemsize)  # the mask, and its copy that is added to the scores
@@ -185,13 +185,13 @@ def _written_out(op: Op, operands: Specs, fused: Work, flops: float) -> Work:
     values.
     """
     query, key = operands[0], operands[1]
-    whole = query.numel // query.shape[-1] * key.shape[-2] * FLOAT
+    scores_bytes = query.numel // query.shape[-1] * key.shape[-2] * FLOAT
     drops = bool(argument(op, 4, "dropout_p", 0.0))
     return replace(
-        fused, is_attention=False, flops=flops, backward_flops=2 * flops, num_bytes=fused.num_bytes + 6 * whole, backward_bytes=fused.backward_bytes + 6 * whole,
+        fused, is_attention=False, flops=flops, backward_flops=2 * flops, num_bytes=fused.num_bytes + 6 * scores_bytes, backward_bytes=fused.backward_bytes + 6 * scores_bytes,
         launches=8, backward_launches=8, saved=() if drops else (2,), saves_output=False,
-        saved_bytes=(3 if drops else 1) * whole + sum(spec.numel for spec in operands[: 3 if drops else 2]) * FLOAT,
-        workspace_bytes=whole,
+        saved_bytes=(3 if drops else 1) * scores_bytes + sum(spec.numel for spec in operands[: 3 if drops else 2]) * FLOAT,
+        workspace_bytes=scores_bytes,
     )  # fmt: skip
 
 
@@ -254,11 +254,11 @@ def recurrent(op: Op, operands: Specs, kind: KernelKind) -> Work:
     trained = sum(spec.requires_grad for spec in matrices)
     products = 1 + trained / max(len(matrices), 1)  # of the rows, and of the weights
     if kind == "cpu":
-        kept, keeps_output = _kept_on_cpu(op, x, matrices, networks, directions, rows, steps)
+        kept_bytes, keeps_output = _kept_on_cpu(op, x, matrices, networks, directions, rows, steps)
     else:  # the library's reserve: gates, state and output of each row
-        kept = rows * sum(spec.shape[0] + 2 * spec.shape[1] for spec in states) * x.dtype.itemsize
+        kept_bytes = rows * sum(spec.shape[0] + 2 * spec.shape[1] for spec in states) * x.dtype.itemsize
         keeps_output = False
-    moved = total(operands) + sum(spec.num_bytes for spec in op.outputs) + kept
+    moved = total(operands) + sum(spec.num_bytes for spec in op.outputs) + kept_bytes
     return Work(
         flops=flops,
         backward_flops=flops * products,
@@ -266,12 +266,12 @@ def recurrent(op: Op, operands: Specs, kind: KernelKind) -> Work:
         backward_matmuls=int(steps * len(states) * products),
         smallest_dim=max(min([rows // max(steps, 1), *(spec.shape[1] for spec in matrices)]), 1),
         num_bytes=moved,
-        backward_bytes=moved + kept + total(with_grad(operands)),
+        backward_bytes=moved + kept_bytes + total(with_grad(operands)),
         launches=2 * steps * len(states),
         backward_launches=2 * steps * len(states),
         saved=tuple(range(len(operands))),
         saves_output=keeps_output,
-        saved_bytes=kept,
+        saved_bytes=kept_bytes,
     )
 
 

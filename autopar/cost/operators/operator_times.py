@@ -74,66 +74,72 @@ def op_time(
     return roofline if measured is None or quantized is not None else measured.time(op, operands, roofline)
 
 
-def time_of_work(done: Work, op: Op, device: Device, *, quantized: str | None = None) -> OpTime:
+def time_of_work(op_work: Work, op: Op, device: Device, *, quantized: str | None = None) -> OpTime:
     """Returns the time of work that is already counted.
 
     Args:
-        done: the work.
+        op_work: the work.
         op: the operator.
         device: the device.
         quantized: the dtype of products of activations and weights where it is not the operator's (fp8 recipes); each of their operands is
             then cast once more.
     """
     has_experts = op.target in EXPERT_TARGETS
-    done = experts_as_run(done, op, device) if has_experts else done
+    op_work = experts_as_run(op_work, op, device) if has_experts else op_work
     bandwidth = device.memory_bandwidth_bytes_per_s * device.kernel_fraction
-    forward, backward = done.num_bytes / bandwidth, done.backward_bytes / bandwidth
-    function = device.function(done.function) if done.function else None
+    forward, backward = op_work.num_bytes / bandwidth, op_work.backward_bytes / bandwidth
+    function = device.function(op_work.function) if op_work.function else None
     if function is not None:
-        forward = max(forward, done.elements * function.forward_s)
-        backward = max(backward, done.elements * function.backward_s * bool(done.backward_launches))
-    if done.flops:
+        forward = max(forward, op_work.elements * function.forward_s)
+        backward = max(backward, op_work.elements * function.backward_s * bool(op_work.backward_launches))
+    if op_work.flops:
         dtype = op.spec.dtype
-        product_dtype = done.dtype or str(dtype.to_real() if dtype.is_complex else dtype).removeprefix("torch.")
+        product_dtype = op_work.dtype or str(dtype.to_real() if dtype.is_complex else dtype).removeprefix("torch.")
         is_weighted = quantized is not None and op.target in LINEAR
         rate = device.rate(quantized if is_weighted and quantized else product_dtype)
-        forward = max(forward, _products_s(done.flops, done.products, done, rate, backward=False))
-        backward = max(backward, _products_s(done.backward_flops, done.backward_products, done, rate, backward=True))
+        forward = max(forward, _products_s(op_work.flops, op_work.products, op_work, rate, backward=False))
+        backward = max(
+            backward, _products_s(op_work.backward_flops, op_work.backward_products, op_work, rate, backward=True)
+        )
         if is_weighted:  # each operand is read, and written at one byte an element in both orders
-            forward += 2 * done.num_bytes / bandwidth
-            backward += done.num_bytes / bandwidth
-    backward += done.beside_bytes / bandwidth
+            forward += 2 * op_work.num_bytes / bandwidth
+            backward += op_work.num_bytes / bandwidth
+    backward += op_work.beside_bytes / bandwidth
     if op.target in VIEWS:
         forward += device.overheads.view_s
         backward += device.overheads.view_s * op.spec.requires_grad
-    forward += done.launches * device.launch_s + done.matmuls * device.overheads.product_s
-    backward += done.backward_launches * device.gradient_s + done.backward_matmuls * device.overheads.product_gradient_s
+    forward += op_work.launches * device.launch_s + op_work.matmuls * device.overheads.product_s
+    backward += (
+        op_work.backward_launches * device.gradient_s + op_work.backward_matmuls * device.overheads.product_gradient_s
+    )
     forward += experts_wait_s(op, device) if has_experts else 0.0
     return OpTime(forward, backward)
 
 
-def _products_s(flops: float, products: tuple[Product, ...], done: Work, rate: MatmulRate, *, backward: bool) -> float:
-    if done.is_attention:
-        return flops / rate.attention_flops_per_s(done.smallest_dim, backward=backward)
+def _products_s(
+    flops: float, products: tuple[Product, ...], op_work: Work, rate: MatmulRate, *, backward: bool
+) -> float:
+    if op_work.is_attention:
+        return flops / rate.attention_flops_per_s(op_work.smallest_dim, backward=backward)
     if not products or not rate.num_units:
-        return flops / rate.flops_per_s(done.smallest_dim, backward=backward)
+        return flops / rate.flops_per_s(op_work.smallest_dim, backward=backward)
     return sum([p.flops / rate.product_flops_per_s(p.count, p.rows, p.columns, p.depth) for p in products])
 
 
 # --- mixtures of experts
 
 
-def experts_as_run(done: Work, op: Op, device: Device) -> Work:
+def experts_as_run(op_work: Work, op: Op, device: Device) -> Work:
     """Returns the work with one launch for all experts where grouped products are used, instead of one for each expert."""
     if not _is_grouped(op, device):
-        return done
+        return op_work
     num_matrices = 3 if op.args[3] is not None else 2
     biases = sum(arg is not None for arg in op.args[6:FORM_AT])
-    num_spared = done.matmuls // num_matrices - 1
+    num_spared = op_work.matmuls // num_matrices - 1
     return replace(
-        done,
-        launches=done.launches - (num_matrices + 2) * num_spared,
-        backward_launches=max(done.backward_launches - (2 * num_matrices + 2 + biases) * num_spared, 0),
+        op_work,
+        launches=op_work.launches - (num_matrices + 2) * num_spared,
+        backward_launches=max(op_work.backward_launches - (2 * num_matrices + 2 + biases) * num_spared, 0),
     )
 
 

@@ -77,16 +77,16 @@ def work(op: Op, operands: Specs, kind: KernelKind = "cuda") -> Work:
     maker = _SPECIAL.get(op.target)
     if op.target == "aten.einsum.default" and len(operands) != 2:
         maker = None  # not a product of two matrices
-    done = maker(op, operands, kind) if maker else _elementwise(op, operands)
-    if done.flops and op.spec.dtype.is_complex:
-        done = _of_complex(done)
+    op_work = maker(op, operands, kind) if maker else _elementwise(op, operands)
+    if op_work.flops and op.spec.dtype.is_complex:
+        op_work = _of_complex(op_work)
     if op.target in FUNCTIONS and operands:
-        done = replace(done, function=FUNCTIONS[op.target], elements=operands[0].numel)
+        op_work = replace(op_work, function=FUNCTIONS[op.target], elements=operands[0].numel)
     for spec in op.outputs:
         if spec.requires_grad:
-            return done
+            return op_work
     return replace(
-        done, backward_flops=0.0, backward_products=(), backward_matmuls=0, backward_bytes=0, beside_bytes=0, backward_launches=0, saved=(),
+        op_work, backward_flops=0.0, backward_products=(), backward_matmuls=0, backward_bytes=0, beside_bytes=0, backward_launches=0, saved=(),
         saves_output=False, saved_bytes=0, backward_workspace_bytes=0,
     )  # fmt: skip
 
@@ -170,8 +170,8 @@ def _has_gradients(spec: TensorSpec) -> bool:
 
 def _cast(logits: TensorSpec) -> tuple[int, int]:
     """Returns the bytes of logits in the dtype of their loss, and the bytes of the cast to it; 0 where they have that dtype."""
-    whole = logits.numel * max(FLOAT, logits.dtype.itemsize)
-    return whole, 0 if logits.dtype.itemsize >= FLOAT else logits.num_bytes + whole
+    full_bytes = logits.numel * max(FLOAT, logits.dtype.itemsize)
+    return full_bytes, 0 if logits.dtype.itemsize >= FLOAT else logits.num_bytes + full_bytes
 
 
 def _softmax_loss(op: Op, operands: Specs, kind: KernelKind) -> Work:
@@ -179,31 +179,31 @@ def _softmax_loss(op: Op, operands: Specs, kind: KernelKind) -> Work:
 
     Of padded logits the real ones are copied, and their gradient back; a cast includes this copy.
     """
-    whole, cast_bytes = _cast(operands[0])
+    full_bytes, cast_bytes = _cast(operands[0])
     is_padded = op.target == "autopar.cross_entropy_sum" and bool(argument(op, 4, "classes", 0))
-    cast_bytes = cast_bytes or 2 * whole * is_padded
+    cast_bytes = cast_bytes or 2 * full_bytes * is_padded
     return Work(
-        num_bytes=cast_bytes + 2 * whole,
-        backward_bytes=cast_bytes + 4 * whole,
+        num_bytes=cast_bytes + 2 * full_bytes,
+        backward_bytes=cast_bytes + 4 * full_bytes,
         launches=2 + (cast_bytes > 0),
         backward_launches=2 + (cast_bytes > 0) + is_padded,
-        saved_bytes=whole,
-        workspace_bytes=whole if cast_bytes else 0,
-        backward_workspace_bytes=2 * whole if cast_bytes else whole,
+        saved_bytes=full_bytes,
+        workspace_bytes=full_bytes if cast_bytes else 0,
+        backward_workspace_bytes=2 * full_bytes if cast_bytes else full_bytes,
     )
 
 
 def _split_softmax_loss(op: Op, operands: Specs, kind: KernelKind) -> Work:
     """Returns the work of cross_entropy_vocabulary: maximum, difference, exponential in place (kept), sum; one product backward."""
     logits = operands[0]
-    whole, cast_bytes = _cast(logits)
+    full_bytes, cast_bytes = _cast(logits)
     return Work(
-        num_bytes=2 * logits.num_bytes + 4 * whole,
-        backward_bytes=2 * whole + cast_bytes,
+        num_bytes=2 * logits.num_bytes + 4 * full_bytes,
+        backward_bytes=2 * full_bytes + cast_bytes,
         launches=12,
         backward_launches=4 + (cast_bytes > 0),
-        saved_bytes=whole,
-        backward_workspace_bytes=whole if cast_bytes else 0,
+        saved_bytes=full_bytes,
+        backward_workspace_bytes=full_bytes if cast_bytes else 0,
     )
 
 
@@ -278,8 +278,10 @@ def _bag(op: Op, operands: Specs, kind: KernelKind) -> Work:
 
 def _over_data(op: Op, operands: Specs, kind: KernelKind) -> Work:
     """Returns the work of a change of type over the data axes: a copy into or out of rank order."""
-    whole = max(operands[0].num_bytes, op.spec.num_bytes)
-    return Work(num_bytes=2 * whole, backward_bytes=2 * whole, backward_launches=1, workspace_bytes=whole)
+    full_bytes = max(operands[0].num_bytes, op.spec.num_bytes)
+    return Work(
+        num_bytes=2 * full_bytes, backward_bytes=2 * full_bytes, backward_launches=1, workspace_bytes=full_bytes
+    )
 
 
 def _opaque(op: Op, operands: Specs, kind: KernelKind) -> Work:
@@ -323,10 +325,13 @@ def _change_of_type(op: Op, operands: Specs, kind: KernelKind) -> Work:
     in_order = op.target not in ("autopar.all_gather", "autopar.reduce_scatter") or op.args[2] == 0
     if in_order and not op.target.startswith("autopar.zigzag_"):
         return _NOTHING
-    whole = max(operands[0].num_bytes, op.spec.num_bytes)
+    full_bytes = max(operands[0].num_bytes, op.spec.num_bytes)
     back = op.args[-1] != "I"  # an all-gather to I slices its gradient
     return Work(
-        num_bytes=2 * whole, backward_bytes=2 * whole * back, backward_launches=int(back), workspace_bytes=whole
+        num_bytes=2 * full_bytes,
+        backward_bytes=2 * full_bytes * back,
+        backward_launches=int(back),
+        workspace_bytes=full_bytes,
     )
 
 
