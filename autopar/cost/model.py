@@ -106,7 +106,7 @@ class CostModel:
     # --- operators and blocks
 
     def op_time_s(self, op: Op, operands: Sequence[TensorSpec]) -> OpTime:
-        """Returns the seconds of one operator, forward and backward, at the shapes of ``op.outputs`` and ``operands``.
+        """Return the seconds of one operator, forward and backward, at the shapes of ``op.outputs`` and ``operands``.
 
         Raises:
             UsageError: the device's profile has no matmul rate for the dtype.
@@ -114,7 +114,7 @@ class CostModel:
         return op_time(op, operands, self.device, self.measured, quantized=self.quantized)
 
     def block_work(self, graph: Graph, block: Block, *, selective: bool = True) -> BlockWork:
-        """Returns what a block of one rank's graph (``rules.apply.shard`` on all axes) does for one micro-batch, on any device.
+        """Return what a block of one rank's graph (``rules.apply.shard`` on all axes) does for one micro-batch, on any device.
 
         Args:
             graph: the rank's graph, which caches the result.
@@ -128,7 +128,7 @@ class CostModel:
         return work
 
     def price(self, work: BlockWork, mesh: Mesh, *, at_best: bool = False) -> BlockCost:
-        """Returns the cost of a block's work.
+        """Return the cost of a block's work.
 
         Args:
             work: the result of :meth:`block_work`.
@@ -140,7 +140,7 @@ class CostModel:
         return price_block(work, mesh, device, self.collectives, quantized=self.quantized, measured=self.measured)
 
     def prelude_time_s(self, graph: Graph) -> float:
-        """Returns the seconds of the operators that every stage repeats for each micro-batch."""
+        """Return the seconds of the operators that every stage repeats for each micro-batch."""
         times = (self.op_time_s(op, [graph.spec(ref) for ref in op.operands]) for op in graph.prelude)
         return sum(time.forward_s for time in times)
 
@@ -152,13 +152,13 @@ class CostModel:
         return self.ranks.host
 
     def parts(self, mesh: Mesh) -> tuple[CostModel, ...]:
-        """Returns for each pipeline rank the model of the node groups that its ranks lie on; this model where all nodes are equal."""
+        """Return for each pipeline rank the model of the node groups that its ranks lie on; this model where all nodes are equal."""
         if not self.is_mixed:
             return (self,) * mesh.pp
         return tuple(self.part(places) for places in places_of(mesh, self.cluster))
 
     def part(self, places: frozenset[int]) -> CostModel:
-        """Returns the model of some node groups, by position; this model where they are all."""
+        """Return the model of some node groups, by position; this model where they are all."""
         if not self.is_mixed or len(places) == len(self.cluster.groups):
             return self
         if places not in self._parts:
@@ -166,7 +166,7 @@ class CostModel:
         return self._parts[places]
 
     def in_order(self, order: tuple[int, ...]) -> CostModel:
-        """Returns the model of the same nodes with ranks in one of ``Cluster.orders``; empty: the present order."""
+        """Return the model of the same nodes with ranks in one of ``Cluster.orders``; empty: the present order."""
         if order in ((), tuple(range(len(self.cluster.groups)))):
             return self
         if order not in self._orders:
@@ -174,7 +174,7 @@ class CostModel:
         return self._orders[order]
 
     def alone(self) -> tuple[CostModel, ...]:
-        """Returns for each node group a model of its devices with the collectives of all ranks; see :mod:`autopar.cost.model`."""
+        """Return for each node group a model of its devices with the collectives of all ranks; see :mod:`autopar.cost.model`."""
         groups = range(len(self.cluster.groups))
         return tuple(self._like(self.cluster, self.collectives, frozenset({place})) for place in groups)
 
@@ -186,7 +186,7 @@ class CostModel:
     # --- steps and whole plans
 
     def of(self, step: Step) -> StepModel:
-        """Returns the prices of blocks and stages in a step."""
+        """Return the prices of blocks and stages in a step."""
         return self._step_model(step)
 
     def _pipeline(self, stages: Sequence[StageCost], step: Step) -> PipelineStep:
@@ -194,7 +194,7 @@ class CostModel:
         return PipelineStep(stages, parts, self.collectives, by_hop=self.is_mixed)
 
     def memory(self, stages: Sequence[StageCost], step: Step, ranks: Sequence[int] | None = None) -> tuple[Memory, ...]:
-        """Returns the peak memory of each pipeline rank, or of the given ranks.
+        """Return the peak memory of each pipeline rank, or of the given ranks.
 
         Raises:
             UsageError: the schedule cannot serve these stages and micro-batches.
@@ -202,14 +202,14 @@ class CostModel:
         return self._pipeline(stages, step).memory(ranks)
 
     def sums_in_buckets(self, stages: Sequence[StageCost], step: Step) -> bool:
-        """Returns whether some gradients are summed in buckets, so that the bucket size matters."""
+        """Return whether some gradients are summed in buckets, so that the bucket size matters."""
         summed = self.of(step).summed
         return any(summed.of(block.parameters, late=False) for stage in stages for (block, _), _ in stage.runs)
 
     def predict(
         self, stages: Sequence[StageCost], step: Step, *, memory: tuple[Memory, ...] | None = None
     ) -> Prediction:
-        """Returns the step time and memory of a plan.
+        """Return the step time and memory of a plan.
 
         Args:
             stages: the stages in the order of the model; stage ``s`` runs on pipeline rank ``s % pp``.
@@ -244,30 +244,30 @@ class CostModel:
         )
 
     def breakdown(self, stages: Sequence[StageCost], step: Step) -> Breakdown:
-        """Returns the step time of :meth:`predict` and its parts, without memory."""
+        """Return the step time of :meth:`predict` and its parts, without memory."""
         return self._pipeline(stages, step).breakdown()
 
     def longest_chains(self, stages: Sequence[StageCost], step: Step) -> tuple[float, list[Chain]]:
-        """Returns the step time, and the longest chain of actions up to the end of each rank, the longest of all first."""
+        """Return the step time, and the longest chain of actions up to the end of each rank, the longest of all first."""
         pipeline = self._pipeline(stages, step)
         simulated, chains = with_chains(step.schedule, step.mesh.pp, step.num_micro_batches, pipeline.times)
         return pipeline.breakdown(simulated).total_s, chains
 
 
 def shared_step_s(models: Sequence[CostModel], stages: Sequence[StageCost], steps: Sequence[Step]) -> float:
-    """Returns the seconds of the step; arguments as in :func:`predict_shares`."""
+    """Return the seconds of the step; arguments as in :func:`predict_shares`."""
     groups = zip(models, stages, steps, strict=True)
     return max(model.breakdown([stage], step).total_s for model, stage, step in groups)
 
 
 def shared_memory(models: Sequence[CostModel], stages: Sequence[StageCost], steps: Sequence[Step]) -> list[Memory]:
-    """Returns the peak memory of a rank of each node group; arguments as in :func:`predict_shares`."""
+    """Return the peak memory of a rank of each node group; arguments as in :func:`predict_shares`."""
     groups = zip(models, stages, steps, strict=True)
     return [model.memory([stage], step)[0] for model, stage, step in groups]
 
 
 def predict_shares(models: Sequence[CostModel], stages: Sequence[StageCost], steps: Sequence[Step]) -> Prediction:
-    """Returns the step time and memory of a plan without a pipeline whose node groups take different numbers of samples.
+    """Return the step time and memory of a plan without a pipeline whose node groups take different numbers of samples.
 
     Args:
         models: a model of each node group (:meth:`CostModel.alone`).

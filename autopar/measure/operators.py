@@ -101,7 +101,7 @@ Spec = tuple[str, list[int], bool]
 
 
 def _specs(value: Any) -> Iterator[Spec]:
-    """Return the tensors in an argument."""
+    """Yield the tensors in an argument."""
     if isinstance(value, dict) and "tensor" in value:
         yield tuple(value["tensor"])
     elif isinstance(value, list | tuple):

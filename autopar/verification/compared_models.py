@@ -149,7 +149,7 @@ class _Parametrized(pickle.Pickler):
     """Sends parametrized modules as well: torch refuses to, as their classes are made when they are parametrized."""
 
     def reducer_override(self, value: Any) -> Any:
-        """How a module is put together again; NotImplemented: in the usual way."""
+        """Return how a module is put together again; NotImplemented: in the usual way."""
         if not isinstance(value, nn.Module) or not parametrize.is_parametrized(value):
             return NotImplemented
         kind = parametrize.type_before_parametrizations(value)
@@ -160,7 +160,7 @@ class _Parametrized(pickle.Pickler):
 
 
 def _set(module: Any, state: dict[str, Any]) -> None:
-    """Gives a module what it holds, and the properties that compute its parametrized tensors."""
+    """Give a module what it holds, and the properties that compute its parametrized tensors."""
     module.__setstate__(state)
     parametrize._inject_new_class(module)
     for name in module.parametrizations:
@@ -173,7 +173,7 @@ def _received(sent: bytes) -> UserModel:
 
 
 def build_module(source: nn.Module | Callable[[], nn.Module]) -> nn.Module:
-    """The module itself, or what the function makes, which is the same each time.
+    """Return the module itself, or what the function makes, which is the same each time.
 
     Raises:
         UsageError: it is neither, or the function returns no module.

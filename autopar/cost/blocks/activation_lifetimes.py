@@ -37,7 +37,7 @@ class Wiring:
 
 
 def wiring_of(graph: Graph, block: Block) -> Wiring:
-    """Returns the wiring of a block."""
+    """Return the wiring of a block."""
     ops = graph.block_ops(block)
     number: dict[Ref, int] = {}
     for op in ops:
@@ -65,7 +65,7 @@ def wiring_of(graph: Graph, block: Block) -> Wiring:
 def _lives(
     wiring: Wiring, roots: Sequence[int], reads: Sequence[Sequence[int]], views: Sequence[bool]
 ) -> list[tuple[list[int], list[int]]]:
-    """Returns for each operator the storages that it makes, and the block's storages that nothing reads after it.
+    """Return for each operator the storages that it makes, and the block's storages that nothing reads after it.
 
     Args:
         wiring: the wiring of the block.
@@ -141,14 +141,14 @@ class Storages:
         return {values[v]: values[self._roots[v]] for out in self.wiring.makes for v in out}
 
     def without(self, again: frozenset[int]) -> Storages:
-        """Returns the same block with the operators at these positions recomputed in backward, so that nothing that they make is kept."""
+        """Return the same block with the operators at these positions recomputed in backward, so that nothing that they make is kept."""
         storages = copy(self)
         storages.saved, storages._inner = dict(self.saved), list(self._inner)
         storages._forget(again)
         return storages
 
     def kept_by(self, is_dear: Callable[[Op], bool]) -> int:
-        """Returns the kept bytes of what operators with ``is_dear`` make, and of what earlier blocks make."""
+        """Return the kept bytes of what operators with ``is_dear`` make, and of what earlier blocks make."""
         cheap = {v for op, out in zip(self.ops, self.wiring.makes, strict=True) if not is_dear(op) for v in out}
         inner_bytes = sum(size for size, op in zip(self._inner, self.ops, strict=True) if is_dear(op))
         return inner_bytes + sum(self.sizes[root] for root in self.saved if root not in cheap)
@@ -158,7 +158,7 @@ class Storages:
         self.saved_bytes = sum([self.sizes[root] for root in self.saved]) + sum(self._inner)
 
     def _drop(self, again: frozenset[int]) -> int:
-        """Drops what the operators at these positions make and keeps what they read; returns the dropped bytes."""
+        """Drop what the operators at these positions make and keeps what they read; returns the dropped bytes."""
         makers = {v: i for i in again for v in self.wiring.makes[i]}
         dropped_roots = {root for root in self.saved if root in makers}
         dropped_bytes = sum(self.sizes[root] for root in dropped_roots) + sum(self._inner[i] for i in again)
@@ -181,22 +181,22 @@ class Storages:
         return dropped_bytes
 
     def copied(self, i: int) -> Work:
-        """Returns the work of the operator at a position; a view that strides do not allow is a copy."""
+        """Return the work of the operator at a position; a view that strides do not allow is a copy."""
         op_work = self.works[i]
         if self._views[i] or self.ops[i].target not in VIEWS:
             return op_work
         return replace(op_work, launches=1, num_bytes=2 * self.sizes[self.wiring.makes[i][0]])
 
     def inputs(self) -> dict[int, int]:
-        """Returns the storages of earlier blocks that this block reads, with their bytes."""
+        """Return the storages of earlier blocks that this block reads, with their bytes."""
         return {self._roots[v]: self.sizes[self._roots[v]] for v in self.wiring.inputs}
 
     def prelude(self) -> tuple[tuple[str, int], ...]:
-        """Returns the names and bytes of the inputs and prelude values that the block reads."""
+        """Return the names and bytes of the inputs and prelude values that the block reads."""
         return tuple([(self.wiring.values[v].name, self.sizes[v]) for v in self.wiring.prelude])
 
     def forward_peak(self) -> int:
-        """Returns the bytes that are kept or still to be read at the peak of forward; inputs count where they are kept."""
+        """Return the bytes that are kept or still to be read at the peak of forward; inputs count where they are kept."""
         kept = peak = passing = 0  # ``passing``: bytes that are alive and not kept
         sizes, saved = self.sizes, self.saved
         keeps: dict[int, int] = {}
@@ -215,7 +215,7 @@ class Storages:
         return peak
 
     def backward_peak(self) -> int:
-        """Returns the bytes of kept values not yet used and of gradients in flight at the peak of backward."""
+        """Return the bytes of kept values not yet used and of gradients in flight at the peak of backward."""
         kept, peak = self.saved_bytes, 0
         frees: dict[int, int] = {}
         for root, first in self.saved.items():
@@ -227,7 +227,7 @@ class Storages:
         return peak
 
     def _flowing(self) -> list[int | None]:
-        """Returns the bytes of gradients and workspace during the backward of each operator; None for views."""
+        """Return the bytes of gradients and workspace during the backward of each operator; None for views."""
         wiring, specs, sizes = self.wiring, self._specs, self.sizes
         outputs = (self._roots[v] for v in wiring.outputs)
         gradients = {root: sizes[root] for root in outputs if specs[root].requires_grad}

@@ -46,7 +46,7 @@ SENDING = COLLECTIVES | TRAVELLING | {"autopar.cross_entropy_vocabulary", "autop
 
 
 def messages(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message]:
-    """Yields the collectives that an operator of a local graph runs, forward and backward.
+    """Yield the collectives that an operator of a local graph runs, forward and backward.
 
     Args:
         op: the operator.
@@ -84,7 +84,7 @@ def messages(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message]:
 
 
 def _over_data(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message]:
-    """Yields the collectives of a change of type over all data ranks: the full tensor over one data axis after the other.
+    """Yield the collectives of a change of type over all data ranks: the full tensor over one data axis after the other.
 
     A gather over both axes at once would move less on the inner one.
     """
@@ -100,7 +100,7 @@ def _over_data(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message
 
 
 def _travels(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message]:
-    """Yields the collectives that send rows to their experts on other ranks and back, as if routing were even."""
+    """Yield the collectives that send rows to their experts on other ranks and back, as if routing were even."""
     hidden, weights = map(spec_of, op.operands[:2])
     sent = hidden.num_bytes * weights.shape[-1]
     if op.target == "autopar.experts_dispatch_split":
@@ -147,7 +147,7 @@ class ParameterCost:
     spread: bool = False
 
     def __hash__(self) -> int:
-        """Hashes one field: parameters are parts of the keys of many tables."""
+        """Hash one field: parameters are parts of the keys of many tables."""
         return hash(self.name)
 
     @property
@@ -156,13 +156,13 @@ class ParameterCost:
         return prod(self.shape)
 
     def shard_shape(self, ranks: int) -> tuple[int, ...]:
-        """Returns the shape of the largest shard; see :meth:`shard_numel`."""
+        """Return the shape of the largest shard; see :meth:`shard_numel`."""
         if not self.shape or ranks == 1 or self.spread:
             return self.shape
         return (-(-self.shape[0] // ranks), *self.shape[1:])
 
     def shard_numel(self, ranks: int) -> int:
-        """Returns the elements of the largest shard when dim 0 is split (FSDP2's choice); the last ranks' shards may be smaller."""
+        """Return the elements of the largest shard when dim 0 is split (FSDP2's choice); the last ranks' shards may be smaller."""
         return prod(self.shard_shape(ranks))
 
 
@@ -232,7 +232,7 @@ class BlockCost:
     selective: SelectiveCost | None = None
 
     def __hash__(self) -> int:
-        """Hashes a few of the 23 fields, which tell most blocks apart: blocks are keys of many tables."""
+        """Hash a few of the 23 fields, which tell most blocks apart: blocks are keys of many tables."""
         return hash((self.forward_s, self.backward_s, self.saved_bytes, self.forward_transient_bytes))
 
     @property
@@ -262,17 +262,17 @@ class BlockCost:
         return self.selective
 
     def recompute_s(self, mode: Recompute) -> float:
-        """Returns the seconds that recompute adds to backward; full recompute includes collectives of the forward."""
+        """Return the seconds that recompute adds to backward; full recompute includes collectives of the forward."""
         if mode == "none":
             return 0.0
         return self.remade.time_s if mode == "selective" else self.forward_s + self.communication_again_s
 
     def kept_bytes(self, mode: Recompute) -> int:
-        """Returns the bytes kept on the device from forward to backward."""
+        """Return the bytes kept on the device from forward to backward."""
         return 0 if self.offloads else self._saved_bytes(mode)
 
     def moved_bytes(self, mode: Recompute) -> int:
-        """Returns the bytes kept on the host from forward to backward."""
+        """Return the bytes kept on the host from forward to backward."""
         return self._saved_bytes(mode) if self.offloads else 0
 
     def _saved_bytes(self, mode: Recompute) -> int:
@@ -281,13 +281,13 @@ class BlockCost:
         return self.input_bytes if mode == "full" else self.saved_bytes
 
     def kept_input_bytes(self, mode: Recompute) -> int:
-        """Returns the part of :meth:`kept_bytes` that ``input_bytes`` counts too."""
+        """Return the part of :meth:`kept_bytes` that ``input_bytes`` counts too."""
         if mode == "selective":
             return self.remade.saved_input_bytes
         return self.input_bytes if mode == "full" else self.saved_input_bytes
 
     def passing_bytes(self, mode: Recompute) -> int:
-        """Returns the most that is alive at once beyond :meth:`kept_bytes`."""
+        """Return the most that is alive at once beyond :meth:`kept_bytes`."""
         if mode == "selective":
             return max(self.remade.forward_transient_bytes, self.remade.backward_transient_bytes)
         passing = max(self.forward_transient_bytes, self.backward_transient_bytes)

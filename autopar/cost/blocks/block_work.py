@@ -44,15 +44,15 @@ class Kernels(Protocol):
     """The kernels of a program that does not run torch's operators one by one as eager mode does."""
 
     def operator(self, graph: Graph, op: Op, operands: Specs, op_work: Work) -> Work:
-        """Returns the work of one operator; ``op_work`` is that of torch's kernel."""
+        """Return the work of one operator; ``op_work`` is that of torch's kernel."""
 
     def unkept(self, graph: Graph, ops: Sequence[Op]) -> frozenset[int]:
-        """Returns the positions of operators whose values its kernels recompute instead of keeping them for backward."""
+        """Return the positions of operators whose values its kernels recompute instead of keeping them for backward."""
 
     def joined(
         self, graph: Graph, ops: Sequence[Op], operands: Sequence[Specs], works: Sequence[Work]
     ) -> tuple[list[Work], Collection[int]]:
-        """Returns the works with fused kernels, and the positions of operators that add no gradient of their own."""
+        """Return the works with fused kernels, and the positions of operators that add no gradient of their own."""
 
 
 def block_work(
@@ -64,7 +64,7 @@ def block_work(
     kernels: Kernels | None = None,
     selective: bool = False,
 ) -> BlockWork:
-    """Returns what a block of one rank's graph does for one micro-batch.
+    """Return what a block of one rank's graph does for one micro-batch.
 
     Args:
         graph: the rank's graph.
@@ -102,7 +102,7 @@ def block_work(
 
 
 def _shape(graph: Graph, block: Block, storages: Storages, works: Sequence[Work], remade: Storages | None) -> BlockCost:
-    """Returns the parts of a block's cost that do not depend on a profile; ``remade`` has its storages under selective recompute."""
+    """Return the parts of a block's cost that do not depend on a profile; ``remade`` has its storages under selective recompute."""
     ops, inputs = graph.block_ops(block), storages.inputs()
     across = [graph.spec(ref) for ref in graph.live_across(block.stop)]
     keeping = (i for i, op_work in enumerate(works) if op_work.saved or op_work.saves_output or op_work.saved_bytes)
@@ -136,7 +136,7 @@ def _shape(graph: Graph, block: Block, storages: Storages, works: Sequence[Work]
 
 
 def _parameters(graph: Graph, block: Block) -> tuple[ParameterCost, ...]:
-    """Returns the parameters that a block reads."""
+    """Return the parameters that a block reads."""
     return tuple(
         [
             ParameterCost(
@@ -154,7 +154,7 @@ def _parameters(graph: Graph, block: Block) -> tuple[ParameterCost, ...]:
 
 
 def _kept(storages: Storages, inputs: Mapping[int, int]) -> SelectiveCost:
-    """Returns what a block keeps and its peaks; ``inputs`` has the bytes of the values of earlier blocks that it reads."""
+    """Return what a block keeps and its peaks; ``inputs`` has the bytes of the values of earlier blocks that it reads."""
     saved = storages.saved_bytes
     return SelectiveCost(
         saved_bytes=saved,
@@ -167,7 +167,7 @@ def _kept(storages: Storages, inputs: Mapping[int, int]) -> SelectiveCost:
 def fan_in_bytes(
     ops: Sequence[Op], wiring: Wiring, specs: Sequence[TensorSpec], fused: Collection[int]
 ) -> Iterator[int]:
-    """Yields the bytes of each sum of gradients of a value that several operators of the block read.
+    """Yield the bytes of each sum of gradients of a value that several operators of the block read.
 
     Args:
         ops, wiring: the operators and their wiring.
@@ -193,7 +193,7 @@ def price_block(
     exposed: Callable[[Message], float] | None = None,
     measured: OperatorTimes | None = None,
 ) -> BlockCost:
-    """Returns the cost of a block's work on a device and its links.
+    """Return the cost of a block's work on a device and its links.
 
     Args:
         counted: the work.

@@ -44,7 +44,7 @@ class CollectiveModel:
         self._measured = _measured_on(cluster)
 
     def time_s(self, kind: str, num_bytes: float, mesh: Mesh, axes: tuple[str, ...]) -> float:
-        """Returns the seconds of a collective over ``axes`` of the mesh while all its groups do the same.
+        """Return the seconds of a collective over ``axes`` of the mesh while all its groups do the same.
 
         Args:
             kind: one of :data:`KINDS`.
@@ -66,19 +66,19 @@ class CollectiveModel:
         return bool(self._measured)
 
     def send_time_s(self, num_bytes: float, mesh: Mesh) -> float:
-        """Returns the seconds of the slowest message between neighbouring pipeline ranks, all of which send at once."""
+        """Return the seconds of the slowest message between neighbouring pipeline ranks, all of which send at once."""
         return self.pair_time_s("send", num_bytes, mesh)
 
     def hop_time_s(self, num_bytes: float, mesh: Mesh, here: int) -> float:
-        """Returns the seconds of the slowest message between the ranks of pipeline rank ``here`` and those of the next one."""
+        """Return the seconds of the slowest message between the ranks of pipeline rank ``here`` and those of the next one."""
         return max(self.shape_time_s("send", num_bytes, shape) for shape in self._neighbours(mesh, here))
 
     def pair_time_s(self, kind: str, num_bytes: float, mesh: Mesh) -> float:
-        """Returns the seconds of a collective of two neighbouring pipeline ranks; the last and the first one are neighbours too."""
+        """Return the seconds of a collective of two neighbouring pipeline ranks; the last and the first one are neighbours too."""
         return max((self.shape_time_s(kind, num_bytes, shape) for shape in self._neighbours(mesh)), default=0.0)
 
     def _neighbours(self, mesh: Mesh, here: int | None = None) -> tuple[GroupShape, ...]:
-        """Returns the shapes of pairs of neighbouring pipeline ranks, or those of rank ``here`` and the next one."""
+        """Return the shapes of pairs of neighbouring pipeline ranks, or those of rank ``here`` and the next one."""
         key = mesh.pp, mesh.world_size, here
         if key not in self._pairs:
             hops = (range(mesh.pp) if mesh.pp > 1 else ()) if here is None else (here,)
@@ -87,7 +87,7 @@ class CollectiveModel:
         return self._pairs[key]
 
     def shape_time_s(self, kind: str, num_bytes: float, shape: GroupShape) -> float:
-        """Returns the seconds of a collective of one group."""
+        """Return the seconds of a collective of one group."""
         if shape.size == 1 or num_bytes == 0:
             return 0.0
         if self._measured:
@@ -122,21 +122,21 @@ class CollectiveModel:
         return algorithm.name != "tree" or kind == "all_reduce"
 
     def _switch(self, kind: str, shape: GroupShape) -> float | None:
-        """Returns the bus bandwidth of in-switch reduction for the group's devices of one node; None where there is none."""
+        """Return the bus bandwidth of in-switch reduction for the group's devices of one node; None where there is none."""
         for entry in self.cluster.library.switch_bandwidths:
             if (entry.link, entry.collective, entry.num_devices) == (shape.intra_node.name, kind, shape.ranks_per_node):
                 return entry.bandwidth_bytes_per_s
         return None
 
     def _bandwidth(self, kind: str, shape: GroupShape, algorithm: Algorithm) -> float:
-        """Returns the bus bandwidth inside a node in bytes per second."""
+        """Return the bus bandwidth inside a node in bytes per second."""
         switch = self._switch(kind, shape) if algorithm.name == "nvls" else None
         link = shape.intra_node
         return (switch or link.bandwidth_bytes_per_s) * link.step_fraction * algorithm.bandwidth_fraction
 
 
 def _measured_on(cluster: Cluster) -> dict[tuple[str, int, int, int], CollectiveTime]:
-    """Returns the library's measured collectives that hold on the cluster.
+    """Return the library's measured collectives that hold on the cluster.
 
     They were measured with all ranks of each node busy, on equal nodes. Across nodes they do not hold for clusters with tiers of other
     switches.
@@ -151,7 +151,7 @@ def _measured_on(cluster: Cluster) -> dict[tuple[str, int, int, int], Collective
 
 
 def volume_factor(kind: str, size: int) -> float:
-    """Returns the bytes that each rank puts on its link, over the bytes of the collective."""
+    """Return the bytes that each rank puts on its link, over the bytes of the collective."""
     factors = {"all_reduce": 2.0 * (size - 1) / size, "send": 1.0, "broadcast": 1.0}
     return factors.get(kind, (size - 1) / size)
 
@@ -171,7 +171,7 @@ def _line(kind: str, shape: GroupShape, algorithm: Algorithm, bandwidth: float) 
 
 
 def _steps(kind: str, shape: GroupShape, name: str) -> tuple[float, float]:
-    """Returns the sequential steps inside nodes and between them (NCCL's ``tuning.cc``)."""
+    """Return the sequential steps inside nodes and between them (NCCL's ``tuning.cc``)."""
     nodes = shape.num_nodes
     if kind in ("send", "all_to_all"):  # to all partners at once
         return (0.0, 1.0) if nodes > 1 else (1.0, 0.0)
@@ -186,7 +186,7 @@ def _steps(kind: str, shape: GroupShape, name: str) -> tuple[float, float]:
 
 
 def _s_per_byte(kind: str, shape: GroupShape, algorithm: Algorithm, bandwidth: float) -> float:
-    """Returns the seconds for each byte on the narrower of the links inside nodes and the links out of them."""
+    """Return the seconds for each byte on the narrower of the links inside nodes and the links out of them."""
     size, nodes = shape.size, shape.num_nodes
     egress = shape.egress_bytes_per_s * algorithm.bandwidth_fraction
     factor = volume_factor(kind, size)

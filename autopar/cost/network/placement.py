@@ -23,7 +23,7 @@ from autopar.plan.mesh import Mesh
 
 
 def places_of(mesh: Mesh, cluster: Cluster) -> tuple[frozenset[int], ...]:
-    """Returns for each pipeline rank the positions of the node groups that its ranks lie on.
+    """Return for each pipeline rank the positions of the node groups that its ranks lie on.
 
     >>> places_of(Mesh(pp=2, tp=4), Cluster.parse("h100-sxm5-80gb:1x8"))
     (frozenset({0}), frozenset({0}))
@@ -40,7 +40,7 @@ def places_of(mesh: Mesh, cluster: Cluster) -> tuple[frozenset[int], ...]:
 
 
 def slowest(devices: Iterable[Device], dtype: str) -> Device:
-    """Returns the device with the lowest matmul rate.
+    """Return the device with the lowest matmul rate.
 
     Raises:
         UsageError: a profile does not have the dtype.
@@ -49,7 +49,7 @@ def slowest(devices: Iterable[Device], dtype: str) -> Device:
 
 
 def peak_flops(mesh: Mesh, cluster: Cluster, dtype: str) -> float:
-    """Returns the FLOP/s of the mesh's devices by their datasheets."""
+    """Return the FLOP/s of the mesh's devices by their datasheets."""
     total, remaining = 0.0, mesh.world_size
     for group in cluster.groups:
         taken = min(remaining, group.num_devices)
@@ -59,7 +59,7 @@ def peak_flops(mesh: Mesh, cluster: Cluster, dtype: str) -> float:
 
 
 def check_kinds(cluster: Cluster) -> None:
-    """Refuses clusters of CPUs and GPUs: what operators keep and the backend of the process group differ.
+    """Refuse clusters of CPUs and GPUs: what operators keep and the backend of the process group differ.
 
     Raises:
         UsageError: there are both.
@@ -75,7 +75,7 @@ def check_kinds(cluster: Cluster) -> None:
 
 
 def host_of(device: Device, devices: Iterable[Device]) -> HostLink:
-    """Returns the link for offloading, that of the slowest device to its host.
+    """Return the link for offloading, that of the slowest device to its host.
 
     Args:
         device: the slowest of ``devices``.
@@ -117,14 +117,14 @@ class GroupShape:
 
 
 def shapes_of(groups: Sequence[Sequence[int]], cluster: Cluster) -> tuple[GroupShape, ...]:
-    """Returns the distinct shapes of groups of ranks that communicate at the same time."""
+    """Return the distinct shapes of groups of ranks that communicate at the same time."""
     return _shapes(np.array(groups), Fabric(cluster))
 
 
 def group_shape(
     mesh: Mesh, axes: tuple[str, ...], fabric: Fabric, only: frozenset[int] | None = None
 ) -> tuple[GroupShape, ...]:
-    """Returns the distinct shapes of the groups over ``axes``, all of which communicate at the same time.
+    """Return the distinct shapes of the groups over ``axes``, all of which communicate at the same time.
 
     The ranks of the mesh are the cluster's first ones.
 
@@ -155,7 +155,7 @@ def group_shape(
 
 
 def _within(ranks: NDArray[Any], pp: int, cluster: Cluster, only: frozenset[int]) -> NDArray[np.bool_]:
-    """Returns which rows of ``ranks`` [groups, size], sorted by pipeline rank, :func:`group_shape` keeps."""
+    """Return which rows of ``ranks`` [groups, size], sorted by pipeline rank, :func:`group_shape` keeps."""
     places = np.repeat(np.arange(len(cluster.groups)), [group.num_devices for group in cluster.groups])[ranks]
     rows = places.reshape(pp, -1) if pp > 1 else places
     covers = np.array([set(row) <= only if pp == 1 else set(row) == only for row in rows.tolist()])
@@ -168,13 +168,13 @@ def _within(ranks: NDArray[Any], pp: int, cluster: Cluster, only: frozenset[int]
 
 
 def hop_shape(mesh: Mesh, fabric: Fabric, here: int) -> tuple[GroupShape, ...]:
-    """Returns the shapes of the pairs of ranks between which pipeline rank ``here`` and the next one send, all at the same time."""
+    """Return the shapes of the pairs of ranks between which pipeline rank ``here`` and the next one send, all at the same time."""
     grid = np.arange(mesh.world_size).reshape(mesh.pp, -1)
     return _shapes(np.stack([grid[here], grid[(here + 1) % mesh.pp]], axis=1), fabric)
 
 
 def _shapes(ranks: NDArray[Any], fabric: Fabric, keep: NDArray[np.bool_] | None = None) -> tuple[GroupShape, ...]:
-    """Returns the shapes of the rows of ``ranks`` [groups, size], or of those to ``keep`` while all communicate."""
+    """Return the shapes of the rows of ``ranks`` [groups, size], or of those to ``keep`` while all communicate."""
     cluster, size = fabric.cluster, ranks.shape[1]
     first = cluster.groups[0]
     if int(ranks.max()) < first.devices_per_node:  # all on one node
@@ -202,7 +202,7 @@ def _shapes(ranks: NDArray[Any], fabric: Fabric, keep: NDArray[np.bool_] | None 
 
 
 def _spread(nodes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Returns for each group the number of its nodes and the fewest ranks on one of them."""
+    """Return for each group the number of its nodes and the fewest ranks on one of them."""
     _, pairs, counts = _members(nodes)
     num_nodes = np.bincount(pairs, minlength=len(nodes))
     fewest = np.full(len(nodes), nodes.shape[1])
@@ -211,7 +211,7 @@ def _spread(nodes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def _members(domains: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Returns the distinct (domain, group) pairs and how many ranks of the group lie in the domain."""
+    """Return the distinct (domain, group) pairs and how many ranks of the group lie in the domain."""
     count, size = domains.shape
     if size > 1 and not bool((domains[:, 1:] >= domains[:, :-1]).all()):
         domains = np.sort(domains, axis=1)
@@ -223,7 +223,7 @@ def _members(domains: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray
 
 
 def _crossing(nodes: NDArray[Any], fabric: Fabric) -> tuple[NDArray[Any], ...]:
-    """Returns for each group the index of its slowest node group, its egress, one-way delay and half-bandwidth size.
+    """Return for each group the index of its slowest node group, its egress, one-way delay and half-bandwidth size.
 
     A group that does not fit in a domain of a tier leaves each domain that it has ranks in. There each rank uses one link, as far as there
     are links, and shares them with the other groups that leave the domain (:mod:`autopar.hardware.topology`).

@@ -21,7 +21,7 @@ _LINE_BYTES = 64
 def _product(
     op: Op, operands: Specs, flops: float, smallest: int, left: int, right: int, shape: Product | None = None
 ) -> Work:
-    """Returns the work of a product of operands ``left`` and ``right``; further operands (a bias) are added."""
+    """Return the work of a product of operands ``left`` and ``right``; further operands (a bias) are added."""
     a, b = operands[left], operands[right]
     saved = tuple([i for i, other in ((left, b), (right, a)) if other.requires_grad])
     gradients = with_grad(operands)
@@ -78,7 +78,7 @@ def _convolution(op: Op, operands: Specs, kind: KernelKind) -> Work:
 
 
 def _transposed(op: Op, operands: Specs, kind: KernelKind) -> Work:
-    """Returns the work of a transposed convolution: each input element meets a window of the weight [in, out / groups, ...]."""
+    """Return the work of a transposed convolution: each input element meets a window of the weight [in, out / groups, ...]."""
     source, weight = operands[0], operands[1]
     contracted = weight.numel // weight.shape[0]
     smallest = min(weight.shape[0], contracted, source.numel // weight.shape[0])
@@ -86,7 +86,7 @@ def _transposed(op: Op, operands: Specs, kind: KernelKind) -> Work:
 
 
 def _attention(op: Op, operands: Specs, kind: KernelKind) -> Work:
-    """Returns the work of attention; fused attention keeps q, k, v, the output and a row statistic, and a causal mask halves it.
+    """Return the work of attention; fused attention keeps q, k, v, the output and a row statistic, and a causal mask halves it.
 
     Of a sequence that is split over an axis, the slowest rank counts. Gathered, the last rank sees all keys; in a ring, whose order is
     balanced, each rank sees half of them.
@@ -140,7 +140,7 @@ _SPLIT = frozenset({"autopar.attention_ring", "autopar.attention_gathered"})
 
 
 def _is_fused_in_blocks(op: Op, operands: Specs, kind: KernelKind) -> bool:
-    """Returns whether a fused kernel computes it, or its blocks, as :mod:`autopar.ops.sequence` decides."""
+    """Return whether a fused kernel computes it, or its blocks, as :mod:`autopar.ops.sequence` decides."""
     query, value = operands[0], operands[2]
     is_whole = op.target == "autopar.attention_gathered" and kind == "cuda"  # one kernel, which has dropout too
     drops = bool(argument(op, 4, "dropout_p", 0.0)) and not is_whole
@@ -150,7 +150,7 @@ def _is_fused_in_blocks(op: Op, operands: Specs, kind: KernelKind) -> bool:
 
 
 def _in_blocks(op: Op, operands: Specs, fused: Work, blocks: int) -> Work:
-    """Returns the work of fused attention on one block of columns after the other (:mod:`autopar.ops.flash`).
+    """Return the work of fused attention on one block of columns after the other (:mod:`autopar.ops.flash`).
 
     Forward merges each further block into a sum in fp32 or better: the sum is read and written, the block's output is read, cast and read
     again. Backward adds each block's gradients to sums in fp32 or better.
@@ -170,7 +170,7 @@ _MERGE, _ADD = 7, 4
 
 
 def _is_fused_on_cpu(op: Op, operands: Specs) -> bool:
-    """Returns whether torch's fused CPU kernel computes it (``sdp_utils_cpp.cpp``)."""
+    """Return whether torch's fused CPU kernel computes it (``sdp_utils_cpp.cpp``)."""
     query, value = operands[0], operands[2]
     masks_learn = any(mask.requires_grad for mask in operands[3:])
     if argument(op, 4, "dropout_p", 0.0) or masks_learn:
@@ -179,7 +179,7 @@ def _is_fused_on_cpu(op: Op, operands: Specs) -> bool:
 
 
 def _written_out(op: Op, operands: Specs, fused: Work, flops: float) -> Work:
-    """Returns the work of ``_scaled_dot_product_attention_math``, where a causal mask saves nothing.
+    """Return the work of ``_scaled_dot_product_attention_math``, where a causal mask saves nothing.
 
     It keeps in fp32 scaled queries and keys, and the probabilities; with dropout also the noise, the probabilities after dropout, and the
     values.
@@ -196,7 +196,7 @@ def _written_out(op: Op, operands: Specs, fused: Work, flops: float) -> Work:
 
 
 def _experts(op: Op, operands: Specs, kind: KernelKind) -> Work:
-    """Returns the work of a mixture: rows sorted by expert, two or three products for each expert, a weighted sum for each token.
+    """Return the work of a mixture: rows sorted by expert, two or three products for each expert, a weighted sum for each token.
 
     The number of rows is that of even routing: all choices of the rank's tokens, or the share of its experts in all choices where it has
     some experts and every token (``experts_split``, and ``_dispatch_split`` on its inner axis). It keeps the rows and the values between
@@ -239,7 +239,7 @@ def _experts(op: Op, operands: Specs, kind: KernelKind) -> Work:
 
 
 def recurrent(op: Op, operands: Specs, kind: KernelKind) -> Work:
-    """Returns the work of a recurrent network: each input row meets each matrix of each layer and direction once.
+    """Return the work of a recurrent network: each input row meets each matrix of each layer and direction once.
 
     The products with the state are sequential: each time step has a product of the samples and a kernel for the gates.
     """
@@ -278,7 +278,7 @@ def recurrent(op: Op, operands: Specs, kind: KernelKind) -> Work:
 def _kept_on_cpu(
     op: Op, x: TensorSpec, matrices: list[TensorSpec], networks: int, directions: int, rows: int, steps: int
 ) -> tuple[int, bool]:
-    """Returns the bytes that torch's CPU networks keep besides their operands, and whether they keep their output.
+    """Return the bytes that torch's CPU networks keep besides their operands, and whether they keep their output.
 
     An LSTM without projections in a dtype of at most four bytes runs in oneDNN, any other network as one call for each step.
     """
@@ -302,7 +302,7 @@ def _kept_on_cpu(
 
 
 def _one_dnn_bytes(inputs: int, width: int, rows: int, steps: int, size: int) -> int:
-    """Returns the workspace of one layer in one direction that oneDNN fills for training, in bytes.
+    """Return the workspace of one layer in one direction that oneDNN fills for training, in bytes.
 
     It has the gates of every step, and the states and their gradients in fp32, of every step and one before, for the layer and for its
     input: ``set_workspace_sizes`` in oneDNN's ``src/cpu/rnn/rnn_utils.hpp``. Rows are whole cache lines. The additional line of some long

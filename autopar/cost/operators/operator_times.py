@@ -52,13 +52,13 @@ class OperatorTimes(Protocol):
     """Times that replace the roofline; see :class:`autopar.cost.operators.operator_times.Measured`."""
 
     def time(self, op: Op, operands: Specs, roofline: OpTime) -> OpTime:
-        """Returns the seconds of an operator; ``roofline`` where nothing else is known."""
+        """Return the seconds of an operator; ``roofline`` where nothing else is known."""
 
 
 def op_time(
     op: Op, operands: Specs, device: Device, measured: OperatorTimes | None = None, *, quantized: str | None = None
 ) -> OpTime:
-    """Returns ``max(flops / rate, bytes / bandwidth) + launches``, forward and backward, or the measured time.
+    """Return ``max(flops / rate, bytes / bandwidth) + launches``, forward and backward, or the measured time.
 
     Args:
         op: the operator, with local output specs.
@@ -75,7 +75,7 @@ def op_time(
 
 
 def time_of_work(op_work: Work, op: Op, device: Device, *, quantized: str | None = None) -> OpTime:
-    """Returns the time of work that is already counted.
+    """Return the time of work that is already counted.
 
     Args:
         op_work: the work.
@@ -130,7 +130,7 @@ def _products_s(
 
 
 def experts_as_run(op_work: Work, op: Op, device: Device) -> Work:
-    """Returns the work with one launch for all experts where grouped products are used, instead of one for each expert."""
+    """Return the work with one launch for all experts where grouped products are used, instead of one for each expert."""
     if not _is_grouped(op, device):
         return op_work
     num_matrices = 3 if op.args[3] is not None else 2
@@ -144,7 +144,7 @@ def experts_as_run(op_work: Work, op: Op, device: Device) -> Work:
 
 
 def experts_wait_s(op: Op, device: Device) -> float:
-    """Returns the seconds that the host waits in a forward, and in backward where that recomputes it: ``reads * time_of_one``.
+    """Return the seconds that the host waits in a forward, and in backward where that recomputes it: ``reads * time_of_one``.
 
     ``reads`` is 1, or 0 on a CPU and for all experts of one rank in grouped products. A read drains the queue, so that the next launch is
     exposed. ``time_of_one`` is the profile's time of a launch that the host waits for (``blocking_launch_s``, with the provenance of its
@@ -168,12 +168,12 @@ NOT_ALONE = SPLIT_EXPERTS | {"autopar.opaque", OVER_DATA, "autopar.attention_rin
 
 
 def is_measurable(op: Op) -> bool:
-    """Returns whether one process can time the operator alone; views and changes of type have no work to time."""
+    """Return whether one process can time the operator alone; views and changes of type have no work to time."""
     return op.target not in VIEWS and op.target not in COLLECTIVES and op.target not in NOT_ALONE
 
 
 def key_of(op: Op, operands: Specs) -> Key:
-    """Returns a key that is equal for operators of equal time: target, literals, specs; of a float only whether it is zero."""
+    """Return a key that is equal for operators of equal time: target, literals, specs; of a float only whether it is zero."""
     specs = iter(operands)
     args = tuple(_exact(argument, specs) for argument in op.args)
     kwargs = tuple((name, _exact(value, specs)) for name, value in op.kwargs)
@@ -181,7 +181,7 @@ def key_of(op: Op, operands: Specs) -> Key:
 
 
 def kind_of(op: Op, operands: Specs) -> Key:
-    """Returns a key that is equal for operators that differ only in sizes.
+    """Return a key that is equal for operators that differ only in sizes.
 
     Integers and shapes do not count; the number of dims and dtypes do.
     """
@@ -210,7 +210,7 @@ def _coarse(argument: Argument) -> object:
 
 
 def encode(op: Op, operands: Specs) -> str:
-    """Returns the call as :class:`autopar.hardware.link.OperatorTime` stores it."""
+    """Return the call as :class:`autopar.hardware.link.OperatorTime` stores it."""
     specs = iter(operands)
     args = [_plain(argument, specs) for argument in op.args]
     kwargs = {name: _plain(value, specs) for name, value in op.kwargs}
@@ -233,7 +233,7 @@ def _tensor(spec: TensorSpec) -> dict[str, object]:
 
 
 def decode(text: str) -> tuple[Op, tuple[TensorSpec, ...]]:
-    """Returns what :func:`encode` wrote; operands are named by their position.
+    """Return what :func:`encode` wrote; operands are named by their position.
 
     Raises:
         UsageError: the text is no call.
@@ -288,7 +288,7 @@ class _Curve:
         self.times = [sum(by_size[size]) / len(by_size[size]) for size in self.sizes]
 
     def time_s(self, size: float) -> tuple[float, bool]:
-        """Returns the seconds, and whether the size lies between measured ones."""
+        """Return the seconds, and whether the size lies between measured ones."""
         at = math.log(size)
         if self.sizes[0] <= at <= self.sizes[-1]:
             return math.exp(np.interp(at, self.sizes, self.times)), True
@@ -322,11 +322,11 @@ class Measured:
         self._curves = {key: _Curve(curve_points) for key, curve_points in points.items()}
 
     def time(self, op: Op, operands: Specs, roofline: OpTime) -> OpTime:
-        """Returns the seconds of an operator; ``roofline`` is its time without a measurement."""
+        """Return the seconds of an operator; ``roofline`` is its time without a measurement."""
         return self.find(op, operands, roofline)[0]
 
     def find(self, op: Op, operands: Specs, roofline: OpTime) -> tuple[OpTime, Source]:
-        """Returns the seconds of an operator and their source."""
+        """Return the seconds of an operator and their source."""
         if not is_measurable(op):
             return roofline, "roofline"
         exact = self._exact.get(key_of(op, operands))
@@ -351,7 +351,7 @@ class Recorder:
         self.calls: dict[Key, str] = {}
 
     def time(self, op: Op, operands: Specs, roofline: OpTime) -> OpTime:
-        """Returns ``roofline`` and records the call; see :class:`Measured`."""
+        """Return ``roofline`` and records the call; see :class:`Measured`."""
         if is_measurable(op) and roofline.forward_s + roofline.backward_s > 0:
             key = key_of(op, operands)
             if key not in self.calls:
@@ -360,7 +360,7 @@ class Recorder:
 
 
 def measurement_note(counts: Counter[Source]) -> str:
-    """Returns a plan's note on the sources of its operators' times."""
+    """Return a plan's note on the sources of its operators' times."""
     total = counts.total()
     parts = [f"{counts['measured']} of {total} operators at their measured time"]
     parts += [f"{counts['interpolated']} interpolated between measured sizes"] if counts["interpolated"] else []

@@ -62,7 +62,7 @@ _FACTORIES = ("aten.zeros", "aten.ones", "aten.full", "aten.empty", "aten.arange
 
 
 def work(op: Op, operands: Specs, kind: KernelKind = "cuda") -> Work:
-    """Counts the work of an operator.
+    """Count the work of an operator.
 
     Args:
         op: the operator; ``op.outputs`` are the specs of its outputs on this rank.
@@ -100,7 +100,7 @@ for an addition).
 
 
 def _of_complex(work: Work) -> Work:
-    """Returns complex products as flops of the real dtype, at whose rate they are priced.
+    """Return complex products as flops of the real dtype, at whose rate they are priced.
 
     They are priced by the efficiency curve, as complex kernels have other tiles.
     """
@@ -109,12 +109,12 @@ def _of_complex(work: Work) -> Work:
 
 
 def is_elementwise(op: Op) -> bool:
-    """Returns whether an operator's work depends only on the bytes of its operands and outputs, whatever their shapes."""
+    """Return whether an operator's work depends only on the bytes of its operands and outputs, whatever their shapes."""
     return op.target not in VIEWS and op.target not in _SPECIAL and op.target != "autopar.opaque"
 
 
 def _view(op: Op, operands: Specs) -> Work:
-    """Returns the work of a view: none forward; backward fills a full gradient of a part, and sums that of an expansion."""
+    """Return the work of a view: none forward; backward fills a full gradient of a part, and sums that of an expansion."""
     if not op.spec.requires_grad:
         return _NOTHING
     source, out = operands[0], op.spec
@@ -145,7 +145,7 @@ def _elementwise(op: Op, operands: Specs) -> Work:
 
 
 def _saved(op: Op, operands: Specs) -> tuple[tuple[int, ...], bool]:
-    """Returns the positions of the operands that autograd keeps, and whether it keeps the output."""
+    """Return the positions of the operands that autograd keeps, and whether it keeps the output."""
     target = op.target
     if target in SAVES_NOTHING:
         return (), False
@@ -169,13 +169,13 @@ def _has_gradients(spec: TensorSpec) -> bool:
 
 
 def _cast(logits: TensorSpec) -> tuple[int, int]:
-    """Returns the bytes of logits in the dtype of their loss, and the bytes of the cast to it; 0 where they have that dtype."""
+    """Return the bytes of logits in the dtype of their loss, and the bytes of the cast to it; 0 where they have that dtype."""
     full_bytes = logits.numel * max(FLOAT, logits.dtype.itemsize)
     return full_bytes, 0 if logits.dtype.itemsize >= FLOAT else logits.num_bytes + full_bytes
 
 
 def _softmax_loss(op: Op, operands: Specs, kind: KernelKind) -> Work:
-    """Returns the work of cross_entropy_sum: a cast of half precision, log-softmax (kept), and the selected values.
+    """Return the work of cross_entropy_sum: a cast of half precision, log-softmax (kept), and the selected values.
 
     Of padded logits the real ones are copied, and their gradient back; a cast includes this copy.
     """
@@ -194,7 +194,7 @@ def _softmax_loss(op: Op, operands: Specs, kind: KernelKind) -> Work:
 
 
 def _split_softmax_loss(op: Op, operands: Specs, kind: KernelKind) -> Work:
-    """Returns the work of cross_entropy_vocabulary: maximum, difference, exponential in place (kept), sum; one product backward."""
+    """Return the work of cross_entropy_vocabulary: maximum, difference, exponential in place (kept), sum; one product backward."""
     logits = operands[0]
     full_bytes, cast_bytes = _cast(logits)
     return Work(
@@ -208,7 +208,7 @@ def _split_softmax_loss(op: Op, operands: Specs, kind: KernelKind) -> Work:
 
 
 def _ctc(op: Op, operands: Specs, kind: KernelKind) -> Work:
-    """Returns the work of ctc_losses: log-probabilities of each prefix of the labels with blanks, by time and sample (kept).
+    """Return the work of ctc_losses: log-probabilities of each prefix of the labels with blanks, by time and sample (kept).
 
     Backward computes as many for suffixes, and a gradient of all classes (torch: ``ctc_loss_backward``).
     """
@@ -240,7 +240,7 @@ def _norm(op: Op, operands: Specs, kind: KernelKind) -> Work:
 
 
 def _embedding(op: Op, operands: Specs, kind: KernelKind) -> Work:
-    """Returns the work of a look-up; backward fills a gradient of the full table and adds the rows."""
+    """Return the work of a look-up; backward fills a gradient of the full table and adds the rows."""
     table, ids = operands[0], operands[1]
     passes = 2 if op.target == "aten.embedding.default" else 4
     masks = 0 if op.target == "aten.embedding.default" else ids.num_bytes + ids.numel
@@ -255,7 +255,7 @@ def _embedding(op: Op, operands: Specs, kind: KernelKind) -> Work:
 
 
 def _bag(op: Op, operands: Specs, kind: KernelKind) -> Work:
-    """Returns the work of an embedding bag: one kernel reads and adds rows; backward fills a full gradient and adds the rows.
+    """Return the work of an embedding bag: one kernel reads and adds rows; backward fills a full gradient and adds the rows.
 
     It keeps the ids and the bag of each, the row of each value under a maximum, and the factors of rows.
     """
@@ -277,7 +277,7 @@ def _bag(op: Op, operands: Specs, kind: KernelKind) -> Work:
 
 
 def _over_data(op: Op, operands: Specs, kind: KernelKind) -> Work:
-    """Returns the work of a change of type over the data axes: a copy into or out of rank order."""
+    """Return the work of a change of type over the data axes: a copy into or out of rank order."""
     full_bytes = max(operands[0].num_bytes, op.spec.num_bytes)
     return Work(
         num_bytes=2 * full_bytes, backward_bytes=2 * full_bytes, backward_launches=1, workspace_bytes=full_bytes
@@ -285,7 +285,7 @@ def _over_data(op: Op, operands: Specs, kind: KernelKind) -> Work:
 
 
 def _opaque(op: Op, operands: Specs, kind: KernelKind) -> Work:
-    """Returns the work of a region of unknown code: the counts of one run, scaled by its input, and elementwise work."""
+    """Return the work of a region of unknown code: the counts of one run, scaled by its input, and elementwise work."""
     region = region_of(str(op.args[0]))
     share = max(1, sum(spec.numel for spec in operands[: len(cast("tuple[object, ...]", op.args[1]))])) / region.numel
     moved = total(operands) + total(op.outputs)
@@ -302,7 +302,7 @@ def _opaque(op: Op, operands: Specs, kind: KernelKind) -> Work:
 
 
 def _dropout(op: Op, operands: Specs, kind: KernelKind) -> Work:
-    """Returns the work of dropout, which keeps its mask, one byte an element.
+    """Return the work of dropout, which keeps its mask, one byte an element.
 
     It is one kernel each way on a GPU; on a CPU three forward and two backward (draw, product, scale).
     """
@@ -321,7 +321,7 @@ def _dropout(op: Op, operands: Specs, kind: KernelKind) -> Work:
 
 
 def _change_of_type(op: Op, operands: Specs, kind: KernelKind) -> Work:
-    """Returns the copies of a change of type: into and out of rank order along an inner dim, and into zig-zag order."""
+    """Return the copies of a change of type: into and out of rank order along an inner dim, and into zig-zag order."""
     in_order = op.target not in ("autopar.all_gather", "autopar.reduce_scatter") or op.args[2] == 0
     if in_order and not op.target.startswith("autopar.zigzag_"):
         return _NOTHING
@@ -342,13 +342,13 @@ def _sum(op: Op, operands: Specs, kind: KernelKind) -> Work:
 
 
 def _mean(op: Op, operands: Specs, kind: KernelKind) -> Work:
-    """Returns the work of a sum; backward divides its expanded gradient, which writes a full one (torch: ``mean_backward``)."""
+    """Return the work of a sum; backward divides its expanded gradient, which writes a full one (torch: ``mean_backward``)."""
     sum_work = _sum(op, operands, kind)
     return replace(sum_work, backward_bytes=sum_work.backward_bytes + operands[0].num_bytes)
 
 
 def _power(op: Op, operands: Specs, kind: KernelKind) -> Work:
-    """Returns the work of a power; backward is a power of what was kept, times exponent, times gradient (torch: ``pow_backward``)."""
+    """Return the work of a power; backward is a power of what was kept, times exponent, times gradient (torch: ``pow_backward``)."""
     base = _elementwise(op, operands)
     if not base.backward_launches:
         return base
@@ -379,5 +379,5 @@ _SPECIAL: dict[str, Callable[[Op, Specs, KernelKind], Work]] = {
 
 
 def operand_specs(op: Op, specs: Callable[[Ref], TensorSpec]) -> tuple[TensorSpec, ...]:
-    """Returns the specs of an operator's operands."""
+    """Return the specs of an operator's operands."""
     return tuple(specs(ref) for ref in op.operands)

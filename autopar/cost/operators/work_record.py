@@ -82,17 +82,17 @@ class Work:
 
 
 def total(specs: Specs) -> int:
-    """Returns the bytes of all specs."""
+    """Return the bytes of all specs."""
     return sum([spec.num_bytes for spec in specs])
 
 
 def with_grad(operands: Specs) -> list[TensorSpec]:
-    """Returns the operands with a gradient."""
+    """Return the operands with a gradient."""
     return [spec for spec in operands if spec.requires_grad]
 
 
 def argument(op: Op, position: int, name: str, default: object) -> object:
-    """Returns a positional or named argument of an operator."""
+    """Return a positional or named argument of an operator."""
     if position < len(op.args):
         return op.args[position]
     return dict(op.kwargs).get(name, default)

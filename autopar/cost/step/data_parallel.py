@@ -29,7 +29,7 @@ from autopar.plan.plan import Precision
 
 @cache
 def itemsize(dtype: str) -> int:
-    """Returns the bytes of an element of a dtype by torch's name.
+    """Return the bytes of an element of a dtype by torch's name.
 
     Raises:
         UsageError: torch has no such dtype.
@@ -41,7 +41,7 @@ def itemsize(dtype: str) -> int:
 
 
 def is_mixed(precision: Precision) -> bool:
-    """Returns whether FSDP casts, as its dtypes differ."""
+    """Return whether FSDP casts, as its dtypes differ."""
     return len({precision.compute, precision.storage, precision.reduce}) > 1
 
 
@@ -114,31 +114,31 @@ class DataParallel:
             object.__setattr__(self, name, value)  # cached, as they are read very often
 
     def accumulates(self, num_micro_batches: int) -> bool:
-        """Returns whether full gradients are kept from one micro-batch to the next."""
+        """Return whether full gradients are kept from one micro-batch to the next."""
         if not self.uses_fsdp:
             return True
         return self.is_pipelined or ((self.zero_stage < 2 or self.reduces_last) and num_micro_batches > 1)
 
     def padded(self, parts: Parts) -> int:
-        """Returns the elements that FSDP moves: shards of equal size, without scalars, which it does not hold."""
+        """Return the elements that FSDP moves: shards of equal size, without scalars, which it does not hold."""
         return self.mesh.dp_shard * sum([part for p, part in parts if p.shape])
 
     # --- what the data axes add to a stage's blocks; ``times`` are seconds of each block
 
     def hooks_s(self, held: int, device: Device) -> float:
-        """Returns the host's seconds for FSDP around a forward or a backward of a unit with so many parameters."""
+        """Return the host's seconds for FSDP around a forward or a backward of a unit with so many parameters."""
         if not self.uses_fsdp:
             return 0.0
         return device.overheads.unit_s + device.overheads.unit_parameter_s * held
 
     def first_forward_s(self, units: Sequence[Unit], times: Sequence[float], interference: float) -> float:
-        """Returns by how much a step's first forward is longer, where parameters stay gathered from then on."""
+        """Return by how much a step's first forward is longer, where parameters stay gathered from then on."""
         if not self.uses_fsdp or self.gathers_always:
             return 0.0
         return _exposed_gathers_s([unit.gather_s for unit in units], times, interference)
 
     def added(self, units: Sequence[Unit], num_micro_batches: int) -> tuple[int, int]:
-        """Returns the bytes and kernels to add the gradients of a micro-batch to earlier ones.
+        """Return the bytes and kernels to add the gradients of a micro-batch to earlier ones.
 
         The sum is read and written and the new gradient read: the full one where gradients accumulate, else the rank's shard.
         """
@@ -149,14 +149,14 @@ class DataParallel:
         return moved, sum(u.num_trained for u in units)
 
     def every_forward_s(self, units: Sequence[Unit], times: Sequence[float], interference: float) -> float:
-        """Returns by how much every forward is longer."""
+        """Return by how much every forward is longer."""
         hooks = sum(unit.hooks_s for unit in units)
         if not self.gathers_always:
             return hooks
         return hooks + _exposed_gathers_s([unit.gather_s for unit in units], times, interference)
 
     def backward_s(self, units: Sequence[Unit], times: Sequence[float], interference: float, *, is_last: bool) -> float:
-        """Returns by how much the backward of a micro-batch is longer; ``is_last``: the last micro-batch of the step.
+        """Return by how much the backward of a micro-batch is longer; ``is_last``: the last micro-batch of the step.
 
         With a pipeline FSDP's reductions wait until the end of the schedule: see :meth:`tail_s`.
         """
@@ -182,7 +182,7 @@ class DataParallel:
         after: tuple[Unit, float] | None,
         interference: float,
     ) -> tuple[float, float]:
-        """Returns what a block between two others adds to the forward and to the backward of each micro-batch but the last.
+        """Return what a block between two others adds to the forward and to the backward of each micro-batch but the last.
 
         These values add up to no more than the stage takes, over a pipeline stage or over all blocks without a pipeline. Collectives that
         would overlap a missing block are exposed.
@@ -206,14 +206,14 @@ class DataParallel:
         return extra_f, extra_b + exposed_s(sent_s, backward_s, interference)
 
     def tail_s(self, units: Sequence[Unit]) -> float:
-        """Returns the seconds of reductions after a pipeline's last backward."""
+        """Return the seconds of reductions after a pipeline's last backward."""
         if not (self.is_pipelined and self.uses_fsdp):
             return 0.0
         return sum(unit.reduce_s + unit.replicate_s for unit in units)
 
 
 def _exposed_gathers_s(gathers: Sequence[float], times: Sequence[float], interference: float) -> float:
-    """Returns the exposed seconds of gathers, each of which overlaps the block before; the first one is fully exposed."""
+    """Return the exposed seconds of gathers, each of which overlaps the block before; the first one is fully exposed."""
     total = gathers[0] if gathers else 0.0
     for gather_s, time_s in zip(gathers[1:], times, strict=False):
         total += exposed_s(gather_s, time_s, interference)
@@ -221,13 +221,13 @@ def _exposed_gathers_s(gathers: Sequence[float], times: Sequence[float], interfe
 
 
 def exposed_s(sent_s: float, time_s: float, interference: float) -> float:
-    """Returns what collectives add to a computation of ``time_s`` that they overlap."""
+    """Return what collectives add to a computation of ``time_s`` that they overlap."""
     hidden = min(sent_s, time_s)
     return sent_s - hidden + interference * hidden
 
 
 def shared_sums_s(blocks: Sequence[BlockCost], num_bytes: int, device: Device) -> float:
-    """Returns the seconds for each micro-batch in which autograd sums gradients of parameters that several blocks of a stage use.
+    """Return the seconds for each micro-batch in which autograd sums gradients of parameters that several blocks of a stage use.
 
     Each further use reads two gradients and writes their sum to a new tensor.
 
@@ -247,7 +247,7 @@ def shared_sums_s(blocks: Sequence[BlockCost], num_bytes: int, device: Device) -
 
 
 def new_parameters(blocks: Sequence[BlockCost]) -> Iterator[tuple[ParameterCost, ...]]:
-    """Yields for each block of a stage the parameters that no earlier block of it has."""
+    """Yield for each block of a stage the parameters that no earlier block of it has."""
     seen: set[str] = set()
     for block in blocks:
         shared = block.shared_names

@@ -58,7 +58,7 @@ class Bucket:
 def stage_parameters(
     blocks: Sequence[BlockCost],
 ) -> tuple[tuple[tuple[ParameterCost, ...], ...], tuple[ParameterCost, ...]]:
-    """Returns for each block of a stage the parameters that it alone reads, and those that several of its blocks read.
+    """Return for each block of a stage the parameters that it alone reads, and those that several of its blocks read.
 
     Equal blocks may be the same object, so that names identify parameters only where they are shared.
     """
@@ -79,12 +79,12 @@ def stage_parameters(
 
 
 def is_fsdps(parameter: ParameterCost, uses_fsdp: bool) -> bool:
-    """Returns whether FSDP holds the parameter: not those of experts over data ranks, and no scalars, which it does not support."""
+    """Return whether FSDP holds the parameter: not those of experts over data ranks, and no scalars, which it does not support."""
     return uses_fsdp and not parameter.spread and bool(parameter.shape)
 
 
 def sum_axes(parameter: ParameterCost, mesh: Mesh, uses_fsdp: bool) -> tuple[str, ...]:
-    """Returns the axes of more than one rank over which the gradient that backward leaves is summed."""
+    """Return the axes of more than one rank over which the gradient that backward leaves is summed."""
     pending = parameter.gradient_sum_axes
     if parameter.spread:  # the ranks of ep_data hold different experts
         wanted = ("ep_outer", *(axis for axis in pending if axis in MESH_AXES))
@@ -97,7 +97,7 @@ def sum_axes(parameter: ParameterCost, mesh: Mesh, uses_fsdp: bool) -> tuple[str
 def buckets(
     stages: Sequence[Sequence[BlockCost]], summed: Summed, itemsize: int, bucket_bytes: int = BUCKET_BYTES
 ) -> tuple[Bucket, ...]:
-    """Returns the all-reduces of one rank during its backward.
+    """Return the all-reduces of one rank during its backward.
 
     Args:
         stages: the blocks of each of the rank's stages, in the order of the model.
@@ -119,7 +119,7 @@ def buckets(
 
 
 def late_sums(stages: Sequence[Sequence[BlockCost]], summed: Summed, itemsize: int) -> dict[tuple[str, ...], int]:
-    """Returns the bytes that are summed over each set of axes after the last backward: gradient shards of what FSDP holds."""
+    """Return the bytes that are summed over each set of axes after the last backward: gradient shards of what FSDP holds."""
     num_bytes: dict[tuple[str, ...], int] = {}
     shards = summed.mesh.dp_shard
     for _, _, parameter, axes in _in_order(stages, summed, late=True):
@@ -140,7 +140,7 @@ class Summed:
         self._known: dict[tuple[tuple[ParameterCost, ...], bool], list[Sum]] = {}
 
     def of(self, parameters: tuple[ParameterCost, ...], *, late: bool) -> list[Sum]:
-        """Returns the parameters that are summed in buckets, which FSDP does not hold, with their axes; ``late``: those that it holds."""
+        """Return the parameters that are summed in buckets, which FSDP does not hold, with their axes; ``late``: those that it holds."""
         key = parameters, late
         if key not in self._known:
             held = [p for p in parameters if p.trained and is_fsdps(p, self.uses_fsdp) == late]
@@ -151,7 +151,7 @@ class Summed:
 def _in_order(
     stages: Sequence[Sequence[BlockCost]], summed: Summed, *, late: bool
 ) -> Iterator[tuple[int, int, ParameterCost, tuple[str, ...]]]:
-    """Yields summed parameters in the order in which the runtime holds them; shared ones come with their first reader."""
+    """Yield summed parameters in the order in which the runtime holds them; shared ones come with their first reader."""
     for index, blocks in enumerate(stages):
         alone, shared = stage_parameters(blocks)
         for i, parameters in enumerate(alone):
@@ -182,7 +182,7 @@ class RankSums:
 def exposed_sums_s(
     stages: Sequence[StageCost], sums: RankSums, *, sum_s: SumSeconds, late_share: float, interference: float
 ) -> dict[str, float]:
-    """Returns the exposed seconds of sums that FSDP does not do, on a pipeline rank with these stages.
+    """Return the exposed seconds of sums that FSDP does not do, on a pipeline rank with these stages.
 
     Args:
         stages: the stages of the rank, in the order of the model.
@@ -213,14 +213,14 @@ def exposed_sums_s(
 
 
 def _owner(axes: tuple[str, ...]) -> str:
-    """Returns the part of the breakdown that a sum of gradients belongs to."""
+    """Return the part of the breakdown that a sum of gradients belongs to."""
     if any(axis in ("dp_replicate", "dp_shard", "ep_outer") for axis in axes):
         return "data"
     return "cp" if "cp" in axes else "tp"
 
 
 def left_after_backward_s(leaving: Sequence[tuple[int, float]], times: Sequence[float]) -> float:
-    """Returns the seconds of reductions that are left when the backward of a stage ends.
+    """Return the seconds of reductions that are left when the backward of a stage ends.
 
     Args:
         leaving: for each reduction, in the order in which they run one after the other, the block after whose backward it can start, and
@@ -235,7 +235,7 @@ def left_after_backward_s(leaving: Sequence[tuple[int, float]], times: Sequence[
 
 
 def tied(stages: Sequence[Sequence[BlockCost]], data: DataParallel) -> dict[tuple[int, ...], int]:
-    """Returns the bytes of gradients that pipeline ranks with the same parameters sum, by the ranks.
+    """Return the bytes of gradients that pipeline ranks with the same parameters sum, by the ranks.
 
     Args:
         stages: the blocks of each stage, in the order of the model.
@@ -259,7 +259,7 @@ def tied(stages: Sequence[Sequence[BlockCost]], data: DataParallel) -> dict[tupl
 
 
 def scalars(data: DataParallel, totals: Sequence[int], *, clips: bool) -> list[tuple[tuple[str, ...], int]]:
-    """Returns the axes of more than one rank and the bytes of each all-reduce of a step besides those of gradients.
+    """Return the axes of more than one rank and the bytes of each all-reduce of a step besides those of gradients.
 
     These are counts of the batch before the step, the loss after it, and the norm if it is taken. With a scaled loss ranks also agree on
     whether all gradients are finite.

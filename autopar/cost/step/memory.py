@@ -49,7 +49,7 @@ class OptimizerCost:
     element_bytes: float | None = None
 
     def state_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
-        """Returns the bytes of states of a parameter, or of a shard of one."""
+        """Return the bytes of states of a parameter, or of a shard of one."""
         numel = prod(shape)
         if self.element_bytes is not None:
             return math.ceil(numel * self.element_bytes)
@@ -58,7 +58,7 @@ class OptimizerCost:
         return self.states * numel * itemsize
 
     def bytes_per_element(self, itemsize: int) -> float:
-        """Returns the bytes of states for each element of a large parameter."""
+        """Return the bytes of states for each element of a large parameter."""
         if self.element_bytes is not None:
             return self.element_bytes
         return 0.0 if self.is_factored else float(self.states * itemsize)
@@ -85,7 +85,7 @@ _DECLARED = ":bytes="
 
 
 def optimizer_cost(name: str) -> OptimizerCost:
-    """Returns the costs of an optimizer.
+    """Return the costs of an optimizer.
 
     Args:
         name: one of :data:`OPTIMIZERS`, or ``NAME:bytes=N`` with N declared bytes of states for each element, as 8-bit optimizers have: 2
@@ -115,7 +115,7 @@ def optimizer_cost(name: str) -> OptimizerCost:
 
 
 def launched_s(optimizer: OptimizerCost, units: Sequence[Unit], device: Device, host: HostLink | None) -> float:
-    """Returns the seconds to launch the optimizer's operators; on a GPU torch groups those of all parameters.
+    """Return the seconds to launch the optimizer's operators; on a GPU torch groups those of all parameters.
 
     Args:
         optimizer: the optimizer.
@@ -133,7 +133,7 @@ def launched_s(optimizer: OptimizerCost, units: Sequence[Unit], device: Device, 
 def stepped_s(
     optimizer: OptimizerCost, units: Sequence[Unit], itemsize: int, device: Device, host: HostLink | None
 ) -> tuple[float, float]:
-    """Returns the seconds of the optimizer's reads and writes and, if it steps on the host, those of copies.
+    """Return the seconds of the optimizer's reads and writes and, if it steps on the host, those of copies.
 
     Gradients are copied to the host and parameters back, and nothing overlaps: a step begins when gradients are summed and clipped, and
     forward waits for it. Checksums read the parameters on the device before and after (``autopar.runtime.local_optimizer``); parameters are
@@ -175,7 +175,7 @@ class State:
 def state_bytes(
     unit: Unit, data: DataParallel, optimizer: OptimizerCost, num_micro_batches: int, *, on_host: bool = False
 ) -> State:
-    """Returns the state of one FSDP unit.
+    """Return the state of one FSDP unit.
 
     With ``on_host`` its optimizer states are on the host, besides a copy of what is trained and its gradients.
     """
@@ -198,13 +198,13 @@ def state_bytes(
 
 
 def gathered_bytes(unit: Unit, data: DataParallel) -> int:
-    """Returns the bytes of a unit that stay gathered under ZeRO 3 in a pipeline, from a backward to the next forward."""
+    """Return the bytes of a unit that stay gathered under ZeRO 3 in a pipeline, from a backward to the next forward."""
     stays = data.gathers_always and data.is_pipelined
     return unit.numel * itemsize(data.precision.compute) if stays else 0
 
 
 def freed_bytes(unit: Unit, data: DataParallel, num_micro_batches: int) -> int:
-    """Returns by how many bytes the gradients of a unit shrink when they are summed; see :func:`rank_memory`."""
+    """Return by how many bytes the gradients of a unit shrink when they are summed; see :func:`rank_memory`."""
     if not data.uses_fsdp or not data.accumulates(num_micro_batches):
         return 0
     summed = (unit.trained_shard_numel - unit.spread_numel) * itemsize(data.precision.storage)
@@ -212,12 +212,12 @@ def freed_bytes(unit: Unit, data: DataParallel, num_micro_batches: int) -> int:
 
 
 def stepping_bytes(optimizer: OptimizerCost, data: DataParallel, step: Step) -> int:
-    """Returns the temporary bytes of an optimizer step on the device for each element that it steps."""
+    """Return the temporary bytes of an optimizer step on the device for each element that it steps."""
     return 0 if step.offloads_optimizer else optimizer.temporaries * itemsize(data.precision.storage)
 
 
 def steps_at_once(device: Device) -> bool:
-    """Returns whether all parameters of a rank are stepped together, as torch does on a GPU."""
+    """Return whether all parameters of a rank are stepped together, as torch does on a GPU."""
     return device.kind == "cuda"
 
 
@@ -256,7 +256,7 @@ class StageMemory:
 def stage_memory(
     stage: StageCost, units: Sequence[Unit], states: Sequence[State], data: DataParallel, num_micro_batches: int
 ) -> StageMemory:
-    """Returns the bytes of one stage.
+    """Return the bytes of one stage.
 
     Args:
         stage: the stage.
@@ -295,7 +295,7 @@ def rank_memory(
     step: Step,
     pp_rank: int,
 ) -> Memory:
-    """Returns the memory of one pipeline rank.
+    """Return the memory of one pipeline rank.
 
     There are no activations when gradients are summed and parameters stepped. FSDP then has shards of gradients in place of the full ones
     that accumulated. Shards in a longer dtype may be larger than the full ones of one or two ranks; this is left out.
@@ -338,7 +338,7 @@ def rank_memory(
 
 
 def kept_bytes(stage: StageCost, *, receives: bool, sends: bool) -> int:
-    """Returns the bytes that one micro-batch keeps on a stage from forward to backward; the pipeline keeps inputs and outputs."""
+    """Return the bytes that one micro-batch keeps on a stage from forward to backward; the pipeline keeps inputs and outputs."""
     if not stage.blocks:
         return 0
     prelude = {name: size for block in stage.blocks for name, size in block.prelude}
@@ -352,7 +352,7 @@ def kept_bytes(stage: StageCost, *, receives: bool, sends: bool) -> int:
 
 
 def passing_bytes(stage: StageCost, units: Sequence[Unit], data: DataParallel, num_micro_batches: int) -> int:
-    """Returns the peak of a stage beyond what its micro-batches keep when all of it exists."""
+    """Return the peak of a stage beyond what its micro-batches keep when all of it exists."""
     peak = later = 0
     rows = list(zip(stage.blocks, stage.recompute, units, strict=True))
     for i in reversed(range(len(rows))):
@@ -370,7 +370,7 @@ def passing_bytes(stage: StageCost, units: Sequence[Unit], data: DataParallel, n
 def unit_passing_bytes(
     unit: Unit, before: Unit | None, after: Unit | None, data: DataParallel, num_micro_batches: int
 ) -> int:
-    """Returns what FSDP holds temporarily during a block's backward: parameters of two blocks, gradients of two.
+    """Return what FSDP holds temporarily during a block's backward: parameters of two blocks, gradients of two.
 
     Args:
         unit: the unit of the block.

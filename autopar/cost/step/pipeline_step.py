@@ -43,7 +43,7 @@ class PipelineStep:
         check_schedule(self.step.schedule, pp, len(stages) // pp, self.step.num_micro_batches)
 
     def memory(self, ranks: Sequence[int] | None = None) -> tuple[Memory, ...]:
-        """Returns the peak memory of each pipeline rank, or of the given ranks."""
+        """Return the peak memory of each pipeline rank, or of the given ranks."""
         step, memory = self.step, []
         for rank in range(step.mesh.pp) if ranks is None else ranks:
             part = self.parts[rank]
@@ -96,7 +96,7 @@ class PipelineStep:
         return times
 
     def breakdown(self, simulated: PipelineTimes | None = None) -> Breakdown:
-        """Returns the breakdown of the step on the rank that finishes last, idle time included.
+        """Return the breakdown of the step on the rank that finishes last, idle time included.
 
         Args:
             simulated: the times of the pipeline, if it is simulated already.
@@ -107,7 +107,7 @@ class PipelineStep:
         return max(breakdowns, key=lambda breakdown: breakdown.total_s)
 
     def _send_s(self, num_bytes: int, sender: int) -> float:
-        """Returns the seconds of a message to or from the stage after ``sender``."""
+        """Return the seconds of a message to or from the stage after ``sender``."""
         mesh = self.step.mesh
         size = self.parts[0].ranks.runtime.message_bytes(num_bytes, mesh)
         if self.by_hop and mesh.pp > 1:
@@ -115,7 +115,7 @@ class PipelineStep:
         return self.collectives.send_time_s(size, mesh)
 
     def _host_s(self, s: int, overheads: Overheads) -> tuple[float, float]:
-        """Returns the host's seconds for the schedule and its messages in one forward and in one backward of a stage."""
+        """Return the host's seconds for the schedule and its messages in one forward and in one backward of a stage."""
         stages, pp = self.stages, self.step.mesh.pp
         if pp == 1:
             return 0.0, 0.0
@@ -126,7 +126,7 @@ class PipelineStep:
         return action_s + message_s * tensors, action_s + message_s * gradients
 
     def _of_rank(self, rank: int, pipeline: PipelineTimes, ties: Mapping[tuple[int, ...], int]) -> Breakdown:
-        """Returns the breakdown of the step as if this rank finished last."""
+        """Return the breakdown of the step as if this rank finished last."""
         pp, count, part, data = self.step.mesh.pp, self.step.num_micro_batches, self.parts[rank], self.data
         stages, sums = self.stages[rank::pp], self.sums[rank::pp]
         units = [part.units(stage) for stage in stages]
@@ -155,7 +155,7 @@ class PipelineStep:
 
 
 def ties_s(collectives: CollectiveModel, ties: Mapping[tuple[int, ...], int], step: Step, rank: int) -> float:
-    """Returns the seconds of summing gradients of parameters on several ranks (:func:`autopar.cost.step.gradient_buckets.tied`)."""
+    """Return the seconds of summing gradients of parameters on several ranks (:func:`autopar.cost.step.gradient_buckets.tied`)."""
     seconds = 0.0
     for ranks, num_bytes in ties.items():
         if rank in ranks:

@@ -77,7 +77,7 @@ class Compiled:
 
 @lru_cache(maxsize=64)
 def compiled(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> Compiled:
-    """Returns the actions of a schedule in an order in which they can be simulated."""
+    """Return the actions of a schedule in an order in which they can be simulated."""
     numbers = schedule_numbers(name, pp, virtual_stages, num_micro_batches)
     stages, m = pp * virtual_stages, num_micro_batches
     # Actions are numbered by stage, then forwards and backwards by micro-batch. ``needs``: what each action needs.
@@ -102,7 +102,7 @@ def compiled(name: str, pp: int, virtual_stages: int, num_micro_batches: int) ->
 
 
 def _in_turn(numbers: NDArray[np.int64], needs: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the actions of all ranks in a topological order: each rank in turn, until it waits.
+    """Return the actions of all ranks in a topological order: each rank in turn, until it waits.
 
     Args:
         numbers: the numbers of each rank's actions [ranks, actions].
@@ -132,7 +132,7 @@ def _in_turn(numbers: NDArray[np.int64], needs: NDArray[np.int64]) -> NDArray[np
 
 
 def _ends(actions: Compiled, durations: Sequence[float], sends: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Returns when each action ends, and when each rank ends.
+    """Return when each action ends, and when each rank ends.
 
     The last entry of the first list is 0: the index -1 of actions that need nothing reads it.
     """
@@ -149,7 +149,7 @@ def _ends(actions: Compiled, durations: Sequence[float], sends: Sequence[float])
 
 @lru_cache(maxsize=16)
 def _simulated(name: str, pp: int, num_micro_batches: int, stages: tuple[StageTimes, ...]) -> PipelineTimes:
-    """Simulates a step of several stages; cached, as a search simulates a cut when it is tested and again when it fits."""
+    """Simulate a step of several stages; cached, as a search simulates a cut when it is tested and again when it fits."""
     check_schedule(name, pp, len(stages) // pp, num_micro_batches)
     actions = compiled(name, pp, len(stages) // pp, num_micro_batches)
     durations, sends = durations_of(stages), sends_of(stages)
@@ -159,7 +159,7 @@ def _simulated(name: str, pp: int, num_micro_batches: int, stages: tuple[StageTi
 def _times(
     actions: Compiled, durations: Sequence[float], sends: Sequence[float], ends: Sequence[float]
 ) -> PipelineTimes:
-    """Returns the times of ranks; ``ends`` is the first result of :func:`_ends`."""
+    """Return the times of ranks; ``ends`` is the first result of :func:`_ends`."""
     end_s = np.array(ends)
     ranks, needs, lengths, messages, befores = actions.columns
     free, done, sent, took = end_s[befores], end_s[needs], np.array(sends)[messages], np.array(durations)[lengths]
@@ -172,7 +172,7 @@ def _times(
 
 
 def simulate(name: str, pp: int, num_micro_batches: int, stages: Sequence[StageTimes]) -> PipelineTimes:
-    """Simulates one step.
+    """Simulate one step.
 
     Args:
         name: the name of the schedule.
@@ -190,7 +190,7 @@ def simulate(name: str, pp: int, num_micro_batches: int, stages: Sequence[StageT
 
 
 def durations_of(stages: Sequence[StageTimes]) -> list[float]:
-    """Returns the seconds of each stage's actions: forward, backward, first forward; ``Compiled.duration`` is an index into it."""
+    """Return the seconds of each stage's actions: forward, backward, first forward; ``Compiled.duration`` is an index into it."""
     return [
         time
         for stage in stages
@@ -199,7 +199,7 @@ def durations_of(stages: Sequence[StageTimes]) -> list[float]:
 
 
 def sends_of(stages: Sequence[StageTimes]) -> list[float]:
-    """Returns the seconds of each stage's messages, to the next stage and back, and a last entry of 0 for the index -1 (no message)."""
+    """Return the seconds of each stage's messages, to the next stage and back, and a last entry of 0 for the index -1 (no message)."""
     return [*(time for stage in stages for time in (stage.send_forward_s, stage.send_backward_s)), 0.0]
 
 
@@ -229,7 +229,7 @@ class Chain:
 def with_chains(
     name: str, pp: int, num_micro_batches: int, stages: Sequence[StageTimes]
 ) -> tuple[PipelineTimes, list[Chain]]:
-    """Returns the result of :func:`simulate` and the longest chain up to the end of each rank, the longest of all first."""
+    """Return the result of :func:`simulate` and the longest chain up to the end of each rank, the longest of all first."""
     actions = compiled(name, pp, len(stages) // pp, num_micro_batches)
     durations, sends = durations_of(stages), sends_of(stages)
     ends, free = _ends(actions, durations, sends)
@@ -240,7 +240,7 @@ def with_chains(
 def chains_of(
     actions: Compiled, durations: Sequence[float], sends: Sequence[float], after_s: Sequence[float], most: int
 ) -> list[Chain]:
-    """Returns the longest chain up to the end of each of the ``most`` ranks that end last; the longest of all first.
+    """Return the longest chain up to the end of each of the ``most`` ranks that end last; the longest of all first.
 
     Args:
         actions: the compiled schedule.
@@ -256,7 +256,7 @@ def _chains(
     actions: Compiled, sends: Sequence[float], ends: Sequence[float], free: Sequence[float], after_s: Sequence[float],
     most: int,
 ) -> list[Chain]:  # fmt: skip
-    """Returns the result of :func:`chains_of`; ``ends`` and ``free`` are those of :func:`_ends`."""
+    """Return the result of :func:`chains_of`; ``ends`` and ``free`` are those of :func:`_ends`."""
     pp, num_stages, chains = len(after_s), len(sends) // 2, list[Chain]()
     paths: list[list[int]] = []
     messages: list[list[int]] = []  # for each action the message that it waited for; -1: none
@@ -294,7 +294,7 @@ def _chains(
 
 @lru_cache(maxsize=64)
 def rank_chains(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> tuple[tuple[int, ...], ...]:
-    """Returns two chains through each rank, up to the last action of the first rank, as :class:`Chain.actions` numbers them.
+    """Return two chains through each rank, up to the last action of the first rank, as :class:`Chain.actions` numbers them.
 
     One chain has all of the rank's actions, behind the forwards that its first action needs and before the backwards that need its last
     one. The other leaves the rank at its first backward and follows what that needs: backwards and forwards on all later stages.
@@ -315,7 +315,7 @@ def rank_chains(name: str, pp: int, virtual_stages: int, num_micro_batches: int)
 
 
 def _back(links: Sequence[int], action: int) -> Iterator[int]:
-    """Yields an action and those before it along these links; -1 ends them."""
+    """Yield an action and those before it along these links; -1 ends them."""
     while action >= 0:
         yield action
         action = links[action]

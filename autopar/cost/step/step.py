@@ -111,7 +111,7 @@ class StageSums:
 
 
 def own_times(block: BlockCost, recompute: Recompute) -> tuple[float, float]:
-    """Returns the seconds of forward and backward, including the block's collectives but not those of the data axes."""
+    """Return the seconds of forward and backward, including the block's collectives but not those of the data axes."""
     forward_s = block.forward_s + block.communication_forward_s
     backward_s = block.backward_s + block.communication_backward_s
     return forward_s, backward_s + (block.recompute_s(recompute) if recompute != "none" else 0.0)
@@ -127,7 +127,7 @@ def stage_sums(
     prelude_s: float,
     adding_s: float = 0.0,
 ) -> StageSums:
-    """Returns what a stage spends on one micro-batch.
+    """Return what a stage spends on one micro-batch.
 
     Args:
         stage: the stage.
@@ -163,7 +163,7 @@ def stage_sums(
 
 
 def with_offload(sums: StageSums, stage: StageCost, host: HostLink) -> StageSums:
-    """Adds the seconds that forward and backward wait for activations on their way to and from the host.
+    """Add the seconds that forward and backward wait for activations on their way to and from the host.
 
     At the end of each block that offloads, forward waits for the copies of the offloading block before it; for the first one these are
     copies of the micro-batch before. Backward begins to copy a block back when it reaches the next block that offloads; for the last one,
@@ -188,7 +188,7 @@ def with_offload(sums: StageSums, stage: StageCost, host: HostLink) -> StageSums
 
 
 def gathering_share(data: DataParallel, schedule: str, num_stages: int, num_micro_batches: int, stage: int) -> float:
-    """Returns the fraction of a stage's forwards that gather under ZeRO 3: in a pipeline, not those right after a backward."""
+    """Return the fraction of a stage's forwards that gather under ZeRO 3: in a pipeline, not those right after a backward."""
     if not (data.gathers_always and data.is_pipelined):
         return 1.0
     after = _after_backwards(schedule, data.mesh.pp, num_stages // data.mesh.pp, num_micro_batches)[stage]
@@ -197,7 +197,7 @@ def gathering_share(data: DataParallel, schedule: str, num_stages: int, num_micr
 
 @lru_cache(maxsize=256)
 def _after_backwards(schedule: str, pp: int, virtual_stages: int, num_micro_batches: int) -> tuple[int, ...]:
-    """Returns for each stage how many of its forwards come right after one of its backwards."""
+    """Return for each stage how many of its forwards come right after one of its backwards."""
     counts = []
     rows = schedule_numbers(schedule, pp, virtual_stages, num_micro_batches) // num_micro_batches
     for stage in range(pp * virtual_stages):
@@ -236,13 +236,13 @@ class Runtime:
         return "reduce_scatter"
 
     def data_parallel(self, step: Step, precision: Precision) -> DataParallel:
-        """Returns how the data axes run."""
+        """Return how the data axes run."""
         return DataParallel(step.mesh, step.zero_stage, precision, step.mesh.pp > 1)
 
     def unit(
         self, parameters: Sequence[ParameterCost], data: DataParallel, collectives: CollectiveModel, device: Device
     ) -> Unit:
-        """Returns what a block with these parameters costs on the data axes."""
+        """Return what a block with these parameters costs on the data axes."""
         shards, trained = data.mesh.dp_shard, [p for p in parameters if p.trained]
         held = [(p, p.numel) for p in parameters if not p.spread]
         spread_numel = sum([p.numel for p in trained if p.spread])
@@ -272,32 +272,32 @@ class Runtime:
         )
 
     def gather_s(self, parts: Parts, data: DataParallel, collectives: CollectiveModel, device: Device) -> float:
-        """Returns the seconds to gather parameters over dp_shard in the compute dtype, and to copy the buffer into them."""
+        """Return the seconds to gather parameters over dp_shard in the compute dtype, and to copy the buffer into them."""
         num_bytes = data.padded(parts) * itemsize(data.precision.compute)
         moved_s = collectives.time_s("all_gather", num_bytes, data.mesh, ("dp_shard",))
         return moved_s + 2 * num_bytes / device.memory_bandwidth_bytes_per_s
 
     def reduce_s(self, parts: Parts, data: DataParallel, collectives: CollectiveModel, device: Device) -> float:
-        """Returns the seconds to copy gradients of trained parameters into a buffer, and to sum it over dp_shard."""
+        """Return the seconds to copy gradients of trained parameters into a buffer, and to sum it over dp_shard."""
         compute, reduced = itemsize(data.precision.compute), itemsize(data.precision.reduce)
         padded = data.padded(parts)
         moved_s = collectives.time_s(self.reduction, padded * reduced, data.mesh, ("dp_shard",))
         return moved_s + padded * (compute + reduced) / device.memory_bandwidth_bytes_per_s
 
     def adding_s(self, units: Sequence[Unit], data: DataParallel, num_micro_batches: int, device: Device) -> float:
-        """Returns the seconds to add the gradients of a micro-batch to earlier ones, averaged over a step; the first ones are only kept."""
+        """Return the seconds to add the gradients of a micro-batch to earlier ones, averaged over a step; the first ones are only kept."""
         moved, launches = data.added(units, num_micro_batches)
         once = moved / device.memory_bandwidth_bytes_per_s + device.launch_s * launches
         return once * (num_micro_batches - 1) / num_micro_batches
 
     def message_bytes(self, num_bytes: int, mesh: Mesh) -> float:
-        """Returns the bytes that one rank sends of a message between stages."""
+        """Return the bytes that one rank sends of a message between stages."""
         return num_bytes
 
     def stage_times(
         self, sums: StageSums, messages: StageMessages, mesh: Mesh, collectives: CollectiveModel, device: Device
     ) -> StageTimes:
-        """Returns the times of a stage that the pipeline simulates; ranks do not wait for messages that they send."""
+        """Return the times of a stage that the pipeline simulates; ranks do not wait for messages that they send."""
         return StageTimes(
             forward_s=sums.forward_s + messages.forward_host_s,
             backward_s=sums.backward_s + messages.backward_host_s,
@@ -310,9 +310,9 @@ class Runtime:
     def first_gathers_s(
         self, sums: Sequence[StageSums], units: Sequence[Unit], data: DataParallel, device: Device
     ) -> float:
-        """Returns a rank's seconds once a step for gathers of parameters that then stay gathered, in the first forward of each stage."""
+        """Return a rank's seconds once a step for gathers of parameters that then stay gathered, in the first forward of each stage."""
         return sum(s.data_first_s for s in sums)
 
     def late_share(self, device: Device) -> float:
-        """Returns the fraction that a rank waits of the sums that are left when its last backward ends."""
+        """Return the fraction that a rank waits of the sums that are left when its last backward ends."""
         return 1.0

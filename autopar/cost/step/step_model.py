@@ -72,7 +72,7 @@ class Ranks:
         return host_of(self.device, self.devices)
 
     def unit(self, parameters: tuple[ParameterCost, ...], data: DataParallel) -> Unit:
-        """Returns what parameters cost on data axes.
+        """Return what parameters cost on data axes.
 
         It does not depend on the ZeRO stage nor, where all nodes are equal, on the pipeline: many steps share it.
         """
@@ -106,14 +106,14 @@ class StepModel:
     # --- a block
 
     def unit(self, block: BlockCost) -> Unit:
-        """Returns what a block costs on the data axes."""
+        """Return what a block costs on the data axes."""
         unit = self._blocks.get(block)
         if unit is None:
             unit = self._blocks[block] = self.ranks.unit(block.parameters, self.data)
         return unit
 
     def block_time_s(self, block: BlockCost, *, recompute: Recompute, beside: Sequence[Beside] = ()) -> OpTime:
-        """Returns the seconds of a block for one micro-batch inside a long stage, including what the data axes add to each one.
+        """Return the seconds of a block for one micro-batch inside a long stage, including what the data axes add to each one.
 
         Args:
             block: the block.
@@ -133,29 +133,29 @@ class StepModel:
         return OpTime(times[0] + extra_f, times[1] + extra_b)
 
     def ends_s(self, first: BlockCost, last: BlockCost) -> float:
-        """Returns what each micro-batch adds where one stage has all blocks: the last block's gather and the first block's reduction."""
+        """Return what each micro-batch adds where one stage has all blocks: the last block's gather and the first block's reduction."""
         gather_s = self.unit(last).gather_s if self.data.gathers_always else 0.0
         return gather_s + (self.unit(first).reduce_s if self.data.reduces_always else 0.0)
 
     def block_adding_s(self, block: BlockCost) -> float:
-        """Returns the seconds to add a block's gradients of a micro-batch to earlier ones, averaged over the backwards of a step."""
+        """Return the seconds to add a block's gradients of a micro-batch to earlier ones, averaged over the backwards of a step."""
         return self._adding_s([self.unit(block)]) if self.step.adds_gradients else 0.0
 
     def _adding_s(self, units: Sequence[Unit]) -> float:
         return self.ranks.runtime.adding_s(units, self.data, self.step.num_micro_batches, self.ranks.device)
 
     def _state(self, unit: Unit) -> State:
-        """Returns the bytes of parameters, gradients and optimizer states of a unit on one rank."""
+        """Return the bytes of parameters, gradients and optimizer states of a unit on one rank."""
         count, on_host = self.step.num_micro_batches, self.step.offloads_optimizer
         return state_bytes(unit, self.data, self.ranks.optimizer, count, on_host=on_host)
 
     def block_static_bytes(self, block: BlockCost) -> int:
-        """Returns a rank's bytes for a block without activations: its state, and what stays gathered."""
+        """Return a rank's bytes for a block without activations: its state, and what stays gathered."""
         unit = self.unit(block)
         return self._state(unit).total + gathered_bytes(unit, self.data)
 
     def block_stepped_bytes(self, block: BlockCost) -> int:
-        """Returns the least bytes that a block adds to its rank during the optimizer step: its state, and temporaries."""
+        """Return the least bytes that a block adds to its rank during the optimizer step: its state, and temporaries."""
         unit, count = self.unit(block), self.step.num_micro_batches
         passing = stepping_bytes(self.ranks.optimizer, self.data, self.step) * steps_at_once(self.ranks.device)
         return (
@@ -163,7 +163,7 @@ class StepModel:
         )
 
     def block_passing_bytes(self, block: BlockCost, *, recompute: Recompute, beside: Sequence[Beside] = ()) -> int:
-        """Returns a block's peak beyond what it keeps, FSDP's buffers included; ``beside`` as for :meth:`block_time_s`."""
+        """Return a block's peak beyond what it keeps, FSDP's buffers included; ``beside`` as for :meth:`block_time_s`."""
         data, inner_bytes = self.data, block.passing_bytes(recompute)
         if not data.uses_fsdp or data.is_pipelined:
             return inner_bytes
@@ -172,18 +172,18 @@ class StepModel:
         return inner_bytes + min(unit_passing_bytes(unit, before, after, data, count) for before, after in units)
 
     def block_once_s(self, block: BlockCost) -> float:
-        """Returns the least seconds that a block adds to a step once: its optimizer step, and reductions that nothing can hide."""
+        """Return the least seconds that a block adds to a step once: its optimizer step, and reductions that nothing can hide."""
         unit = self.unit(block)
         return sum(self.stepped_s([unit])) + self.data.tail_s([unit])
 
     def block_gather_s(self, block: BlockCost) -> float:
-        """Returns the seconds to gather a block's parameters in a step's first forward, where they stay gathered from then on."""
+        """Return the seconds to gather a block's parameters in a step's first forward, where they stay gathered from then on."""
         return self.unit(block).gather_s if self.data.uses_fsdp and not self.data.gathers_always else 0.0
 
     # --- a stage
 
     def units(self, stage: StageCost) -> list[Unit]:
-        """Returns the unit of each block of a stage; a parameter that several of its blocks read counts with the first one."""
+        """Return the unit of each block of a stage; a parameter that several of its blocks read counts with the first one."""
         if stage.runs not in self._stages:
             self._stages[stage.runs] = [
                 self.unit(block) if len(unread) == len(block.parameters) else self.ranks.unit(unread, self.data)
@@ -192,7 +192,7 @@ class StepModel:
         return self._stages[stage.runs]
 
     def stage_sums(self, stage: StageCost, *, share: float, prelude_s: float) -> StageSums:
-        """Returns what a stage spends on one micro-batch.
+        """Return what a stage spends on one micro-batch.
 
         Args:
             stage: the stage.
@@ -214,7 +214,7 @@ class StepModel:
         return self._sums[key]
 
     def stage_memory(self, stage: StageCost) -> StageMemory:
-        """Returns the bytes of a stage."""
+        """Return the bytes of a stage."""
         if stage.runs not in self._memory:
             units = self.units(stage)
             states = [self._state(unit) for unit, run in groupby(units) for _ in run]
@@ -222,7 +222,7 @@ class StepModel:
         return self._memory[stage.runs]
 
     def copied_bytes(self, stages: Sequence[StageCost]) -> int:
-        """Returns the bytes of gradients that a rank with these stages copies into buckets."""
+        """Return the bytes of gradients that a rank with these stages copies into buckets."""
         if self.data.uses_fsdp and self.data.mesh.ep_outer == 1:  # FSDP holds all parameters but scalars
             return 0
         return self._sums_of_rank(stages).copied_bytes
@@ -247,18 +247,18 @@ class StepModel:
         return sum([time_s("all_reduce", num_bytes, mesh, axes) for axes, num_bytes in sums])
 
     def sum_s(self, axes: tuple[str, ...], num_bytes: int, copied_bytes: int) -> float:
-        """Returns the seconds of one all-reduce of gradients, of which ``copied_bytes`` are copied into its buffer and back."""
+        """Return the seconds of one all-reduce of gradients, of which ``copied_bytes`` are copied into its buffer and back."""
         copies = 2 * copied_bytes / self.ranks.device.memory_bandwidth_bytes_per_s
         return self.ranks.collectives.time_s("all_reduce", num_bytes, self.step.mesh, axes) + copies
 
     def stepped_s(self, units: Sequence[Unit]) -> tuple[float, float]:
-        """Returns the seconds of the optimizer's reads and writes, and of its copies; see :func:`autopar.cost.step.memory.stepped_s`."""
+        """Return the seconds of the optimizer's reads and writes, and of its copies; see :func:`autopar.cost.step.memory.stepped_s`."""
         host = self.ranks.host if self.step.offloads_optimizer else None
         size = itemsize(self.ranks.precision.storage)
         return stepped_s(self.ranks.optimizer, units, size, self.ranks.device, host)
 
     def gradients_s(self, stages: Sequence[StageCost]) -> Mapping[str, float]:
-        """Returns by axis the exposed seconds of sums that FSDP does not do, on a pipeline rank with these stages."""
+        """Return by axis the exposed seconds of sums that FSDP does not do, on a pipeline rank with these stages."""
         runs = tuple([stage.runs for stage in stages])
         if runs not in self._gradients:
             device = self.ranks.device

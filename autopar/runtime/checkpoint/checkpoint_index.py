@@ -92,7 +92,7 @@ class Index:
 
 
 def chunk_rows(shape: Sequence[int], itemsize: int) -> int:
-    """How many rows (elements of the first dim) of a box are one chunk.
+    """Return how many rows (elements of the first dim) of a box are one chunk.
 
     >>> chunk_rows((1024, 8192), 4), chunk_rows((3, 2**28), 4), chunk_rows((), 8)
     (512, 1, 1)
@@ -103,13 +103,13 @@ def chunk_rows(shape: Sequence[int], itemsize: int) -> int:
 
 
 def num_chunks(shape: Sequence[int], itemsize: int) -> int:
-    """The number of chunks of a box."""
+    """Return the number of chunks of a box."""
     rows, each = shape[0] if shape else 1, chunk_rows(shape, itemsize)
     return (rows + each - 1) // each if prod(shape) else 0
 
 
 def encode(index: Index) -> bytes:
-    """The bytes of ``checkpoint.json``."""
+    """Return the bytes of ``checkpoint.json``."""
     names = {name: number for number, name in enumerate(index.files)}
     body = {
         "format": FORMAT,
@@ -130,7 +130,7 @@ def encode(index: Index) -> bytes:
 
 
 def read(folder: Path) -> tuple[Index, str]:
-    """The index of a folder, and its digest.
+    """Return the index of a folder, and its digest.
 
     Raises:
         CheckpointError: there is none, it is damaged, or of a later version.
@@ -154,7 +154,7 @@ def read(folder: Path) -> tuple[Index, str]:
 
 
 def decode(text: bytes, path: Path) -> Index:
-    """The index from its JSON.
+    """Return the index from its JSON.
 
     Raises:
         CheckpointError: it is of a later version, or was not written by :func:`encode`.
@@ -196,7 +196,7 @@ def _decoded(body: Any) -> Index:
 
 
 def _check_piece(name: str, entry: Entry, piece: Piece, files: Mapping[str, File]) -> None:
-    """Checks that a piece lies in its tensor and its file.
+    """Check that a piece lies in its tensor and its file.
 
     Raises:
         ValueError: it does not.
@@ -210,7 +210,7 @@ def _check_piece(name: str, entry: Entry, piece: Piece, files: Mapping[str, File
 
 
 def _check_values(values: Any) -> None:
-    """Checks that the values have the entries that every checkpoint has.
+    """Check that the values have the entries that every checkpoint has.
 
     Raises:
         ValueError: one is missing, or of another kind.
@@ -245,12 +245,12 @@ def _counts(values: Iterable[object], name: str) -> tuple[int, ...]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in the index, without the module."""
+    """Return the name of a dtype in the index, without the module."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of that name.
+    """Return the dtype of that name.
 
     Raises:
         ValueError: there is none.
@@ -303,7 +303,7 @@ def encode_state(value: Any, tensors: Tensors, prefix: str, *, where: str) -> An
 
 
 def _plain(value: bool | str | float | None) -> Any:
-    """The value in the exact classes of JSON: enumerations of texts become texts, subclasses of float become floats."""
+    """Return the value in the exact classes of JSON: enumerations of texts become texts, subclasses of float become floats."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -323,7 +323,7 @@ def _mapping(value: Mapping[Any, Any], of: Callable[[Any, str], Any]) -> Any:
 
 
 def decode_state(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """The value that was given to :func:`encode_state`.
+    """Return the value that was given to :func:`encode_state`.
 
     Args:
         tensor: returns the tensor of a name.
@@ -360,7 +360,7 @@ _KINDS: dict[str, Callable[[Any], Any]] = {
 
 
 def _tensor(value: Any, where: str) -> Tensor:
-    """A copy on the host.
+    """Return a copy on the host.
 
     Raises:
         UsageError: it is an array of objects or texts.

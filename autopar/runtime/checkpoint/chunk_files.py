@@ -53,7 +53,7 @@ class Part:
 
 
 def header(named: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], about: Mapping[str, str]) -> bytes:
-    """Returns the header of a safetensors file with these tensors in this order."""
+    """Return the header of a safetensors file with these tensors in this order."""
     entries: dict[str, object] = {"__metadata__": dict(about)}
     end = 0
     for name, dtype, shape in named:
@@ -70,7 +70,7 @@ def header(named: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], about: Map
 
 
 def in_order(parts: Sequence[Part]) -> list[Part]:
-    """Returns the parts in the order of a file: large element sizes first, so that all are aligned."""
+    """Return the parts in the order of a file: large element sizes first, so that all are aligned."""
     return sorted(parts, key=lambda part: (-part.value.element_size(), part.name))
 
 
@@ -88,7 +88,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write(path: Path, parts: Sequence[Part], about: Mapping[str, str]) -> tuple[File, dict[str, Piece]]:
-    """Writes a new file and syncs it to disk; returns the file, and the piece of each part.
+    """Write a new file and syncs it to disk; returns the file, and the piece of each part.
 
     Raises:
         OSError: it cannot be written.
@@ -112,7 +112,7 @@ def write(path: Path, parts: Sequence[Part], about: Mapping[str, str]) -> tuple[
 
 
 def _chunks(value: Tensor) -> Iterator[memoryview]:
-    """Yields the bytes of each chunk, on the host."""
+    """Yield the bytes of each chunk, on the host."""
     value = value.detach().resolve_conj().resolve_neg()
     if not value.numel():
         return
@@ -123,7 +123,7 @@ def _chunks(value: Tensor) -> Iterator[memoryview]:
 
 
 def as_bytes(value: Tensor) -> memoryview:
-    """Returns the memory of a contiguous tensor on the host."""
+    """Return the memory of a contiguous tensor on the host."""
     array: Any = value.reshape(-1).view(torch.uint8).numpy()  # numpy knows fewer dtypes than torch
     return memoryview(array)
 
@@ -155,13 +155,13 @@ class Folder:
         self._verified: set[str] = set()
 
     def check_files(self) -> None:
-        """Checks that all files exist, and that their lengths and headers are as written."""
+        """Check that all files exist, and that their lengths and headers are as written."""
         for name in self._files:
             with self._opened(name):
                 pass
 
     def rows(self, name: str, piece: Piece, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Yields rows ``first`` to ``stop - 1`` of a piece of the tensor ``name``, chunk by chunk, each with the number of its first row."""
+        """Yield rows ``first`` to ``stop - 1`` of a piece of the tensor ``name``, chunk by chunk, each with the number of its first row."""
         dtype, shape = self.tensors[name].dtype, piece.shape or (1,)
         each, row = chunk_rows(piece.shape, dtype.itemsize), prod(shape[1:])
         with self._opened(piece.file) as file:
@@ -208,7 +208,7 @@ Source: TypeAlias = "Folder | OlderFolder"
 
 
 def open_folder(path: Path, *, allow_pickle: bool = False) -> Source:
-    """Returns the checkpoint in a folder.
+    """Return the checkpoint in a folder.
 
     Raises:
         CheckpointError: there is none, it is damaged, or it is of the older kind and ``allow_pickle`` is False.

@@ -35,19 +35,19 @@ IMPLEMENTATION_SETTINGS = frozenset({"fused", "foreach", "capturable", "differen
 
 
 def groups(held: Sequence[RankParameter], optimizer: Optimizer) -> list[tuple[RankParameter, int]]:
-    """Returns the parameters that the optimizer steps, each with the index of its group."""
+    """Return the parameters that the optimizer steps, each with the index of its group."""
     of = {p: place for place, group in enumerate(optimizer.param_groups) for p in group["params"]}
     return [(h, of[h.parameter]) for h in held if h.parameter in of]
 
 
 def settings(group: Mapping[str, Any]) -> Settings:
-    """Returns the hyperparameters of a group by name: numbers, switches and tuples of them."""
+    """Return the hyperparameters of a group by name: numbers, switches and tuples of them."""
     plain = {name: _plain(value) for name, value in group.items()}
     return {name: value for name, value in plain.items() if isinstance(value, float | int | bool | tuple)}
 
 
 def _plain(value: object) -> object:
-    """Returns the value as a Python number if it is a number of torch or numpy, and otherwise unchanged."""
+    """Return the value as a Python number if it is a number of torch or numpy, and otherwise unchanged."""
     if _is_number(value):
         return value.item()
     if isinstance(value, tuple):
@@ -62,7 +62,7 @@ def _is_number(value: object) -> TypeGuard[Tensor]:
 def check_groups(
     place: str, held: Sequence[RankParameter], optimizer: Optimizer, saved: Mapping[str, Settings], meeting: Meeting
 ) -> None:
-    """Checks that the parameters of each group were saved with equal hyperparameters; all ranks call it.
+    """Check that the parameters of each group were saved with equal hyperparameters; all ranks call it.
 
     Raises:
         PlanError: they were not; names two parameters; raised on all ranks, before a group is changed.
@@ -85,7 +85,7 @@ def check_groups(
 def put_groups(
     held: Sequence[RankParameter], optimizer: Optimizer, saved: Mapping[str, Settings], meeting: Meeting
 ) -> None:
-    """Sets the hyperparameters of groups in place; a learning rate in a tensor stays in it. All ranks call it.
+    """Set the hyperparameters of groups in place; a learning rate in a tensor stays in it. All ranks call it.
 
     Names that the group does not have yet are set too, as a scheduler that is made later continues from them (``initial_lr``). A group
     without a parameter of this rank, as on pipeline ranks, takes the values of another rank's group with the same index.
@@ -115,7 +115,7 @@ def _put(group: dict[str, Any], values: Iterable[tuple[str, Any]]) -> None:
 
 
 def make_state(optimizer: Optimizer) -> bool:
-    """Makes an optimizer create its state tensors by a step that changes no parameter; returns whether it had none at all."""
+    """Make an optimizer create its state tensors by a step that changes no parameter; returns whether it had none at all."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if all(p in optimizer.state for p in parameters):
         return False
@@ -170,7 +170,7 @@ class State:
 
 
 def local_box(value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
-    """Returns a tensor's complete shape, the offset of this rank's elements in it, and these elements.
+    """Return a tensor's complete shape, the offset of this rank's elements in it, and these elements.
 
     Raises:
         UsageError: this rank has other elements than torch's even split gives it.
@@ -188,7 +188,7 @@ def local_box(value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
 
 
 def part_of(name: str, value: Tensor, padding: Padding | None = None) -> Part:
-    """Returns this rank's elements of a tensor, without padding."""
+    """Return this rank's elements of a tensor, without padding."""
     whole, offset, local = local_box(value)
     if padding is not None:
         dim, length = padding.dim, padding.length
@@ -200,7 +200,7 @@ def part_of(name: str, value: Tensor, padding: Padding | None = None) -> Part:
 
 
 def padding_of(value: Tensor, padding: Padding) -> Tensor:
-    """Returns this rank's elements of the padding, which are zeros."""
+    """Return this rank's elements of the padding, which are zeros."""
     _, offset, local = local_box(value)
     first = min(max(padding.length - offset[padding.dim], 0), local.shape[padding.dim])
     return local.narrow(padding.dim, first, local.shape[padding.dim] - first)
@@ -209,7 +209,7 @@ def padding_of(value: Tensor, padding: Padding) -> Tensor:
 def tensors_of(
     held: Sequence[RankParameter], optimizer: Optimizer | None, fresh: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor, Padding | None]]:
-    """Yields parameters and states of the optimizer by name, each with its padding; without the states of ``fresh`` parameters."""
+    """Yield parameters and states of the optimizer by name, each with its padding; without the states of ``fresh`` parameters."""
     for h in held:
         yield f"model.{h.key}", h.parameter.detach(), h.padding
     for h in held:
@@ -221,7 +221,7 @@ def tensors_of(
 
 
 def add_optimizer(contents: RankContents, held: Sequence[RankParameter], optimizer: Optimizer) -> None:
-    """Adds the hyperparameters of an optimizer, and its states that are not tensors.
+    """Add the hyperparameters of an optimizer, and its states that are not tensors.
 
     Raises:
         UsageError: a state is neither a tensor nor a number or text.
@@ -243,7 +243,7 @@ def add_optimizer(contents: RankContents, held: Sequence[RankParameter], optimiz
 
 
 def add_state(contents: RankContents, kind: str, owner: int, given: Any) -> None:
-    """Adds a state of a scheduler, a loader, or the generators.
+    """Add a state of a scheduler, a loader, or the generators.
 
     Raises:
         UsageError: the state has a value that a checkpoint cannot hold.
@@ -258,7 +258,7 @@ def add_state(contents: RankContents, kind: str, owner: int, given: Any) -> None
 
 
 def state_dicts(given: Any, what: str) -> Any:
-    """Returns the ``state_dict()`` of an object, or of each object in a list.
+    """Return the ``state_dict()`` of an object, or of each object in a list.
 
     Raises:
         UsageError: an object has no such method.
@@ -274,7 +274,7 @@ def state_dicts(given: Any, what: str) -> Any:
 
 
 def put_state_dicts(given: Any, state: Any) -> None:
-    """Loads the state of an object, or of each object in a list."""
+    """Load the state of an object, or of each object in a list."""
     if isinstance(given, list | tuple):
         for item, item_state in zip(given, state, strict=True):
             put_state_dicts(item, item_state)
@@ -283,7 +283,7 @@ def put_state_dicts(given: Any, state: Any) -> None:
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """Returns the states of the generators of Python, numpy and torch in this process."""
+    """Return the states of the generators of Python, numpy and torch in this process."""
     version, words, gauss = random.getstate()
     states = {
         "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
@@ -294,7 +294,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def put_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """Restores the states of generators."""
+    """Restore the states of generators."""
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     np.random.set_state(states["numpy"])
@@ -304,5 +304,5 @@ def put_random_states(states: Mapping[str, Any], device: torch.device) -> None:
 
 
 def each_once(parts: Iterable[Part]) -> list[Part]:
-    """Returns each part once, as a rank may have a parameter twice; without the empty boxes of tensors that have elements."""
+    """Return each part once, as a rank may have a parameter twice; without the empty boxes of tensors that have elements."""
     return list({part.name: part for part in parts if part.value.numel() or not prod(part.whole)}.values())

@@ -50,7 +50,7 @@ class ModelFacts:
 
     @classmethod
     def of(cls, model: Any) -> ModelFacts:
-        """Copies of the model's configurations, as the model may be changed or freed later."""
+        """Copy of the model's configurations, as the model may be changed or freed later."""
         config: Any = getattr(model, "config", None)
         if not callable(getattr(config, "save_pretrained", None)):
             return cls()
@@ -80,7 +80,7 @@ class Export:
     _sources: defaultdict[str, list[tuple[int, Box]]] = field(default_factory=lambda: defaultdict(list))
 
     def save(self, path: str | Path, max_shard_size: str | int) -> None:
-        """Writes the folder.
+        """Write the folder.
 
         Raises:
             UsageError: it cannot be written; raised on all ranks.
@@ -103,7 +103,7 @@ class Export:
         self.meeting.from_first_rank(lambda: _commit(place, target))
 
     def _parts(self) -> Iterable[Part]:
-        """Yields this rank's elements as parts of the model's tensors; without empty ones."""
+        """Yield this rank's elements as parts of the model's tensors; without empty ones."""
         parameters = {p.name: p for p in self.graph.parameters}
         for h in self.held:
             ir = parameters[h.name]
@@ -120,7 +120,7 @@ class Export:
                 yield part_of(name, value)
 
     def _files(self, shapes: Mapping[str, tuple[int, ...]], limit: int) -> _Files:
-        """Returns the tensors of each file in the order of the state dict, each tied one once, by its first name."""
+        """Return the tensors of each file in the order of the state dict, each tied one once, by its first name."""
         names = [n for n in dict.fromkeys(self.untrained.names.values()) if n in shapes and n not in self.facts.ignored]
         shards: list[list[str]] = [[]]
         room = limit
@@ -136,7 +136,7 @@ class Export:
         return {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards)}
 
     def _write(self, files: _Files, shapes: Mapping[str, tuple[int, ...]], place: Path) -> None:
-        """Writes this rank's files. In each round every writer receives one tensor; a rank that has failed still takes part."""
+        """Write this rank's files. In each round every writer receives one tensor; a rank that has failed still takes part."""
         turns = [
             [(file, name) for file in list(files)[rank :: self.meeting.size] for name in files[file]]
             for rank in range(self.meeting.size)
@@ -164,7 +164,7 @@ class Export:
             raise failure
 
     def _exchanged(self, wanted: Mapping[int, str], shapes: Mapping[str, tuple[int, ...]]) -> Tensor | None:
-        """Returns the complete tensor that this rank writes next, or None; sends this rank's boxes of the tensors that others write.
+        """Return the complete tensor that this rank writes next, or None; sends this rank's boxes of the tensors that others write.
 
         Args:
             wanted: the name of the tensor that each writing rank receives.
@@ -195,7 +195,7 @@ class Export:
         return result
 
     def _describe(self, files: _Files, shapes: Mapping[str, tuple[int, ...]], place: Path) -> None:
-        """Writes the index of several files and the model's configurations; called on rank 0."""
+        """Write the index of several files and the model's configurations; called on rank 0."""
         if len(files) > 1:
             of = {name: file for file, names in files.items() for name in names}
             total = sum(prod(shapes[name]) * self.untrained.dtypes[name].itemsize for name in of)
@@ -213,7 +213,7 @@ class Export:
 
 
 def num_bytes(size: str | int) -> int:
-    """Returns the bytes of a size in the notation of transformers.
+    """Return the bytes of a size in the notation of transformers.
 
     Raises:
         UsageError: it is not a size.
@@ -241,7 +241,7 @@ def _begun(place: Path) -> Target:
 
 
 def _commit(place: Path, target: Target) -> None:
-    """Moves the written files on rank 0 to their folder, where they replace older weights; an index of several files comes last."""
+    """Move the written files on rank 0 to their folder, where they replace older weights; an index of several files comes last."""
     staged = write.staging_folder(place, target)
     with _as_usage_errors(place):
         if not target.is_there:

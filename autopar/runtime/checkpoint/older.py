@@ -51,7 +51,7 @@ class _Metadata(pickle.Unpickler):
     """Reads the metadata of a checkpoint, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The object that a file names, if it is one of the classes above under its own name.
+        """Return the object that a file names, if it is one of the classes above under its own name.
 
         Raises:
             UnpicklingError: it is not.
@@ -70,7 +70,7 @@ class _Metadata(pickle.Unpickler):
         )
 
     def persistent_load(self, pid: Any) -> Any:
-        """Refuses references to other objects, which metadata does not have.
+        """Refuse references to other objects, which metadata does not have.
 
         Raises:
             UnpicklingError: always.
@@ -79,7 +79,7 @@ class _Metadata(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> Metadata:
-    """The contents of the file ``.metadata``.
+    """Return the contents of the file ``.metadata``.
 
     Raises:
         UnpicklingError: it is not the metadata of a checkpoint, or names files elsewhere.
@@ -95,7 +95,7 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def _checked(found: Any) -> Metadata:
-    """The object, if it is the metadata of a folder.
+    """Return the object, if it is the metadata of a folder.
 
     Raises:
         UnpicklingError: it is not, or names files outside the folder.
@@ -138,7 +138,7 @@ class OlderFolder:
         self.values = self._values()
 
     def check_files(self) -> None:
-        """Checks that no file is shorter than it was written."""
+        """Check that no file is shorter than it was written."""
         ends: defaultdict[str, int] = defaultdict(int)
         for stored in self._metadata.storage_data.values():
             ends[stored.relative_path] = max(ends[stored.relative_path], stored.offset + stored.length)
@@ -172,7 +172,7 @@ class OlderFolder:
         return Entry(dtype=stored.properties.dtype, shape=tuple(stored.size), pieces=tuple(pieces))
 
     def _values(self) -> dict[str, Any]:
-        """The values in the form of an index."""
+        """Return the values in the form of an index."""
         progress: dict[str, Any] = {}
         for name in ("seed", "step", "scaler"):
             if f"progress.{name}" in self.tensors:
@@ -191,7 +191,7 @@ class OlderFolder:
         }
 
     def _loaded(self, name: str, offset: tuple[int, ...]) -> Any:
-        """A value. Its file is a zip of torch's, from which only tensors, numbers and texts are read."""
+        """Return a value. Its file is a zip of torch's, from which only tensors, numbers and texts are read."""
         stored = self._storage.get((name, offset)) or self._storage.get((name, ()))
         if stored is None:
             raise self._damaged(OLD_INDEX, f"it lacks a part of {name}")

@@ -65,7 +65,7 @@ class Checkpointed:
     def save(
         self, path: str | Path, progress: Mapping[str, Any], optimizer: Optimizer | None, given: CallerStates
     ) -> Save:
-        """Begins a save: makes its folder, but writes nothing yet.
+        """Begin a save: makes its folder, but writes nothing yet.
 
         Raises:
             UsageError: see :class:`~autopar.runtime.checkpoint.write.Save`.
@@ -81,7 +81,7 @@ class Checkpointed:
         return Save(path, local, values, self.meeting)
 
     def _contents(self, optimizer: Optimizer | None, given: CallerStates) -> RankContents:
-        """Returns this rank's part of a checkpoint."""
+        """Return this rank's part of a checkpoint."""
         local = RankContents(parts=[part_of(*named) for named in contents.tensors_of(self._held, optimizer)])
         local.parts += [part_of(f"buffer.{name}", value) for name, value in self._buffers.named().items()]
         local.parts += [part_of(self._untrained.key(name), value) for name, value in self._untrained.own.items()]
@@ -96,7 +96,7 @@ class Checkpointed:
     def load(
         self, path: str | Path, optimizer: Optimizer | None, given: CallerStates, *, allow_pickle: bool = False
     ) -> tuple[Mapping[str, Any], Any]:
-        """Loads a folder in place; returns the saved progress and ``extra``.
+        """Load a folder in place; returns the saved progress and ``extra``.
 
         Raises:
             PlanError: the folder is no checkpoint, is damaged, differs between ranks, or is of another model; raised on all ranks.
@@ -144,7 +144,7 @@ class Checkpointed:
         return values["progress"], states.get(EXTRA)
 
     def _without_states(self, loading: Loading, optimizer: Optimizer | None) -> set[str]:
-        """Returns the parameters that an optimizer of this kind had not stepped when it was saved: they have no states after the load."""
+        """Return the parameters that an optimizer of this kind had not stepped when it was saved: they have no states after the load."""
         saved = loading.source.values["optimizer"]
         if optimizer is None or saved.get("kind") != type(optimizer).__name__:
             return set()
@@ -152,14 +152,14 @@ class Checkpointed:
         return {key for key in saved["of"] if key not in states_of and key not in saved["numbers"]}
 
     def _settings(self, values: Mapping[str, Any], optimizer: Optimizer | None) -> dict[str, Settings]:
-        """Returns the saved hyperparameters of each parameter's group, by its key."""
+        """Return the saved hyperparameters of each parameter's group, by its key."""
         if optimizer is None:
             return {}
         sets = [checkpoint_index.decode_state(encoded, _no_tensor) for encoded in values["optimizer"]["settings"]]
         return {key: sets[number] for key, number in values["optimizer"]["of"].items()}
 
     def _states(self, loading: Loading, given: CallerStates) -> dict[str, Any]:
-        """Returns the decoded states of the given schedulers and loaders, and of the generators."""
+        """Return the decoded states of the given schedulers and loaders, and of the generators."""
         states: dict[str, Any] = {}
         with self.meeting.failing_together():
             for kind, owner in self._owners.items():
@@ -273,7 +273,7 @@ class Checkpoints:
         return path
 
     def wait(self) -> None:
-        """Waits until the save in the background is complete.
+        """Wait until the save in the background is complete.
 
         Raises:
             UsageError: it could not be written; raised on all ranks.
@@ -283,7 +283,7 @@ class Checkpoints:
             future.result()
 
     def latest(self) -> Path | None:
-        """Returns the newest complete checkpoint, the same on all ranks; None if there is none.
+        """Return the newest complete checkpoint, the same on all ranks; None if there is none.
 
         Its index is undamaged and its files have the right lengths. Tensors are verified when they are loaded.
         """
@@ -298,7 +298,7 @@ class Checkpoints:
         scheduler: Any = None,
         dataloader: Any = None,
     ) -> int | None:
-        """Loads the newest checkpoint; returns its step, or None if there is none. Its ``extra`` is in the attribute ``extra``.
+        """Load the newest checkpoint; returns its step, or None if there is none. Its ``extra`` is in the attribute ``extra``.
 
         If it is damaged, the one before it is loaded instead, with a warning; a damaged one is not removed, and does not count among those
         that are kept. A checkpoint that fits only another model or optimizer is an error at once.
@@ -328,7 +328,7 @@ class Checkpoints:
     """The ``extra`` of the checkpoint that was loaded."""
 
     def _exchange(self) -> Meeting:
-        """Returns the meeting of all ranks. It has a group of its own, as the writer uses it while steps run."""
+        """Return the meeting of all ranks. It has a group of its own, as the writer uses it while steps run."""
         if self._meeting is None:
             is_job = dist.is_initialized() and dist.get_world_size() > 1
             self._meeting = Meeting(dist.new_group(backend=dist.Backend.GLOO, timeout=DISKS) if is_job else None)
@@ -340,27 +340,27 @@ class Checkpoints:
             self._retain(save.folder)
 
     def _retain(self, newest: Path) -> None:
-        """Removes the oldest checkpoints, never the one just written."""
+        """Remove the oldest checkpoints, never the one just written."""
         others = [path for path in self._complete() if path != newest]
         for path in others[self.keep - 1 :]:
             _remove(path)
 
     def _clean(self) -> None:
-        """Removes the files of saves that were killed."""
+        """Remove the files of saves that were killed."""
         with suppress(OSError):
             for path in self.root.iterdir():
                 if _UNDER_WAY.fullmatch(path.name):
                     shutil.rmtree(path, ignore_errors=True)
 
     def _all(self) -> list[Path]:
-        """Returns the existing checkpoints, newest first; called on rank 0."""
+        """Return the existing checkpoints, newest first; called on rank 0."""
         if not self.root.is_dir():
             return []
         folders = [path for path in self.root.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
         return sorted(folders, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
     def _complete(self) -> list[Path]:
-        """Returns the checkpoints that are complete, as far as their indexes and the lengths of their files show."""
+        """Return the checkpoints that are complete, as far as their indexes and the lengths of their files show."""
         return [path for path in self._all() if path not in self._damaged and _is_complete(path)]
 
 
@@ -374,7 +374,7 @@ def _is_complete(path: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Removes a checkpoint. It is renamed first, so that what is left of a removal that was killed does not count as a checkpoint."""
+    """Remove a checkpoint. It is renamed first, so that what is left of a removal that was killed does not count as a checkpoint."""
     renamed = path.with_name(f".{path.name}.saving")
     with suppress(OSError):
         path.rename(renamed)

@@ -51,7 +51,7 @@ class Target:
 
 
 def target_of(folder: Path) -> Target:
-    """Returns the target for a folder; an empty folder counts as missing."""
+    """Return the target for a folder; an empty folder counts as missing."""
     if not folder.is_dir():
         return Target()
     names = [path.name for path in folder.iterdir() if path.name != _INSIDE]
@@ -60,12 +60,12 @@ def target_of(folder: Path) -> Target:
 
 
 def staging_folder(folder: Path, target: Target) -> Path:
-    """Returns the folder in which the files of a save are written first."""
+    """Return the folder in which the files of a save are written first."""
     return folder / _INSIDE if target.is_there else folder.with_name(f".{folder.name}{_INSIDE}")
 
 
 def begin_save(folder: Path) -> Target:
-    """Makes the folder of a save, and removes what a killed one has left; called by rank 0.
+    """Make the folder of a save, and removes what a killed one has left; called by rank 0.
 
     Raises:
         OSError: it cannot.
@@ -96,7 +96,7 @@ def as_usage_errors(what: str, more: str = "") -> Iterator[None]:
 
 
 def remove_failed(folder: Path, target: Target, *, name: str, is_first: bool) -> None:
-    """Removes the files of a failed save, so that they do not fill up the disk: this rank's file ``name``, and all files on the first rank."""
+    """Remove the files of a failed save, so that they do not fill up the disk: this rank's file ``name``, and all files on the first rank."""
     place = staging_folder(folder, target)
     with suppress(OSError):
         (place / name).unlink()
@@ -107,7 +107,7 @@ def remove_failed(folder: Path, target: Target, *, name: str, is_first: bool) ->
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Writes a file and syncs it to disk.
+    """Write a file and syncs it to disk.
 
     Raises:
         OSError: it cannot be written.
@@ -117,7 +117,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def commit(folder: Path, target: Target) -> None:
-    """Makes the written files the checkpoint of the folder; called by rank 0 after all ranks have written.
+    """Make the written files the checkpoint of the folder; called by rank 0 after all ranks have written.
 
     Raises:
         OSError: it cannot; the previous checkpoint is unchanged.
@@ -143,7 +143,7 @@ def commit(folder: Path, target: Target) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Syncs the entries of a folder to disk, if the system supports it."""
+    """Sync the entries of a folder to disk, if the system supports it."""
     with suppress(OSError):
         number = os.open(folder, os.O_RDONLY)
         try:
@@ -157,7 +157,7 @@ Box = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 def box_of(part: Part) -> Box:
-    """The box of a part."""
+    """Return the box of a part."""
     return part.name, part.whole, part.offset, part.shape, part.value.dtype
 
 
@@ -188,7 +188,7 @@ class Save:
         self._name = f"data-{self._target.generation}-{meeting.rank:05d}.safetensors"
 
     def write(self, meeting: Meeting) -> None:
-        """Writes and commits.
+        """Write and commits.
 
         Raises:
             UsageError: it cannot be written; raised on all ranks. The previous checkpoint is unchanged.
@@ -218,7 +218,7 @@ class Save:
             return shares, begin_save(self.folder)
 
     def _write_file(self, rank: int) -> _Written:
-        """Writes this rank's file; None where it has no tensor to write."""
+        """Write this rank's file; None where it has no tensor to write."""
         if not self.parts:
             return None, {}
         with self._as_usage_errors():
@@ -227,7 +227,7 @@ class Save:
             return write(place / self._name, self.parts, {"format": "pt", "rank": str(rank)})
 
     def _commit(self, written: Sequence[_Written]) -> None:
-        """Writes the index and commits, on rank 0, after all ranks have written."""
+        """Write the index and commits, on rank 0, after all ranks have written."""
         place, pieces = staging_folder(self.folder, self._target), defaultdict[str, list[Piece]](list)
         for _, rank_pieces in written:
             for name, piece in rank_pieces.items():
@@ -254,7 +254,7 @@ class Save:
 
 
 def copied_to_host(parts: Sequence[Part], buffers: dict[str, Tensor]) -> list[Part]:
-    """Copies the parts to memory of the host that nothing else writes; ``buffers`` keeps that memory for the next save."""
+    """Copy the parts to memory of the host that nothing else writes; ``buffers`` keeps that memory for the next save."""
     copies = []
     for part in parts:
         kept = buffers.get(part.name)
@@ -277,7 +277,7 @@ def _host_memory(like: Tensor) -> Tensor:
 
 
 def source_ranks(boxes: Sequence[Sequence[Box]]) -> dict[Box, int]:
-    """Returns for each box the rank that writes or sends it, chosen so that all ranks have about equally many bytes.
+    """Return for each box the rank that writes or sends it, chosen so that all ranks have about equally many bytes.
 
     Args:
         boxes: the boxes of each rank.
@@ -295,7 +295,7 @@ def source_ranks(boxes: Sequence[Sequence[Box]]) -> dict[Box, int]:
 
 
 def _shares(boxes: Sequence[Sequence[Box]], dropped: frozenset[str]) -> list[set[str]]:
-    """Returns the names of the tensors that each rank writes: every box once, about equally many bytes on each rank.
+    """Return the names of the tensors that each rank writes: every box once, about equally many bytes on each rank.
 
     Raises:
         UsageError: the ranks' boxes of a tensor do not make up the tensor.
@@ -317,7 +317,7 @@ def _shares(boxes: Sequence[Sequence[Box]], dropped: frozenset[str]) -> list[set
 
 
 def _optimizer(contents: Sequence[RankContents]) -> dict[str, Any]:
-    """Returns the hyperparameters of all ranks, each distinct set once, and the states that are not tensors."""
+    """Return the hyperparameters of all ranks, each distinct set once, and the states that are not tensors."""
     merged = {key: value for of_rank in contents for key, value in of_rank.settings.items()}
     sets: dict[str, int] = {}
     of = {}
@@ -328,7 +328,7 @@ def _optimizer(contents: Sequence[RankContents]) -> dict[str, Any]:
 
 
 def _states(contents: Sequence[RankContents]) -> tuple[dict[str, Any], frozenset[str]]:
-    """Returns the states by kind and owner, one if all owners have equal states, and the names of the tensors that are not saved then."""
+    """Return the states by kind and owner, one if all owners have equal states, and the names of the tensors that are not saved then."""
     states: dict[str, Any] = {}
     kept: set[str] = set()
     for kind in sorted({kind for of_rank in contents for kind in of_rank.states}):

@@ -40,14 +40,14 @@ class GlobalLoss:
         self.dtype = torch.float64 if plan.precision.compute == "float64" else torch.float32
 
     def of(self, part: Tensor | None) -> Tensor:
-        """The global loss, given this rank's part if it has one: a scalar without gradient, the same on every rank."""
+        """Return the global loss, given this rank's part if it has one: a scalar without gradient, the same on every rank."""
         zero = torch.zeros((), device=self._device, dtype=self.dtype)
         return self.summed(zero if part is None else part.to(self.dtype))
 
     def called(
         self, part: Tensor, begin: Callable[[], None], finish: Callable[[], None], parameters: Iterable[Tensor]
     ) -> Tensor:
-        """The global loss, whose ``backward()`` is that of the part; it calls ``begin`` before that backward and ``finish`` after it.
+        """Return the global loss, whose ``backward()`` is that of the part; it calls ``begin`` before that backward and ``finish`` after it.
 
         Args:
             parameters: parameters whose gradients must not be requested by ``torch.autograd.grad``.
@@ -63,7 +63,7 @@ class GlobalLoss:
         return with_backward(self.summed(part.detach().clone()), backward, parameters, part)
 
     def summed(self, loss: Tensor) -> Tensor:
-        """The sum of ``loss`` over all ranks, in place."""
+        """Return the sum of ``loss`` over all ranks, in place."""
         if self._group is not None:
             # ranks of a pipeline finish at different times and wait here for the last one
             with self._monitor.part(self._part):
@@ -74,7 +74,7 @@ class GlobalLoss:
 def with_backward(
     value: Tensor, act: Callable[[Tensor], Tensor | None], parameters: Iterable[Tensor], part: Tensor | None = None
 ) -> Tensor:
-    """The value as a loss whose ``backward()`` calls ``act`` with the gradient of the loss.
+    """Return the value as a loss whose ``backward()`` calls ``act`` with the gradient of the loss.
 
     Args:
         parameters: parameters whose gradients must not be requested by ``torch.autograd.grad``.
@@ -85,7 +85,7 @@ def with_backward(
 
 
 def _check_plain(node: Any, gradient: Tensor) -> None:
-    """Checks that the ``backward`` of a loss was called without options that change what is computed.
+    """Check that the ``backward`` of a loss was called without options that change what is computed.
 
     Args:
         node: the node of the loss in the autograd graph; its first input is a leaf that is used nowhere else.
@@ -171,7 +171,7 @@ class ParallelScaler(GradScaler):
         self.is_made = self.is_stepping = self.has_been_asked = False
 
     def make(self, **options: Any) -> Self:
-        """Enables the scaler for a plan in fp16; a state that a checkpoint loaded before applies, as by ``load_state_dict``.
+        """Enable the scaler for a plan in fp16; a state that a checkpoint loaded before applies, as by ``load_state_dict``.
 
         Raises:
             UsageError: it has been made already.
@@ -209,7 +209,7 @@ class ParallelScaler(GradScaler):
             self.load_state_dict({name: int(n) if name in _INTEGERS else n for name, n in self._loaded.items()})
 
     def check(self) -> None:
-        """Refuses a step whose gradients would underflow without a scale.
+        """Refuse a step whose gradients would underflow without a scale.
 
         Raises:
             UsageError: the plan scales the loss, and no scaler was made.
@@ -227,17 +227,17 @@ class ParallelScaler(GradScaler):
         return super().scale(self._one) if self.is_enabled() else None
 
     def of(self, loss: Tensor) -> Tensor:
-        """The unchanged loss, whose backward starts from the scale."""
+        """Return the unchanged loss, whose backward starts from the scale."""
         factor = self.factor
         return loss if factor is None else cast("Tensor", _Scaled.apply(loss, factor))  # type: ignore[no-untyped-call]
 
     def done(self) -> None:
-        """Notes after the backward of a step that its gradients are those of the scaled loss."""
+        """Note after the backward of a step that its gradients are those of the scaled loss."""
         if self.is_enabled():
             self._scaled.update(id(h.parameter) for h in self._held if h.parameter.grad is not None)
 
     def check_called(self) -> None:
-        """Checks at the beginning of a backward that the user called that its loss was scaled.
+        """Check at the beginning of a backward that the user called that its loss was scaled.
 
         Raises:
             UsageError: the scaler of this model has not scaled the loss.
@@ -249,7 +249,7 @@ class ParallelScaler(GradScaler):
             )
 
     def check_unscaled(self) -> None:
-        """Checks before an operation on all gradients together that none is scaled any more.
+        """Check before an operation on all gradients together that none is scaled any more.
 
         Raises:
             UsageError: some gradients are still those of the scaled loss.
@@ -262,7 +262,7 @@ class ParallelScaler(GradScaler):
             )
 
     def check_step(self, optimizer: Optimizer) -> None:
-        """Checks the gradients before the step of any optimizer.
+        """Check the gradients before the step of any optimizer.
 
         Raises:
             UsageError: the step would use gradients of the scaled loss as if they were not scaled.
@@ -314,7 +314,7 @@ class ParallelScaler(GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Overrides how torch unscales gradients and looks for infinities: on local elements, with the findings of all ranks.
+        """Override how torch unscales gradients and looks for infinities: on local elements, with the findings of all ranks.
 
         With DTensors torch would ask only the ranks of their mesh, for a list only those of its first tensor, and never other pipeline
         stages. Torch's sharded scaler overrides the same method (``torch.distributed.fsdp.sharded_grad_scaler``).
@@ -357,7 +357,7 @@ class StepLoss(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def backward(self, *_: object, **__: object) -> NoReturn:
-        """Refuses the call, which loops contain by habit.
+        """Refuse the call, which loops contain by habit.
 
         Raises:
             UsageError: always, as the backward pass has run already.

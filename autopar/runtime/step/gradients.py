@@ -91,7 +91,7 @@ class BucketedSums:
                 leaf.register_post_accumulate_grad_hook(self._hook(bucket))  # type: ignore[no-untyped-call]
 
     def begin(self, num_backwards: int) -> None:
-        """Prepares for ``num_backwards`` backward passes, whose gradients are summed together."""
+        """Prepare for ``num_backwards`` backward passes, whose gradients are summed together."""
         for leaf, _ in self._leaves:
             leaf.grad = None
         self._expected = num_backwards
@@ -99,7 +99,7 @@ class BucketedSums:
             bucket.arrived, bucket.flat, bucket.work = 0, None, None
 
     def finish(self) -> None:
-        """Waits for the sums after the last backward, and gives them to the parameters."""
+        """Wait for the sums after the last backward, and gives them to the parameters."""
         for bucket in self._buckets:
             if bucket.work is None:
                 _launch(bucket)
@@ -150,7 +150,7 @@ def _is_dense(grads: Sequence[Tensor]) -> bool:
 
 
 def _wait_for(bucket: _Bucket) -> None:
-    """Waits for the sum; the gradients become views of the bucket, without a copy."""
+    """Wait for the sum; the gradients become views of the bucket, without a copy."""
     assert bucket.work is not None
     assert bucket.flat is not None
     bucket.work.wait()
@@ -161,7 +161,7 @@ def _wait_for(bucket: _Bucket) -> None:
 
 
 def hand_over(parameter: nn.Parameter, grad: Tensor) -> None:
-    """Adds a local gradient to the gradient of the parameter."""
+    """Add a local gradient to the gradient of the parameter."""
     if not isinstance(parameter, DTensor):
         parameter.grad = grad if parameter.grad is None else parameter.grad + grad
     elif isinstance(parameter.grad, DTensor):
@@ -171,7 +171,7 @@ def hand_over(parameter: nn.Parameter, grad: Tensor) -> None:
 
 
 def sum_in_place(held: Sequence[RankParameter], group_of: Callable[[RankParameter], Group | None]) -> None:
-    """Sums the gradients of parameters over the group of each, by one all-reduce for each group and dtype.
+    """Sum the gradients of parameters over the group of each, by one all-reduce for each group and dtype.
 
     Parameters are sorted by name, as two stages may hold shared parameters in different order: all ranks must send the same gradient at the
     same place, and enter the groups in the same order.
@@ -213,7 +213,7 @@ class Norm:
     dtype: torch.dtype = torch.float32
 
     def __call__(self) -> Tensor:
-        """The norm, a scalar in fp32 (fp64 if parameters are in fp64), the same on every rank; all ranks call it."""
+        """Return the norm, a scalar in fp32 (fp64 if parameters are in fp64), the same on every rank; all ranks call it."""
         by_copies: dict[int, list[Tensor]] = {}
         for h in self.held:
             if (grad := h.gradient) is not None:
@@ -236,7 +236,7 @@ def lengthened(value: Tensor, dim: int, length: int) -> Tensor:
 
 
 def clip(held: Sequence[RankParameter], norm: Tensor, max_norm: float) -> None:
-    """Scales all gradients so that their norm is at most ``max_norm``, as ``torch.nn.utils`` does."""
+    """Scale all gradients so that their norm is at most ``max_norm``, as ``torch.nn.utils`` does."""
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     grads = [grad for h in held if (grad := h.gradient) is not None]
     if grads:
@@ -249,14 +249,14 @@ _scale = getattr(clip_grad, _NAME)
 
 
 def refuse_clipping(parameters: Iterable[Tensor]) -> None:
-    """Makes torch's clipping raise an error if it is given one of these parameters, under whatever name it was imported."""
+    """Make torch's clipping raise an error if it is given one of these parameters, under whatever name it was imported."""
     for parameter in parameters:
         setattr(parameter, _MARK, True)
     setattr(clip_grad, _NAME, _scale_or_refuse)
 
 
 def _scale_or_refuse(parameters: Any, *args: Any, **kwargs: Any) -> None:
-    """Replaces torch's private function that scales gradients once their norm is known."""
+    """Replace torch's private function that scales gradients once their norm is known."""
     if not isinstance(parameters, Tensor) and any(hasattr(p, _MARK) for p in parameters):
         raise UsageError(
             "A norm by torch.nn.utils.clip_grad_norm_ would be that of this rank's pipeline stages or experts alone",

@@ -53,7 +53,7 @@ class Mover:
         self._copying: weakref.ref[_Saved] | None = None
 
     def begin(self, resident: Iterable[object]) -> None:
-        """Begins the forward of a micro-batch; storages of ``resident`` stay on the device whatever blocks keep."""
+        """Begin the forward of a micro-batch; storages of ``resident`` stay on the device whatever blocks keep."""
         self._resident = _storages(resident)
         self._previous = None
 
@@ -114,7 +114,7 @@ class _Saved:
         return view.set_(on_device.untyped_storage(), packed.offset, packed.size, packed.stride)
 
     def offload(self) -> None:
-        """Starts the copies to the host; on a CPU, copies."""
+        """Start the copies to the host; on a CPU, copies."""
         self._slots.clear()
         self._mover.offloaded_bytes += sum(tensor.numel() for tensor in self._on_device)
         cuda = [tensor for tensor in self._on_device if tensor.is_cuda]
@@ -135,13 +135,13 @@ class _Saved:
             self._offloaded.record(stream)
 
     def release(self) -> None:
-        """Frees the device memory of what is copied; the computation that follows waits for the copies."""
+        """Free the device memory of what is copied; the computation that follows waits for the copies."""
         if self._offloaded is not None and self._on_device:
             torch.cuda.current_stream(self._device).wait_event(self._offloaded)
             self._on_device = []
 
     def reload(self) -> None:
-        """Starts the copies back of what is not on the device."""
+        """Start the copies back of what is not on the device."""
         if self._on_device or not self._on_host:
             return
         on_host, self._on_host = self._on_host, []
@@ -255,7 +255,7 @@ class Tape:
         self._prune()
 
     def call(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a cheap operator and records it."""
+        """Run a cheap operator and records it."""
         number, read = len(self._calls), set[int]()
 
         def operand(x: object) -> object:
@@ -277,7 +277,7 @@ class Tape:
         return result
 
     def _part(self, tensor: Tensor, requires_grad: bool = False) -> _Part | None:
-        """The origin of a tensor, if a recorded call made it."""
+        """Return the origin of a tensor, if a recorded call made it."""
         if not _is_plain(tensor):
             return None
         origin = self._origins.get(_storage(tensor))
@@ -303,7 +303,7 @@ class Tape:
         return _Note(self, (number, "inner", position))
 
     def _prune(self) -> None:
-        """Drops the calls that nothing needs."""
+        """Drop the calls that nothing needs."""
         for number in reversed(list(self._calls)):
             call = self._calls[number]
             if not call.inner and not call.wanted and not call.read:
@@ -318,7 +318,7 @@ class Tape:
     # --- backward
 
     def tensor(self, note: _Note) -> Tensor:
-        """The tensor of a note. If an inner tensor is requested a second time, all calls run again."""
+        """Return the tensor of a note. If an inner tensor is requested a second time, all calls run again."""
         if note.key not in self._recomputed:
             self._replay()
         return self._recomputed.pop(note.key) if note.part is None else _view(self._recomputed[note.key], note.part)
@@ -344,7 +344,7 @@ class Tape:
 
 
 def with_tape(body: fx.GraphModule, again: Sequence[str], tape: Callable[[], Tape | None]) -> fx.GraphModule:
-    """A copy of a block's code in which the operators of these names run on the current tape, if there is one."""
+    """Return a copy of a block's code in which the operators of these names run on the current tape, if there is one."""
     graph, names = fx.Graph(), frozenset(again)
     values: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(body.graph, values))
@@ -364,7 +364,7 @@ def _on_tape(function: Function, name: str, tape: Callable[[], Tape | None]) -> 
 
 
 def _map_leaves(change: Callable[[object], object], value: Any) -> Any:
-    """The arguments with ``change`` applied to each leaf."""
+    """Return the arguments with ``change`` applied to each leaf."""
     if isinstance(value, tuple | list):
         return type(value)(_map_leaves(change, item) for item in value)
     if isinstance(value, dict):
@@ -391,7 +391,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is determined by its memory, shape and strides."""
+    """Return whether a tensor is determined by its memory, shape and strides."""
     return tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 

@@ -51,7 +51,7 @@ class SharedSamples:
         self._is_alone = len(self._data_index) == 1 or dist.get_backend() == FAKE
 
     def check(self, given: Mapping[str, Tensor], local: Mapping[str, Tensor], own: range, alarm: Alarm) -> None:
-        """Compares samples before a step; all ranks call it, and all raise the same error.
+        """Compare samples before a step; all ranks call it, and all raise the same error.
 
         Batches of the first step are compared in it. For a later one checksums are launched on the device, and compared before the step
         after it, so that the host does not wait for work that is queued on the device.
@@ -87,7 +87,7 @@ class SharedSamples:
         self._warn_of_other_batches([row[1] for row in marks])
 
     def are_equal(self, given: Mapping[str, Tensor], alarm: Alarm) -> bool:
-        """Whether all ranks were given the same samples; all ranks call it."""
+        """Return whether all ranks were given the same samples; all ranks call it."""
         if self._is_alone:
             return False
         numbers = _Checksums(self._inputs, given, given, range(0)).read()
@@ -150,20 +150,20 @@ class _Checksums:
 
 
 def _checksum(value: Tensor) -> Tensor:
-    """A checksum of elements and their positions: a scalar on the value's device."""
+    """Return a checksum of elements and their positions: a scalar on the value's device."""
     flat = value.detach().contiguous().view(-1)
     return checksums([flat[:: (flat.numel() // _ELEMENTS) | 1]])[0]
 
 
 def _gather_numbers(numbers: Tensor, num_ranks: int, group: dist.ProcessGroup | None) -> list[Any]:
-    """The numbers of every rank of the job, as nested lists."""
+    """Return the numbers of every rank of the job, as nested lists."""
     rows = [torch.empty_like(numbers) for _ in range(num_ranks)]
     dist.all_gather(rows, numbers, group=group)
     return [row.tolist() for row in rows]
 
 
 def num_samples(batch: object, inputs: Sequence[Input]) -> int | None:
-    """The number of samples of a batch; None if inputs have none, or differ in it."""
+    """Return the number of samples of a batch; None if inputs have none, or differ in it."""
     if not isinstance(batch, Mapping):
         return None
     batch = named_inputs(batch)
@@ -183,7 +183,7 @@ def local_batch(
     device: torch.device,
     partial: PartialBatch | None = None,
 ) -> dict[str, Tensor]:
-    """The data rank's samples of a batch, on its device, in the dtypes of ``inputs``. The batch may have only its samples.
+    """Return the data rank's samples of a batch, on its device, in the dtypes of ``inputs``. The batch may have only its samples.
 
     A copy from page-locked memory may still run when this returns. A tensor that has the device and the dtype already is used without a
     copy.
@@ -250,7 +250,7 @@ def local_batch(
 
 
 def _dtype_for(leaf: Input, given: torch.dtype) -> torch.dtype:
-    """The plan's dtype, if both it and the batch's are floating, or both integers and the batch's fits.
+    """Return the plan's dtype, if both it and the batch's are floating, or both integers and the batch's fits.
 
     Raises:
         UsageError: they differ otherwise: the plan has what forward did with the dtype of the example.
@@ -277,7 +277,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _without_history(value: object, name: str) -> Tensor:
-    """An input as a step takes it.
+    """Return an input as a step takes it.
 
     Raises:
         UsageError: it is no tensor, or requires a gradient: each rank would compute only that of its samples.
@@ -308,7 +308,7 @@ class Batches:
         )
 
     def partial(self, batch: Batch, purpose: str) -> PartialBatch | None:
-        """How this rank computes a batch that is smaller than the plan's, None if it is not; for a smaller one all ranks synchronise."""
+        """Return how this rank computes a batch that is smaller than the plan's, None if it is not; for a smaller one all ranks synchronise."""
         size = num_samples(batch, self._program.graph.inputs)
         if size is None or not self._sizes.is_partial(batch, size, purpose):
             return None
@@ -326,11 +326,11 @@ class Batches:
         return local
 
     def count(self, partial: PartialBatch | None) -> int:
-        """The number of micro-batches of a step."""
+        """Return the number of micro-batches of a step."""
         return self._plan.num_micro_batches if partial is None else len(partial.micro_batches)
 
     def totals(self, local: Batch, partial: PartialBatch | None, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The program's sums over the global batch, by name.
+        """Return the program's sums over the global batch, by name.
 
         Args:
             state: buffers that steps change, by the names of the graph.

@@ -65,7 +65,7 @@ def variant(body: fx.GraphModule, code: fx.Graph, *, trains: bool, taps: Sequenc
 
 
 def _part(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
-    """The node of one output of a call, which may have several."""
+    """Return the node of one output of a call, which may have several."""
     parts = [user for user in node.users if user.target is operator.getitem]
     is_one = not parts and index == 0 and "types" in node.meta
     if is_one:
@@ -88,7 +88,7 @@ def _replace_training_functions(graph: fx.Graph) -> None:
 
 
 def noise(made: Sequence[Op]) -> Op | None:
-    """An operator that draws random numbers but is no dropout; None if there is none."""
+    """Return an operator that draws random numbers but is no dropout; None if there is none."""
     return next((op for op in made if draws_random(op.target) and op.target != "autopar.dropout"), None)
 
 
@@ -124,7 +124,7 @@ class PartialBatch:
         return tuple(len(samples) / self.size for samples in self.micro_batches)
 
     def taken(self, value: Tensor, dim: int) -> Tensor:
-        """The samples of all micro-batches in order, repeated to their size; an empty micro-batch repeats the first sample."""
+        """Return the samples of all micro-batches in order, repeated to their size; an empty micro-batch repeats the first sample."""
         index = [
             samples.start + place % len(samples) if samples else 0
             for samples in self.micro_batches
@@ -133,7 +133,7 @@ class PartialBatch:
         return value.index_select(dim, torch.tensor(index, device=value.device))
 
     def weighed(self, total: Tensor, number: int) -> Tensor:
-        """A sum over the samples of micro-batch ``number``, corrected so that each counts once."""
+        """Return a sum over the samples of micro-batch ``number``, corrected so that each counts once."""
         count = len(self.micro_batches[number])
         if not total.is_floating_point():
             return total * count // self.size  # exact: samples are repeated equally often
@@ -141,7 +141,7 @@ class PartialBatch:
 
 
 def partial_batch(plan: Plan, num_samples: int, data_rank: int) -> PartialBatch:
-    """How the data rank computes ``num_samples``, fewer than the plan's global batch.
+    """Return how the data rank computes ``num_samples``, fewer than the plan's global batch.
 
     A pipeline runs its schedule a whole number of times, with all its micro-batches.
     """
@@ -200,7 +200,7 @@ def partial_of(program: Program, num_samples: int, data_rank: int, *, trains: bo
 
 
 def _from_sizes(plan: Plan, cuts: Sequence[Sequence[int]], data_rank: int) -> PartialBatch:
-    """The rank's part, given the sizes of each data rank's micro-batches."""
+    """Return the rank's part, given the sizes of each data rank's micro-batches."""
     counts = tuple(map(sum, cuts))
     count = max(len(cut) for cut in cuts)
     if plan.mesh.pp > 1 or len(plan.stages) > 1:
@@ -226,7 +226,7 @@ def _interacting(program: Program, *, trains: bool) -> tuple[Op, ...]:
 
 
 def _has_one_value(op: Op) -> bool:
-    """Whether the operator is a batch norm that has one value of each channel in a batch of one sample."""
+    """Return whether the operator is a batch norm that has one value of each channel in a batch of one sample."""
     if op.target not in ("autopar.batch_norm", "autopar.batch_norm_running"):
         return False
     spaces = set(op.args) & (set(MESH_AXES) - set(DATA_AXES))
@@ -306,7 +306,7 @@ class BatchSizes:
         self._are_global: set[str] = set()
 
     def is_partial(self, batch: Batch, num_samples: int, purpose: str) -> bool:
-        """Whether the batch is for all ranks and smaller than the plan's; False too if its size is invalid.
+        """Return whether the batch is for all ranks and smaller than the plan's; False too if its size is invalid.
 
         Args:
             num_samples: samples of the batch.

@@ -39,7 +39,7 @@ class StepGradients:
         self.is_open = False
 
     def begin(self, num_backwards: int) -> None:
-        """Begins a step of ``num_backwards`` backward passes: its gradients are kept apart from earlier ones until they are summed."""
+        """Begin a step of ``num_backwards`` backward passes: its gradients are kept apart from earlier ones until they are summed."""
         if self.is_open:
             return
         self.is_open = True
@@ -48,7 +48,7 @@ class StepGradients:
         self._leaf_sums.begin(num_backwards)
 
     def finish(self) -> None:
-        """Sums the gradients after the last backward, and adds them to those of earlier steps."""
+        """Sum the gradients after the last backward, and adds them to those of earlier steps."""
         if not self.is_open:
             return
         self.is_open = False
@@ -66,7 +66,7 @@ class StepGradients:
                 parameter.grad = earlier if new is None else earlier.add_(new)
 
     def abandon(self) -> None:
-        """Restores the earlier gradients after a step that failed, in which some micro-batches may have added theirs."""
+        """Restore the earlier gradients after a step that failed, in which some micro-batches may have added theirs."""
         if self.is_open:
             self.is_open = False
             for parameter in self._earlier:
@@ -78,7 +78,7 @@ Scaled: TypeAlias = Callable[[Tensor], Tensor]
 
 
 def micro_batches(batch: Batch, inputs: Sequence[Input], count: int) -> list[dict[str, Tensor]]:
-    """Cuts a rank's samples into ``count`` equal micro-batches, which are views."""
+    """Cut a rank's samples into ``count`` equal micro-batches, which are views."""
     batches: list[dict[str, Tensor]] = [{} for _ in range(count)]
     for leaf in inputs:
         value = batch[leaf.name]
@@ -96,7 +96,7 @@ class Accumulation:
         self.stage, self._plan, self._inputs, self._scaled = stage, plan, inputs, scaled
 
     def run(self, batch: Batch, count: int) -> Tensor:
-        """Runs forward and backward of this rank's samples, in ``count`` micro-batches; returns its part of the loss."""
+        """Run forward and backward of this rank's samples, in ``count`` micro-batches; returns its part of the loss."""
         total: Tensor | None = None
         for number, micro_batch in enumerate(micro_batches(batch, self._inputs, count)):
             if count > 1:  # with one micro-batch FSDP's settings are those of the last
@@ -114,7 +114,7 @@ class Accumulation:
             return torch.stack([self.forward(part, number) for number, part in enumerate(parts)]).sum()
 
     def forward(self, micro_batch: dict[str, Tensor], number: int) -> Tensor:
-        """The loss of one micro-batch, with its autograd graph."""
+        """Return the loss of one micro-batch, with its autograd graph."""
         self.stage.micro_batch = number
         loss: Tensor = self.stage(**micro_batch)
         return loss
@@ -221,12 +221,12 @@ class Pipeline:
         return tensors
 
     def _exchange(self, direction: Any, tensors: Sequence[Tensor], peer: int) -> list[dist.Work]:
-        """Sends or receives as one batch, which on GPUs uses the existing communicator of the group and makes none for the two ranks."""
+        """Send or receives as one batch, which on GPUs uses the existing communicator of the group and makes none for the two ranks."""
         works: list[dist.Work] = dist.batch_isend_irecv([dist.P2POp(direction, x, peer, self._group) for x in tensors])
         return works
 
     def _make_communicators(self) -> None:
-        """Makes the communicators between stages before the first step, so that none is made in the middle of the schedule.
+        """Make the communicators between stages before the first step, so that none is made in the middle of the schedule.
 
         Torch's schedules use a communicator of two ranks for single sends, and that of the group for sends in both directions at once. All
         ranks of the group go through the pairs in the order of the stages, so there is no deadlock.
@@ -284,7 +284,7 @@ def _naming_stage(index: int) -> Iterator[None]:
 
 
 def _check_schedule(plan: Plan) -> None:
-    """Refuses what torch's schedules cannot run.
+    """Refuse what torch's schedules cannot run.
 
     Raises:
         PlanError: names it.

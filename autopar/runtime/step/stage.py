@@ -61,7 +61,7 @@ class BlockModule(nn.Module):
             self.body = with_tape(program.module, program.again, lambda: self._tape)
 
     def forward(self, *values: Any) -> tuple[Tensor, ...]:
-        """Computes ``outputs`` from ``inputs``, both in order."""
+        """Compute ``outputs`` from ``inputs``, both in order."""
         if self._mover is not None and torch.is_grad_enabled():
             with self._mover.block((*self.body.parameters(), *self.body.buffers())):
                 return self._run(*values)
@@ -86,12 +86,12 @@ class BlockModule(nn.Module):
         return outputs[:count]
 
     def _without_views(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The outputs, with copies of those in the memory of a parameter (learned queries, expanded to the batch)."""
+        """Return the outputs, with copies of those in the memory of a parameter (learned queries, expanded to the batch)."""
         gathered = {plain.local(p).untyped_storage().data_ptr() for p in self.body.parameters()}
         return tuple(v.clone() if v.untyped_storage().data_ptr() in gathered else v for v in outputs)
 
     def _function(self) -> Callable[..., Any]:
-        """The function that computes the outputs, and the taps if they are stored."""
+        """Return the function that computes the outputs, and the taps if they are stored."""
         taps = self.taps if self.taken is not None else ()
         if self.training and not taps:
             return self.body
@@ -155,7 +155,7 @@ class StageModule(nn.Module):
         self.weights: Sequence[float] | None = None
 
     def forward(self, *received: Tensor, **batch: Any) -> Tensor | tuple[Tensor, ...]:
-        """Runs one micro-batch.
+        """Run one micro-batch.
 
         Args:
             received: one tensor for each of ``receives``, as the stage before sent it.
@@ -202,7 +202,7 @@ class StageModule(nn.Module):
         return variant(self.prelude, self.prelude.graph, trains=False, taps=())
 
     def keep(self, taps: Mapping[int, Sequence[Ref]]) -> None:
-        """Sets which inner values are stored, by the position of their block in this stage."""
+        """Set which inner values are stored, by the position of their block in this stage."""
         for position, block in enumerate(self.blocks):
             block.taps = tuple(taps.get(position, ()))
 
@@ -241,7 +241,7 @@ class Passed:
         return self.dtype if _is_differentiable(self.dtype) else _FLOATS[self.dtype.itemsize]
 
     def example(self) -> Tensor:
-        """The value as it is sent, on meta."""
+        """Return the value as it is sent, on meta."""
         return torch.empty(self.shape, dtype=self.carrier, device="meta").requires_grad_(self.returns)
 
 
@@ -250,7 +250,7 @@ def _is_differentiable(dtype: torch.dtype) -> bool:
 
 
 def passed_of(program: Program, names: Sequence[str]) -> tuple[Passed, ...]:
-    """The values of these names, at one end of a stage of ``program``."""
+    """Return the values of these names, at one end of a stage of ``program``."""
     specs = {str_name(Ref(op.name, i)): spec for op in program.graph.ops for i, spec in enumerate(op.outputs)}
     selected = [specs[name] for name in names]
     have = [spec.requires_grad and _is_differentiable(spec.dtype) for spec in selected]
@@ -265,7 +265,7 @@ Link: TypeAlias = Tensor | None
 
 
 def enter(passed: Sequence[Passed], received: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Link]:
-    """The received values in the form in which the stage computes; the link must be passed to :func:`leave`."""
+    """Return the received values in the form in which the stage computes; the link must be passed to :func:`leave`."""
     if not received:
         return (), None
     link, *values = _Enter.apply(passed, *received)  # type: ignore[no-untyped-call]
@@ -273,7 +273,7 @@ def enter(passed: Sequence[Passed], received: Sequence[Tensor]) -> tuple[tuple[T
 
 
 def leave(passed: Sequence[Passed], link: Link, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The computed values in the form in which they are sent. Their backward runs that of all received values, whatever they depend on."""
+    """Return the computed values in the form in which they are sent. Their backward runs that of all received values, whatever they depend on."""
     if not values:
         return ()
     if link is None:
@@ -287,7 +287,7 @@ def _as(value: Tensor, before: torch.dtype, after: torch.dtype) -> Tensor:
 
 
 def _laid_out(value: Tensor) -> Tensor:
-    """The value with the strides of a new tensor: a contiguous tensor may have any in dims of length 1."""
+    """Return the value with the strides of a new tensor: a contiguous tensor may have any in dims of length 1."""
     has_strides = value.stride() == contiguous(tuple(value.shape))
     return value if has_strides else value.clone(memory_format=torch.contiguous_format)
 
