@@ -348,8 +348,23 @@ def scatter_sum(op: Op, operands: Specs) -> Pattern:
     )
 
 
+def index_put(op: Op, operands: Specs) -> Pattern:
+    """Pattern of ``x[None or index, ...] = value``: dims of x without an index are split; none where an index is a mask."""
+    *indexed, value = operands
+    if any(spec.dtype == torch.bool for spec in indexed):
+        return unsplit(op, operands)
+    read = index(op, tuple(indexed))
+    kept = {name for name in read.inputs[0] if name not in read.frozen}
+    places = tuple(name if name in kept else "" for name in read.outputs[0])
+    places = places[len(places) - len(value.shape) :]
+    x = tuple(name if name in kept else "" for name in read.inputs[0])
+    indices = tuple(("",) * len(spec.shape) for spec in indexed[1:])
+    values = tuple(name if size > 1 else "" for name, size in zip(places, value.shape, strict=True))
+    return Pattern(inputs=(x, *indices, values), outputs=(x,), linear=((0, len(operands) - 1),))
+
+
 def unsplit(op: Op, operands: Specs) -> Pattern:
-    """Nothing is split: values put at indices, calls of which nothing is known."""
+    """Nothing is split: calls of which nothing is known."""
     inputs, outputs = (tuple(("",) * len(spec.shape) for spec in specs) for specs in (operands, op.outputs))
     return Pattern(inputs=inputs, outputs=outputs)
 

@@ -241,7 +241,7 @@ _NAMES: dict[PatternMaker, str] = {
     special.paste: "slice_scatter select_scatter",
     special.triangle: "tril triu",
     special.index: "index.Tensor",
-    special.unsplit: "index_put",
+    special.index_put: "index_put",
     special.index_select: "index_select",
     special.gather: "gather",
     special.scatter: "scatter.src scatter.value scatter_add scatter_reduce.two",

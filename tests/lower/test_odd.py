@@ -1,4 +1,6 @@
+from collections.abc import Callable
 from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -233,3 +235,30 @@ def test_terms_of_no_sample_are_counted_once(kind: str, pins: list[str]) -> None
     batch = {"x": torch.randn(8, 6), "target": torch.randn(8, 4)}
     layers, variance = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)), nn.Parameter(torch.zeros(()))
     check(model_of(penalised, kind=kind, layers=layers, log_variance=variance), batch, pins)
+
+
+def put(places: Callable[..., Any], value: Callable[..., Any]) -> nn.Module:
+    """Writes a value to places of what a layer returns, as SpecAugment, padding of labels and caches are written."""
+
+    def forward(self: Any, x: Tensor, place: Tensor, mask: Tensor) -> Tensor:
+        y = 1.0 * self.linear(x)
+        y[places(y, place, mask)] = value(self, y)
+        return y.square().sum()
+
+    return model_of(forward, linear=nn.Linear(4, 4), row=nn.Parameter(torch.randn(4)))
+
+
+@pytest.mark.parametrize("value", [lambda self, y: 0.5, lambda self, y: self.row, lambda self, y: self.row[None]])
+@pytest.mark.parametrize(
+    "places",
+    [
+        lambda y, place, mask: mask,
+        lambda y, place, mask: (torch.arange(y.shape[0]), place),
+        lambda y, place, mask: (torch.arange(y.shape[0])[:, None], torch.stack([place, place - 2], dim=1)),
+        lambda y, place, mask: (slice(None), [0, 2]),
+    ],
+)
+def test_what_is_put_at_places_leaves_samples_apart(places: Callable[..., Any], value: Callable[..., Any]) -> None:
+    batch = {"x": torch.randn(4, 5, 4), "place": torch.tensor([0, -1, 3, 0]), "mask": torch.rand(4, 5) < 0.5}
+    check(put(places, value), batch, ["dp_shard=2", "num_micro_batches=2"])
+    check(put(places, value), batch, ["tp=2"])

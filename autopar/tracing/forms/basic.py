@@ -347,6 +347,23 @@ def _repeat_interleave(builder: Builder, call: Call) -> Value:
     return generic(builder, replace(call, kwargs=kwargs))
 
 
+def put_where(builder: Builder, call: Call) -> Value:
+    """Write ``x[mask] = value`` as a choice between ``value`` and ``x``, which leaves samples apart, where all places get the same value."""
+    given = call.bound()
+    source, indices, value = given["self"], given["indices"], given["values"]
+    assert isinstance(source, Ref) and isinstance(indices, tuple) and isinstance(value, Ref)
+    masks = [index for index in indices if isinstance(index, Ref)]
+    if given["accumulate"] or len(masks) != 1 or builder.specs[masks[0]].dtype != torch.bool:
+        return generic(builder, call)
+    dims = len(call.spec.shape)
+    num_behind = dims - (len(indices) - 1) - len(builder.shape(masks[0]))
+    first, behind = builder.shape(value)[: -num_behind or dims], builder.shape(value)[-num_behind or dims :]
+    if any(size != 1 for size in first):
+        return generic(builder, call)
+    mask = view_to(builder, call, masks[0], builder.shape(masks[0]) + (1,) * num_behind)
+    return builder.emit(call, "aten.where.self", (mask, view_to(builder, call, value, behind), source))
+
+
 def _square(builder: Builder, call: Call) -> Value:
     """As a decomposed program has it; for losses that end in a square the whole program would be traced once more."""
     return builder.emit(call, "aten.pow.Tensor_Scalar", (call.args[0], 2))

@@ -25,7 +25,7 @@ from autopar.graph.graph import Argument, Ref
 from autopar.ops.kernels import Form
 from autopar.tracing.builder import Builder, Call, Value
 from autopar.tracing.failures import FAILURES
-from autopar.tracing.forms.basic import Handler, detached, generic, slice_of, view_to
+from autopar.tracing.forms.basic import Handler, detached, generic, put_where, slice_of, view_to
 
 
 def _addmm(builder: Builder, call: Call) -> Value:
@@ -125,27 +125,49 @@ def _index(builder: Builder, call: Call) -> Value:
 
 
 def _one_of_each(builder: Builder, call: Call, source: Ref, indices: tuple[Argument, ...]) -> Ref | None:
-    """x[arange(n), i] with i [n] picks one row of each sample: a gather, whose samples are independent."""
+    """Return ``x[arange(n), i]``, which picks rows of each sample, as a gather along dim 1, whose samples are independent."""
+    index = _rows_of_each(builder, call, source, indices)
+    if index is None:
+        return None
+    return view_to(builder, call, builder.make(call, "aten.gather.default", source, 1, index), call.spec.shape)
+
+
+def _put_in_each(builder: Builder, call: Call) -> Value:
+    """Write ``x[arange(n), i] = value``, into rows of each sample, as a scatter along dim 1, whose samples are independent."""
+    given = call.bound()
+    source, indices, value = given["self"], given["indices"], given["values"]
+    assert isinstance(source, Ref) and isinstance(indices, tuple) and isinstance(value, Ref)
+    index = None if given["accumulate"] else _rows_of_each(builder, call, source, indices)
+    if index is None:
+        return put_where(builder, call)
+    picks = torch.broadcast_shapes(*(builder.shape(i) for i in indices if isinstance(i, Ref)))  # type: ignore[no-untyped-call]
+    full = (*picks, *builder.shape(source)[2:])
+    if builder.shape(value) != full:
+        value = builder.make(call, "aten.expand.default", value, full)
+    rows = view_to(builder, call, value, builder.shape(index))
+    return builder.emit(call, "aten.scatter.src", (source, 1, index, rows))
+
+
+def _rows_of_each(builder: Builder, call: Call, source: Ref, indices: tuple[Argument, ...]) -> Ref | None:
+    """Return the index of a gather along dim 1 of the rows at ``[arange(n), i]`` with i [n, ...]; None if the indices are no such."""
     shape = builder.shape(source)
     if len(indices) != 2 or not all(isinstance(index, Ref) for index in indices):
         return None
     first, second = indices
     assert isinstance(first, Ref) and isinstance(second, Ref)
     counting, spec = builder.values.get(first), builder.specs[second]
-    if counting is None or second in builder.values or spec.dtype != torch.int64 or spec.shape != shape[:1]:
-        return None
-    if builder.shape(first) != shape[:1] or not torch.equal(counting.expand(shape[0]), torch.arange(shape[0])):
+    if counting is None or second in builder.values or spec.dtype != torch.int64 or spec.shape[:1] != shape[:1]:
         return None
     lead, rest = shape[0], shape[2:]
+    column = (lead, *(1,) * (len(spec.shape) - 1))
+    if builder.shape(first) != column or not torch.equal(counting.flatten().expand(lead), torch.arange(lead)):
+        return None
     index = builder.make(call, "aten.remainder.Scalar", second, shape[1])  # an index may count from the end
-    index = view_to(builder, call, index, (lead, 1, *(1,) * len(rest)))
-    if rest:
-        index = builder.make(call, "aten.expand.default", index, (lead, 1, *rest))
-    rows = builder.make(call, "aten.gather.default", source, 1, index)
-    return view_to(builder, call, rows, (lead, *rest))
+    index = view_to(builder, call, index, (lead, prod(spec.shape[1:]), *(1,) * len(rest)))
+    return builder.make(call, "aten.expand.default", index, (*builder.shape(index)[:2], *rest)) if rest else index
 
 
-INDEXING: dict[str, Handler] = {"aten.index.Tensor": _index}
+INDEXING: dict[str, Handler] = {"aten.index.Tensor": _index, "aten.index_put.default": _put_in_each}
 
 
 _SAMPLERS = frozenset(
