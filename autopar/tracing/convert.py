@@ -17,7 +17,7 @@ from autopar.tracing.builder import Builder, Call, Value
 from autopar.tracing.constants import fold, hint
 from autopar.tracing.failures import FAILURES, NO_VALUES, in_autocast
 from autopar.tracing.forms.basic import COMPOSITES, HANDLERS, generic
-from autopar.tracing.forms.layers import INDEXING, LAYERS, NORMS, PRODUCTS, experts_of, random_call
+from autopar.tracing.forms.layers import INDEXING, LAYERS, NORMS, PRODUCTS, experts_of, random_call, strided
 from autopar.tracing.forms.losses import LOSSES, SUMS
 from autopar.tracing.opaque_regions import opaque_of
 
@@ -107,6 +107,9 @@ class Converter:
         if not call.outputs:
             return None
         try:
+            if call.target == "aten.as_strided.default":
+                (source, *_) = node.all_input_nodes
+                return strided(self.builder, call, source.meta["val"])
             return _apply(self.builder, call)
         except FAILURES as error:
             raise TraceError(
@@ -268,9 +271,13 @@ def module_of(node: fx.Node) -> str:
 
 
 def source_of(node: fx.Node) -> str:
-    """``file.py:12``, the innermost line outside torch, of a file."""
+    """Return ``file.py:12``, the innermost line of a file outside of torch and of this package; empty if there is none.
+
+    Of helper functions torch keeps the line in ``forward`` that calls them.
+    """
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     for path, line in reversed(frames):
-        if "/torch/" not in path and not path.startswith("<"):  # a program that was decomposed
+        # "<...>" is a program that was decomposed
+        if "/torch/" not in path and "/autopar/tracing/" not in path and not path.startswith("<"):
             return f"{path.rsplit('/', 1)[-1]}:{line}"
     return ""

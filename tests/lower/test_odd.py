@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, TraceError
 from autopar.graph.graph import Graph
 from autopar.models.resolve import resolve_model
 from autopar.plan.mesh import S
@@ -262,3 +262,20 @@ def test_what_is_put_at_places_leaves_samples_apart(places: Callable[..., Any], 
     batch = {"x": torch.randn(4, 5, 4), "place": torch.tensor([0, -1, 3, 0]), "mask": torch.rand(4, 5) < 0.5}
     check(put(places, value), batch, ["dp_shard=2", "num_micro_batches=2"])
     check(put(places, value), batch, ["tp=2"])
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_strides_are_those_of_the_trace(turned: bool) -> None:
+    """A program may hold a transposed tensor as one that is contiguous."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.linear(x).transpose(1, 2) if turned else self.linear(x)
+        return (y.as_strided((len(y), 4, 8), (20, 4, 1)) * torch.arange(8)).square().sum()
+
+    model = model_of(forward, linear=nn.Linear(4, 4))
+    check(model, {"x": torch.randn(4, 5, 4)}, ["dp_shard=2", "num_micro_batches=2"])
+    outside = model_of(
+        lambda self, x: self.linear(x)[:, 1:].as_strided((2, 4), (20, 1), 0).sum(), linear=nn.Linear(4, 4)
+    )
+    with pytest.raises(TraceError, match="as_strided reads memory that is not the tensor's"):
+        autopar.trace(outside, example_inputs={"x": torch.randn(2, 5, 4)})

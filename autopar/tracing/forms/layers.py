@@ -21,9 +21,10 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from autopar import nn
-from autopar.graph.graph import Argument, Ref
+from autopar.errors import TraceError
+from autopar.graph.graph import Argument, Ref, TensorSpec
 from autopar.ops.kernels import Form
-from autopar.tracing.builder import Builder, Call, Value
+from autopar.tracing.builder import FOLD_LIMIT, Builder, Call, Value
 from autopar.tracing.failures import FAILURES
 from autopar.tracing.forms.basic import Handler, detached, generic, put_where, slice_of, view_to
 
@@ -166,6 +167,44 @@ def _rows_of_each(builder: Builder, call: Call, source: Ref, indices: tuple[Argu
     index = view_to(builder, call, index, (lead, prod(spec.shape[1:]), *(1,) * len(rest)))
     return builder.make(call, "aten.expand.default", index, (*builder.shape(index)[:2], *rest)) if rest else index
 
+
+def strided(builder: Builder, call: Call, traced: torch.Tensor) -> Value:
+    """Return ``x.as_strided(...)`` as an index of constant positions: in a program, x may lie in memory in another way.
+
+    Args:
+        traced: x as it lay in memory where it was traced.
+
+    Raises:
+        TraceError: it reads memory that is not x's, or too much of it.
+    """
+    given: dict[str, Any] = call.bound()
+    source, size, stride, start = (given[key] for key in ("self", "size", "stride", "storage_offset"))
+    first = traced.storage_offset() if start is None else start
+    layouts = ((size, stride, first), (traced.shape, traced.stride(), traced.storage_offset()))
+    length = 1 + max(at + sum((n - 1) * step for n, step in zip(*dims, strict=True)) for *dims, at in layouts)
+    if length > FOLD_LIMIT or not call.spec.numel:
+        raise TraceError(
+            f"as_strided over {length} elements is not supported", where=call.source or call.name, fix=_NO_STRIDES
+        )
+    elements = torch.full((length,), -1)  # the element of x at each place of the memory
+    own = torch.arange(traced.numel()).view(traced.shape)
+    elements.as_strided(*layouts[1]).copy_(own)
+    read = elements.as_strided(size, stride, first)
+    if (read < 0).any():
+        raise TraceError(
+            "as_strided reads memory that is not the tensor's", where=call.source or call.name, fix=_NO_STRIDES
+        )
+    samples = traced.shape[0]
+    of_each = own.flatten()[:: traced.numel() // samples].view(-1, *(1,) * (read.dim() - 1))
+    if len(read) == samples and torch.equal(read, read[:1] + of_each):
+        rows, read = view_to(builder, call, source, (samples, traced.numel() // samples)), read[0]
+    else:
+        rows = view_to(builder, call, source, (traced.numel(),))
+    positions = builder.constant(call, read, TensorSpec(shape=tuple(read.shape), dtype=read.dtype))
+    return builder.emit(call, "aten.index.Tensor", (rows, (*(None,) * (len(builder.shape(rows)) - 1), positions)))
+
+
+_NO_STRIDES = "Use unfold, or slices, in its place"
 
 INDEXING: dict[str, Handler] = {"aten.index.Tensor": _index, "aten.index_put.default": _put_in_each}
 
