@@ -183,7 +183,7 @@ class _Sharding:
             [self._local(spec, kind, place) for spec, kind in zip(op.outputs, strategy.outputs, strict=True)]
         )
         called = op.with_operands(operands)
-        if strategy.target or strategy.extra or localizer(op, strategy):
+        if strategy.target or localizer(op, strategy):
             local = Local(
                 axis=self.axis,
                 size=self.typing.size,

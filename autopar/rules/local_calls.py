@@ -18,10 +18,10 @@ from autopar.graph.graph import Argument, Graph, Layout, Op, Ref, TensorSpec
 from autopar.ops.kernels import aten_targets
 from autopar.plan.mesh import DATA_AXES, EXPERT_AXIS, I, R, S, Type
 from autopar.rules.moving_patterns import argument, dims_of
-from autopar.rules.strategy import AXIS_AT, COUNT_AT, Local, Strategy, Typing
+from autopar.rules.strategy import AXIS_AT, COUNT_AT, GATHERED, RING, Local, Strategy, Typing
 
 Localizer = Callable[[Op, Strategy, Local], Op]
-"""Writes the call; ``outputs`` and the strategy's target and extra arguments are set by the caller."""
+"""Writes the call; ``outputs`` are set by the caller."""
 
 
 def localize(op: Op, strategy: Strategy, local: Local) -> Op:
@@ -33,16 +33,13 @@ def localize(op: Op, strategy: Strategy, local: Local) -> Op:
         local: local specs of operands and outputs.
 
     Returns:
-        The operator with the strategy's target and extra arguments, literals for local shapes, and
-        ``local.outputs``. ``layouts`` is left to the caller.
+        The operator with the strategy's target, literals for local shapes, and ``local.outputs``. ``layouts`` is left to the caller.
     """
     write = localizer(op, strategy)
     if write is not None:
         op = write(op, strategy, local)
     elif strategy.target:
         op = replace(op, target=strategy.target)
-    if strategy.extra:
-        op = replace(op, kwargs=(*op.kwargs, *strategy.extra))
     return replace(op, outputs=local.outputs)
 
 
@@ -118,6 +115,12 @@ def _partial_mean(op: Op, strategy: Strategy, local: Local) -> Op:
     return replace(op, target=strategy.target, args=(op.args[0], dims, keepdim, int(count)), kwargs=kwargs)
 
 
+def _attention(op: Op, strategy: Strategy, local: Local) -> Op:
+    """The axis over which the sequence is split, and of a ring its degree."""
+    ranks: tuple[tuple[str, Argument], ...] = (("ranks", int(local.size)),) if strategy.target == RING else ()
+    return replace(op, target=strategy.target, kwargs=(*op.kwargs, ("axis", local.axis), *ranks))
+
+
 def _batch_norm(op: Op, strategy: Strategy, local: Local) -> Op:
     """Statistics are those of all ranks of the axis; samples are spread over both data axes."""
     axes = DATA_AXES if local.axis == "batch" else (local.axis,)
@@ -149,6 +152,8 @@ _BY_KERNEL: dict[str, Localizer] = {
     "autopar.embedding_bag_vocabulary": _bag_vocabulary,
     "autopar.cross_entropy_vocabulary": _cross_entropy_vocabulary,
     "autopar.partial_mean": _partial_mean,
+    GATHERED: _attention,
+    RING: _attention,
     "autopar.batch_norm": _batch_norm,
     "autopar.batch_norm_running": _batch_norm,
     "autopar.total": _batch_norm,

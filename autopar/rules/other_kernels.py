@@ -21,11 +21,10 @@ from autopar.rules.computing_patterns import reduction
 from autopar.rules.grammar import Pattern, bind, parse, positional
 from autopar.rules.local_calls import BATCH
 from autopar.rules.moving_patterns import NAMES, Specs, argument
-from autopar.rules.strategy import FORM_AT, RING, Communication, Strategy
+from autopar.rules.strategy import FORM_AT, GATHERED, RING, Strategy
 
 SEQUENCE_AXIS = "cp"
 """The one axis that may be in zig-zag order."""
-GATHERED = "autopar.attention_gathered"
 
 EXPERT_TARGETS = frozenset(("autopar.experts_split", "autopar.experts_dispatch", "autopar.experts_dispatch_split"))
 """What runs a mixture whose experts are split over the axis."""
@@ -57,26 +56,16 @@ def bag_vocabulary(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterat
 
 
 def cross_entropy_vocabulary(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
-    """cross_entropy_sum(logits, target) with the classes split: Megatron's vocabulary-parallel loss.
-
-    Moves per token, in fp32: the maximum in one all-reduce, then the sums of exponentials and the
-    target's logit (and the sum of logits under label smoothing) in a second one.
-    """
-    logits, target = operands[:2]
-    if axis == BATCH or not divides(logits.shape[-1], size):
+    """cross_entropy_sum(logits, target) with the classes split: Megatron's vocabulary-parallel loss."""
+    shape = operands[0].shape
+    if axis == BATCH or not divides(shape[-1], size):
         return
-    token_bytes = target.numel * max(4, logits.dtype.itemsize)
-    sums = 3 if argument(op, 3, "label_smoothing", 0.0) else 2
     yield Strategy(
         name="vocabulary",
-        inputs=(S(len(logits.shape) - 1), R),
+        inputs=(S(len(shape) - 1), R),
         outputs=(I if op.spec.requires_grad else R,),
         work=1 / size,
         target="autopar.cross_entropy_vocabulary",
-        communication=(
-            Communication(kind="all_reduce", num_bytes=token_bytes),
-            Communication(kind="all_reduce", num_bytes=sums * token_bytes),
-        ),
     )
 
 
@@ -151,8 +140,6 @@ def experts(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Stra
     Of experts that are spread over data ranks already each rank's share is split once more: under *experts* tokens go
     to the data ranks that hold the same part of a share, under *dispatch* over both axes at once.
     """
-    hidden, _, indices = operands[:3]
-    num_experts = operands[-1].shape[0]
     if axis in (BATCH, SEQUENCE_AXIS):  # parameters are whole on both
         return
     form = Form.parse(str(op.args[FORM_AT]))
@@ -162,12 +149,9 @@ def experts(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Stra
             split = (S(2), S(1)) if form.is_transposed else (S(1), S(2))
             inputs = (R, R, R, *split, *(S(1) for _ in biases))
             yield Strategy(name="split f", inputs=inputs, outputs=(P,), work=1 / size)
-    if not divides(num_experts, size):
+    if not divides(operands[-1].shape[0], size):
         return
     owned = (S(0),) * (len(operands) - 3)
-    rank_bytes = int(hidden.num_bytes * indices.shape[-1] / size)  # an all-to-all counts one rank's part
-    sent = Communication(kind="all_to_all", num_bytes=rank_bytes)
-    directions = (sent, sent, *(replace(sent, backward=True),) * (2 if hidden.requires_grad else 1))
     is_spread = op.target == "autopar.experts_dispatch"
     yield Strategy(
         name="experts",
@@ -176,7 +160,7 @@ def experts(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Stra
         work=1 / size,
         target="autopar.experts_dispatch_split" if is_spread else "autopar.experts_split",
     )
-    for dim, length in enumerate(hidden.shape[:-1]):
+    for dim, length in enumerate(operands[0].shape[:-1]):
         if divides(length, size):
             yield Strategy(
                 name=f"dispatch {dim}",
@@ -184,7 +168,6 @@ def experts(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Stra
                 outputs=(S(dim),),
                 work=1 / size,
                 target="autopar.experts_dispatch",
-                communication=directions,
             )
 
 
@@ -210,7 +193,6 @@ def attention_sequence(op: Op, operands: Specs, axis: str, size: Fraction) -> It
             outputs=(sequence,),
             work=1 / size,
             target=GATHERED,
-            extra=(("axis", axis),),
             random=random,
         )
     columns, ranks = operands[1].shape[-2], size.numerator
@@ -221,29 +203,14 @@ def attention_sequence(op: Op, operands: Specs, axis: str, size: Fraction) -> It
     if any(not m.shape or m.shape[-1] != columns for m in operands[3:]):
         return
     masks = tuple(S(len(m.shape) - 2) if len(m.shape) > 1 and m.shape[-2] == rows else R for m in operands[3:])
-    moved = sum(spec.num_bytes for spec in operands[1:3])
     yield Strategy(
         name="ring",
         inputs=(sequence, sequence, sequence, *masks),
         outputs=(sequence,),
         work=1 / size,
         target=RING,
-        extra=(("axis", axis), ("ranks", ranks)),
-        communication=ring_messages(moved, backward=op.spec.requires_grad),
         random=random,
     )
-
-
-def ring_messages(num_bytes: int, *, backward: bool) -> tuple[Communication, ...]:
-    """What a ring moves, priced as collectives of the same volume: ``num_bytes`` of all keys and values.
-
-    Backward sends them round again, and their gradients along.
-    """
-    forward = Communication(kind="all_gather", num_bytes=num_bytes)
-    if not backward:
-        return (forward,)
-    again = Communication(kind="all_gather", num_bytes=num_bytes, backward=True)
-    return (forward, again, Communication(kind="reduce_scatter", num_bytes=num_bytes, backward=True))
 
 
 _POOLS = ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool")
@@ -315,8 +282,7 @@ def batch_norm_running(op: Op, operands: Specs) -> Pattern:
 def total_statistics(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
     """A pending sum over samples, over all of the data ranks, each of which has all its samples in one micro-batch."""
     if axis == BATCH and operands[0].dtype.is_floating_point:
-        moved = (Communication(kind="all_reduce", num_bytes=operands[0].num_bytes),)
-        yield Strategy(name="statistics", inputs=(P,), outputs=(R,), target="autopar.total", communication=moved)
+        yield Strategy(name="statistics", inputs=(P,), outputs=(R,), target="autopar.total")
 
 
 def batch_statistics(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
@@ -324,18 +290,12 @@ def batch_statistics(op: Op, operands: Specs, axis: str, size: Fraction) -> Iter
 
     On axis ``batch`` the ranks are those of the data axes, and each has all its samples in one micro-batch.
     """
-    shape = operands[0].shape
-    num_bytes = shape[1] * max(4, operands[0].dtype.itemsize)
-    moved: tuple[Communication, ...] = (Communication(kind="all_reduce", num_bytes=num_bytes),) * 2
-    if op.spec.requires_grad:
-        moved += (Communication(kind="all_reduce", num_bytes=num_bytes, backward=True),) * 2
-    for dim in (d for d in range(len(shape)) if d != 1):
-        if divides(shape[dim], size):
+    for dim, length in enumerate(operands[0].shape):
+        if dim != 1 and divides(length, size):
             yield Strategy(
                 name="statistics" if dim == 0 else f"statistics {NAMES[dim]}",
                 inputs=(S(dim), *(R for _ in operands[1:])),
                 outputs=(S(dim), *(R for _ in op.outputs[1:])),
                 work=1 / size,
                 target=op.target,
-                communication=moved,
             )

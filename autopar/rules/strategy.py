@@ -25,21 +25,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from autopar.errors import InternalError, RuleError
-from autopar.graph.graph import Argument, Graph, Op, Ref, TensorSpec
+from autopar.graph.graph import Graph, Op, Ref, TensorSpec
 from autopar.plan.mesh import I, P, R, Type
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Communication:
-    """Bytes that an operator's own implementation moves inside (vocabulary-parallel cross entropy).
-
-    ``kind`` is a collective (``all_reduce`` ...); ``num_bytes`` that of the full tensor, for an all-to-all
-    that of one rank's part (as ``rules.local_calls.collective_bytes``).
-    """
-
-    kind: str
-    num_bytes: int
-    backward: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +41,6 @@ class Strategy:
         work: part of the operator's work that one rank does (1/size when split, 1 when repeated).
         target: what to call instead of the operator's own target; empty: the same operator on local
             shapes.
-        extra: keyword arguments to add to the call.
-        communication: what ``target`` moves inside.
         random: True where ranks must draw distinct random numbers.
     """
 
@@ -64,8 +49,6 @@ class Strategy:
     outputs: tuple[Type, ...]
     work: Fraction = Fraction(1)
     target: str = ""
-    extra: tuple[tuple[str, Argument], ...] = ()
-    communication: tuple[Communication, ...] = ()
     random: bool = False
 
 
@@ -110,6 +93,7 @@ class Local:
     count_scale: Fraction = Fraction(1)
 
 
+GATHERED = "autopar.attention_gathered"
 RING = "autopar.attention_ring"
 ZIGZAG_SAFE = ("", "autopar.partial_mean", RING)
 """What strategies may call where split dims are in zig-zag order: else nothing that knows which part its rank has."""

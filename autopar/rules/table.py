@@ -288,7 +288,7 @@ def _functions() -> dict[str, PatternMaker]:
     found |= dict.fromkeys(compute.LOSS_TARGETS, compute.loss)
     found |= dict.fromkeys(other_kernels.WINDOW_TARGETS, other_kernels.window)
     found |= dict.fromkeys(("autopar.experts", "autopar.experts_dispatch"), other_kernels.experts_pattern)
-    found |= dict.fromkeys(("autopar.attention", other_kernels.GATHERED, strategy.RING), compute.attention)
+    found |= dict.fromkeys(("autopar.attention", strategy.GATHERED, strategy.RING), compute.attention)
     return found
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import prod
 
-from autopar.cost.blocks.block_cost import SENDING, messages
+from autopar.cost.blocks.block_cost import messages
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.operators.operator_times import OperatorTimes, time_of_work
 from autopar.cost.operators.work import VIEWS, is_elementwise, work
@@ -209,11 +209,8 @@ class AxisCosts:
         local = Local(axis=self.axis, size=self.parts, operands=operands, outputs=outputs)
         local_op = localize(op, strategy, local)
         cost = self.pricing.op_cost(local_op, operands)
-        if op.target in SENDING:  # over axes that were applied before, or over these and this one
-            collectives = messages(local_op, dict(zip(local_op.operands, operands, strict=True)).__getitem__)
-            sent_s = [self.pricing.collective_time_s(c.kind, c.num_bytes, c.axis) for c in collectives]
-        else:
-            sent_s = [self.pricing.collective_time_s(c.kind, c.num_bytes) for c in strategy.communication]
+        collectives = messages(local_op, dict(zip(local_op.operands, operands, strict=True)).__getitem__)
+        sent_s = [self.pricing.collective_time_s(c.kind, c.num_bytes, c.axis) for c in collectives]
         return Cost(cost.time_s + sum(sent_s), 0.0, cost.saved_bytes)
 
     def local(self, spec: TensorSpec, kind: Type) -> TensorSpec:
@@ -285,7 +282,7 @@ class AxisCosts:
 
 def _local_class(strategy: Strategy, by_bytes: bool) -> Hashable:
     """Return a key that is equal for strategies of one call whose local operators have equal shapes, or equal bytes if ``by_bytes``."""
-    if strategy.target or strategy.extra or strategy.communication:
+    if strategy.target:
         return strategy.name
     split_dims = [kind.dim for kind in (*strategy.inputs, *strategy.outputs)]
     return tuple([dim >= 0 for dim in split_dims] if by_bytes else split_dims)
