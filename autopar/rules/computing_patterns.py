@@ -10,26 +10,25 @@ from typing import cast
 
 from autopar.errors import RuleError
 from autopar.graph.graph import Op, Ref
-from autopar.rules.grammar import Labels, Pattern, bind, parse
-from autopar.rules.moving_patterns import NAMES, Specs, argument, dims_of, integer
+from autopar.rules.grammar import Labels, Pattern, pattern_of
+from autopar.rules.moving_patterns import NAMES, Specs, aligned, argument, dims_of, integer, same_dims
 
 # --- elementwise ---------------------------------------------------------------------------------
 
 
 def cast_dtype(op: Op, operands: Specs) -> Pattern:
     """to.dtype, _to_copy: a partial sum passes unless the cast rounds, which would differ from one device."""
-    labels = NAMES[: len(op.spec.shape)]
     source, target = operands[0].dtype, op.spec.dtype
     exact = source == target or (
         target.is_floating_point and (not source.is_floating_point or target.itemsize >= source.itemsize)
     )
     exact = exact or not (source.is_floating_point or target.is_floating_point)
-    return Pattern(inputs=(labels,), outputs=(labels,), linear=((0,),) if exact else ())
+    return same_dims(op, operands, linear=exact)
 
 
 def fill(op: Op, operands: Specs) -> Pattern:
     """masked_fill.Scalar(x, mask, value), where.ScalarOther, where.ScalarSelf: linear where the scalar is 0."""
-    pattern = bind(parse("x..., x... -> x..."), tuple(s.shape for s in operands), (op.spec.shape,))
+    pattern = pattern_of("x..., x... -> x...", op, operands)
     scalar, tensor = {
         "aten.masked_fill.Scalar": (2, 0),
         "aten.where.ScalarOther": (2, 1),
@@ -49,8 +48,7 @@ def matmul(op: Op, operands: Specs) -> Pattern:
     c = " ".join(
         [*(["b..."] if max(left, right) > 2 else []), *(["n"] if left > 1 else []), *(["m"] if right > 1 else [])]
     )
-    line = parse(f"{a}, {b} -> {c}; linear 0, 1")
-    return bind(line, tuple(spec.shape for spec in operands), (op.spec.shape,))
+    return pattern_of(f"{a}, {b} -> {c}; linear 0, 1", op, operands)
 
 
 def einsum(op: Op, operands: Specs) -> Pattern:
@@ -86,18 +84,14 @@ def attention(op: Op, operands: Specs) -> Pattern:
     rank = len(operands[0].shape)
     lead = ("b", "h") if rank == 4 else tuple(f"b{i}" for i in range(rank - 2))
 
-    def labels(shape: tuple[int, ...], last: Labels) -> Labels:
-        names = (*lead, *last)[-len(shape) :]
-        return tuple(name if length > 1 else "" for name, length in zip(names, shape, strict=True))
-
     inputs = [
-        labels(spec.shape, last)
+        aligned((*lead, *last), spec.shape)
         for spec, last in zip(operands, (("s", "e"), ("t", "e"), ("t", "f"), ("s", "t")), strict=False)
     ]
     whole = bool(argument(op, 5, "is_causal", False)) or op.target.startswith("autopar.attention_")
     return Pattern(
         inputs=tuple(inputs),
-        outputs=(labels(op.spec.shape, ("s", "f")),),
+        outputs=(aligned((*lead, "s", "f"), op.spec.shape),),
         frozen=frozenset(("t", "e", "f", "s") if whole else ("t", "e", "f")),
         linear=((2,),),
         random=bool(argument(op, 4, "dropout_p", 0.0)),
@@ -142,8 +136,7 @@ def embedding(op: Op, operands: Specs) -> Pattern:
     Gradients scaled by how often an id stands in the batch need the whole batch.
     """
     frequencies = argument(op, 3, "scale_grad_by_freq", False)
-    line = parse("v^ n, b...^ -> b... n; linear 0" if frequencies else "v^ n, b... -> b... n; linear 0")
-    return bind(line, tuple(spec.shape for spec in operands), (op.spec.shape,))
+    return pattern_of(f"v^ n, b...{'^' if frequencies else ''} -> b... n; linear 0", op, operands)
 
 
 def embedding_bag(op: Op, operands: Specs) -> Pattern:
@@ -151,26 +144,16 @@ def embedding_bag(op: Op, operands: Specs) -> Pattern:
 
     Gradients scaled by how often an id stands in the batch need the whole batch.
     """
-    weighted, mode, frequencies = op.args[2] is not None, op.args[3], bool(op.args[5])
+    mode, frequencies = str(op.args[3]), bool(op.args[5])
     bags, length = "b^" if frequencies else "b", "k+" if mode == "sum" and not frequencies else "k^"
-    ids = f"{bags} {length}"
-    line = f"v^ n, {ids}{f', {ids}' if weighted else ''} -> {bags} n"
-    linear = {"max": "", "sum": "; linear 0, 2" if weighted else "; linear 0"}.get(str(mode), "; linear 0")
-    return bind(parse(line + linear), tuple(spec.shape for spec in operands), (op.spec.shape,))
-
-
-def bag_vocabulary(op: Op, operands: Specs) -> Pattern:
-    """Bags of a table whose rows another axis has split: bags and width are split further."""
-    line = "v^ n, b k^, b k^ -> b n; linear 0" if op.args[3] is not None else "v^ n, b k^ -> b n; linear 0"
-    return bind(parse(line), tuple(spec.shape for spec in operands), (op.spec.shape,))
+    linear = {"max": "", "sum": "; linear 0, 2"}.get(mode, "; linear 0")
+    return pattern_of(f"v^ n, {bags} {length}, {bags} {length} -> {bags} n{linear}", op, operands)
 
 
 def embedding_bag_ragged(op: Op, operands: Specs) -> Pattern:
     """Bags of different lengths: where one begins tells its place among all ids, so that only the width is split."""
-    weighted, mode = op.args[3] is not None, op.args[4]
-    line = f"v^ n, i^, o^{', i^' if weighted else ''} -> b^ n"
-    linear = {"max": "", "sum": "; linear 0, 3" if weighted else "; linear 0"}.get(str(mode), "; linear 0")
-    return bind(parse(line + linear), tuple(spec.shape for spec in operands), (op.spec.shape,))
+    linear = {"max": "", "sum": "; linear 0, 3"}.get(str(op.args[4]), "; linear 0")
+    return pattern_of(f"v^ n, i^, o^, i^ -> b^ n{linear}", op, operands)
 
 
 # --- norms ---------------------------------------------------------------------------------------
@@ -265,16 +248,11 @@ def loss(op: Op, operands: Specs) -> Pattern:
     """mse_loss(x, target, reduction) and its like: a sum is contracted, a mean is not split."""
     reduction_kind = integer(op, _ELEMENTWISE_LOSSES[op.target], "reduction", 1)
     if reduction_kind == 0:
-        shapes = tuple(spec.shape for spec in operands)
-        return bind(parse(", ".join(["x..."] * len(operands)) + " -> x..."), shapes, (op.spec.shape,))
+        return pattern_of("x..., x..., x..., x... -> x...", op, operands)
     labels = NAMES[: max(len(spec.shape) for spec in operands)]
-    inputs = tuple(
-        tuple(n if s > 1 else "" for n, s in zip(labels[len(labels) - len(spec.shape) :], spec.shape, strict=True))
-        for spec in operands
-    )
     names = frozenset(labels)
     return Pattern(
-        inputs=inputs,
+        inputs=tuple(aligned(labels, spec.shape) for spec in operands),
         outputs=((),),
         contracted=names if reduction_kind == 2 else frozenset(),
         frozen=names if reduction_kind == 1 else frozenset(),

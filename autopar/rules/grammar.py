@@ -199,7 +199,16 @@ def bind(line: Line, shapes: tuple[tuple[int, ...] | None, ...], outputs: tuple[
     )
 
 
-def positional(op: Op, operands: tuple[TensorSpec, ...]) -> tuple[tuple[int, ...] | None, ...]:
+def pattern_of(line: str, op: Op, operands: tuple[TensorSpec, ...]) -> Pattern:
+    """The labels of one call by a rule line; a None among the arguments is an absent operand.
+
+    Raises:
+        RuleError: the line is malformed, or the call does not fit it.
+    """
+    return bind(parse(line), _positional(op, operands), tuple(spec.shape for spec in op.outputs))
+
+
+def _positional(op: Op, operands: tuple[TensorSpec, ...]) -> tuple[tuple[int, ...] | None, ...]:
     """Shapes of the operands by position in the rule: a None among the arguments is an absent operand."""
     shapes: list[tuple[int, ...] | None] = []
     rest = iter(operands)
@@ -292,18 +301,21 @@ def enumerate_strategies(
             )
 
 
+def divides(length: int, size: Fraction) -> bool:
+    """Whether a dim of this length splits evenly."""
+    return length > 1 and length * size.denominator % size.numerator == 0
+
+
 def _splittable(
     pattern: Pattern, operands: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], size: Fraction
 ) -> list[str]:
     """Labels whose every dim divides, in order of appearance; twice in one tensor is never split."""
-    numerator, denominator = size.numerator, size.denominator
     good: dict[str, bool] = {}
     for labels, spec in (*zip(pattern.inputs, operands, strict=True), *zip(pattern.outputs, outputs, strict=True)):
         for position, label in enumerate(labels):
             if not label:
                 continue
-            length = spec.shape[position]
-            if length < 2 or length * denominator % numerator or labels.index(label) != position:
+            if not divides(spec.shape[position], size) or labels.index(label) != position:
                 good[label] = False
             else:
                 good.setdefault(label, label not in pattern.frozen)

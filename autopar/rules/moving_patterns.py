@@ -7,6 +7,7 @@ of its operands; they raise :class:`~autopar.errors.RuleError` for calls that no
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import cast
 
@@ -43,6 +44,33 @@ def dims_of(op: Op, position: int, name: str, rank: int, default: Argument = Non
         return tuple(range(rank))
     dims = value if isinstance(value, tuple) else (value,)
     return tuple(cast("int", dim) % max(rank, 1) for dim in dims)
+
+
+def same_dims(op: Op, operands: Specs, whole: Iterable[int] = (), *, linear: bool = True) -> Pattern:
+    """The pattern of operands and outputs that all have the same dims.
+
+    The default is right for a total over samples, and for pixel_shuffle and pixel_unshuffle, whose outermost part of a dim it splits.
+
+    Args:
+        op: the call.
+        operands: its operands, all of one rank.
+        whole: the dims that cannot be split.
+        linear: whether the operator is linear in all operands together.
+    """
+    labels = NAMES[: len(operands[0].shape)]
+    return Pattern(
+        inputs=(labels,) * len(operands),
+        outputs=(labels,) * len(op.outputs),
+        frozen=frozenset(labels[dim] for dim in whole),
+        linear=(tuple(range(len(operands))),) if linear else (),
+    )
+
+
+def aligned(labels: Labels, shape: tuple[int, ...]) -> Labels:
+    """The labels of a tensor that broadcasts, aligned to the right; a dim of size 1 has the empty label."""
+    return tuple(
+        label if length > 1 else "" for label, length in zip(labels[len(labels) - len(shape) :], shape, strict=True)
+    )
 
 
 # --- views ---------------------------------------------------------------------------------------
@@ -101,13 +129,11 @@ def one_hot(op: Op, operands: Specs) -> Pattern:
 
 def repeat_interleave(op: Op, operands: Specs) -> Pattern:
     """Each element of a vector, or each slice along a dim, some times: parts stay parts."""
-    rank = len(operands[0].shape)
-    labels = NAMES[:rank]
-    if rank > 1 and argument(op, 2, "dim") is None:
+    if len(operands[0].shape) > 1 and argument(op, 2, "dim") is None:
         raise RuleError.unsupported(
             "A repeat_interleave of more than a vector without a dim", where=op.name, instead="Give it dim="
         )
-    return Pattern(inputs=(labels,), outputs=(labels,), linear=((0,),))
+    return same_dims(op, operands)
 
 
 def recurrent(op: Op, operands: Specs) -> Pattern:
@@ -132,13 +158,11 @@ def take(op: Op, operands: Specs) -> Pattern:
     """slice(x, dim, start, end, step), select(x, dim, index), narrow: only along dims that stay whole."""
     before, after = operands[0].shape, op.spec.shape
     dim = integer(op, 1, "dim") % len(before)
-    left = NAMES[: len(before)]
-    if len(after) < len(before):
-        return Pattern(
-            inputs=(left,), outputs=(left[:dim] + left[dim + 1 :],), frozen=frozenset((left[dim],)), linear=((0,),)
-        )
-    frozen = frozenset() if before == after else frozenset((left[dim],))
-    return Pattern(inputs=(left,), outputs=(left,), frozen=frozen, linear=((0,),))
+    if before == after:
+        return same_dims(op, operands)
+    kept = same_dims(op, operands, (dim,))
+    labels = kept.inputs[0]
+    return kept if len(after) == len(before) else replace(kept, outputs=(labels[:dim] + labels[dim + 1 :],))
 
 
 def divide(op: Op, operands: Specs) -> Pattern:
@@ -192,10 +216,8 @@ def paste(op: Op, operands: Specs) -> Pattern:
 
 def change_over_data(op: Op, operands: Specs) -> Pattern:
     """A change of type over the data axes: linear; dims that it cuts or joins stay whole on others."""
-    labels = NAMES[: len(op.spec.shape)]
     kinds = (parse_type(cast("str", argument(op, i, ""))) for i in (1, 2))
-    frozen = frozenset(labels[kind.dim] for kind in kinds if kind.is_split)
-    return Pattern(inputs=(labels,), outputs=(labels,), frozen=frozen, linear=((0,),))
+    return same_dims(op, operands, [kind.dim for kind in kinds if kind.is_split])
 
 
 def pad(op: Op, operands: Specs) -> Pattern:
@@ -203,13 +225,10 @@ def pad(op: Op, operands: Specs) -> Pattern:
     constant = op.target.startswith("aten.constant_pad_nd")
     rank = len(operands[0].shape)
     widths = cast("tuple[int, ...]", argument(op, 1, "pad"))
-    labels = NAMES[:rank]
-    padded = {labels[rank - 1 - i // 2] for i, width in enumerate(widths) if width}
+    padded = [rank - 1 - i // 2 for i, width in enumerate(widths) if width]
     value = argument(op, 2, "value", 0) if constant else argument(op, 3, "value")
     linear = not constant and argument(op, 2, "mode", "constant") != "constant"
-    return Pattern(
-        inputs=(labels,), outputs=(labels,), frozen=frozenset(padded), linear=((0,),) if linear or not value else ()
-    )
+    return same_dims(op, operands, padded, linear=linear or not value)
 
 
 # --- dims that must stay whole -------------------------------------------------------------------
@@ -249,29 +268,12 @@ def whole_dim(op: Op, operands: Specs) -> Pattern:
         "aten.glu.default",
     )  # fmt: skip
     dims = dims_of(op, position, name, rank, -1 if last else None)
-    labels = NAMES[:rank]
-    linear = (tuple(range(len(operands))),) if op.target in _LINEAR else ()
-    return Pattern(
-        inputs=(labels,) * len(operands),
-        outputs=(labels,) * len(op.outputs),
-        frozen=frozenset(labels[dim] for dim in dims if dim < rank),
-        linear=linear,
-    )
-
-
-def same_dims(op: Op, operands: Specs) -> Pattern:
-    """Every dim is where it was: a total over samples, and the outermost part of what pixel_shuffle or pixel_unshuffle makes of it.
-
-    A sum over samples comes out whole by :func:`autopar.rules.other_kernels.total_statistics`.
-    """
-    labels = NAMES[: len(operands[0].shape)]
-    return Pattern(inputs=(labels,), outputs=(labels,), linear=((0,),))
+    return same_dims(op, operands, [dim for dim in dims if dim < rank], linear=op.target in _LINEAR)
 
 
 def triangle(op: Op, operands: Specs) -> Pattern:
     """tril(x, diagonal), triu: the last two dims stay whole."""
-    labels = NAMES[: len(operands[0].shape)]
-    return Pattern(inputs=(labels,), outputs=(labels,), frozen=frozenset(labels[-2:]), linear=((0,),))
+    return same_dims(op, operands, (-2, -1))
 
 
 # --- indexing ------------------------------------------------------------------------------------
@@ -287,16 +289,12 @@ def index(op: Op, operands: Specs) -> Pattern:
     rank = len(operands[0].shape)
     indexed = [dim for dim, item in enumerate(indices) if isinstance(item, Ref)]
     sizes = torch.broadcast_shapes(*(spec.shape for spec in operands[1:]))  # type: ignore[no-untyped-call]
-    taken = tuple(f"j{k}" if size > 1 else "" for k, size in enumerate(sizes))
-    inputs: list[Labels] = [NAMES[:rank]]
-    for spec in operands[1:]:
-        own = taken[len(taken) - len(spec.shape) :]
-        inputs.append(tuple(name if length > 1 else "" for name, length in zip(own, spec.shape, strict=True)))
+    taken = aligned(tuple(f"j{k}" for k in range(len(sizes))), sizes)
     adjacent = indexed == list(range(indexed[0], indexed[0] + len(indexed)))
     start = indexed[0] if adjacent else 0
     rest = [NAMES[dim] for dim in range(rank) if dim not in indexed]
     return Pattern(
-        inputs=tuple(inputs),
+        inputs=(NAMES[:rank], *(aligned(taken, spec.shape) for spec in operands[1:])),
         outputs=((*rest[:start], *taken, *rest[start:]),),
         frozen=frozenset(NAMES[dim] for dim in indexed),
         linear=((0,),),

@@ -18,9 +18,9 @@ from autopar.graph.graph import Op
 from autopar.ops.kernels import Form, region_of
 from autopar.plan.mesh import I, P, R, S
 from autopar.rules.computing_patterns import reduction
-from autopar.rules.grammar import Pattern, bind, parse, positional
+from autopar.rules.grammar import Pattern, divides, pattern_of
 from autopar.rules.local_calls import BATCH
-from autopar.rules.moving_patterns import NAMES, Specs, argument
+from autopar.rules.moving_patterns import NAMES, Specs, argument, same_dims
 from autopar.rules.strategy import FORM_AT, GATHERED, RING, Strategy
 
 SEQUENCE_AXIS = "cp"
@@ -28,11 +28,6 @@ SEQUENCE_AXIS = "cp"
 
 EXPERT_TARGETS = frozenset(("autopar.experts_split", "autopar.experts_dispatch", "autopar.experts_dispatch_split"))
 """What runs a mixture whose experts are split over the axis."""
-
-
-def divides(length: int, size: Fraction) -> bool:
-    """True when a dim of this length splits evenly."""
-    return length > 1 and length * size.denominator % size.numerator == 0
 
 
 def embedding_vocabulary(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
@@ -125,8 +120,7 @@ def experts_pattern(op: Op, operands: Specs) -> Pattern:
     if form.is_transposed:
         up, down = f"h^ {pairs}", f"{inside} h^"
     held = f"e^ {up}, e^ {up}, e^ {down}, e^ {pairs}, e^ {pairs}"
-    line = parse(f"b... h^, b... k+, b... k+, {held} -> b... h^; linear 1")
-    return bind(line, positional(op, operands), (op.spec.shape,))
+    return pattern_of(f"b... h^, b... k+, b... k+, {held} -> b... h^; linear 1", op, operands)
 
 
 def experts(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
@@ -234,15 +228,8 @@ WINDOW_TARGETS: dict[str, int] = {
 
 def window(op: Op, operands: Specs) -> Pattern:
     """Pooling and resampling: every channel of every sample by itself, space stays whole."""
-    space = WINDOW_TARGETS[op.target]
-    rank = len(operands[0].shape)
-    labels = NAMES[:rank]
-    return Pattern(
-        inputs=(labels,),
-        outputs=(labels,) * len(op.outputs),
-        frozen=frozenset(labels[rank - space :]),
-        linear=((0,),) if any(name in op.target for name in _LINEAR) else (),
-    )
+    is_linear = any(name in op.target for name in _LINEAR)
+    return same_dims(op, operands, range(-WINDOW_TARGETS[op.target], 0), linear=is_linear)
 
 
 def instance_norm(op: Op, operands: Specs) -> Pattern:

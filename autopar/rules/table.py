@@ -16,7 +16,7 @@ from autopar.graph.graph import Argument, Op, Ref, TensorSpec
 from autopar.rules import computing_patterns as compute
 from autopar.rules import moving_patterns as special
 from autopar.rules import other_kernels, strategy
-from autopar.rules.grammar import Pattern, bind, enumerate_strategies, parse, positional
+from autopar.rules.grammar import Pattern, enumerate_strategies, parse, pattern_of
 from autopar.rules.strategy import Strategy
 
 PatternMaker = Callable[[Op, tuple[TensorSpec, ...]], Pattern]
@@ -48,10 +48,6 @@ class RuleTable:
     version: int = 0
     """Rises where a rule is added or replaced."""
     _known: dict[object, tuple[Strategy, ...]] = field(default_factory=dict)
-
-    def copy(self) -> RuleTable:
-        """An independent table with the same rules."""
-        return RuleTable(rules=dict(self.rules))
 
     def register(self, target: str, line: str) -> None:
         """Adds or replaces a rule; see :mod:`autopar.rules.grammar`.
@@ -87,9 +83,8 @@ class RuleTable:
             )
         if rule.make is not None:
             return rule.make(op, operands)
-        shapes = positional(op, operands)
         try:
-            return bind(parse(rule.line), shapes, tuple(spec.shape for spec in op.outputs))
+            return pattern_of(rule.line, op, operands)
         except RuleError as error:
             raise error.within(f"{op.name} ({op.target})") from None
 
@@ -215,6 +210,7 @@ def _lines() -> dict[str, str]:
         "aten.baddbmm.default": "~b n m, b n k+, b k+ m -> b n m; linear 0+1, 0+2",
         "aten.outer.default": "n, m -> n m; linear 0, 1",
         "autopar.embedding_vocabulary": "v^ n, b... -> b... n; linear 0",
+        "autopar.embedding_bag_vocabulary": "v^ n, b k^, b k^ -> b n; linear 0",
         "aten.view_as_complex.default": "b... t^ -> b...; linear 0",
         "aten.view_as_real.default": "b... -> b... t^; linear 0",
         "aten.im2col.default": "b c^ h^ w^ -> b k^ l^; linear 0",
@@ -263,7 +259,6 @@ _NAMES: dict[PatternMaker, str] = {
     compute.embedding: "embedding",
     compute.embedding_bag: "autopar.embedding_bag",
     compute.embedding_bag_ragged: "autopar.embedding_bag_ragged",
-    compute.bag_vocabulary: "autopar.embedding_bag_vocabulary",
     compute.layer_norm: "layer_norm native_layer_norm rms_norm",
     other_kernels.group_norm: "group_norm",
     other_kernels.instance_norm: "instance_norm",

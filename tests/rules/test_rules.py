@@ -136,7 +136,7 @@ def test_an_operator_without_a_rule_is_named_or_repeated_on_request() -> None:
 
 
 def test_a_users_rule_is_one_line_and_stays_in_its_table() -> None:
-    table = default_table().copy()
+    table = RuleTable(rules=dict(default_table().rules))
     square = (torch.eye(3, dtype=torch.float64) + make.real(4, 3, 3),)
     register_rule("aten::linalg_inv", "b... n^ m^ -> b... n m", example=square, table=table)
     example = make.call("aten.linalg_inv.default", torch.eye(3, dtype=torch.float64) + make.real(4, 3, 3))
