@@ -27,10 +27,19 @@ from autopar.errors import InternalError, RuleError
 from autopar.graph.graph import Argument, Block, Graph, Input, Layout, Op, Parameter, Ref, TensorSpec, digest
 from autopar.graph.rewrites import signature
 from autopar.plan.mesh import I, P, R, S, Type
-from autopar.rules.local_calls import BATCH, conversion, emitted_arguments, layout_before, localize, localizer, part_of
+from autopar.rules.local_calls import (
+    BATCH,
+    UNCHANGED,
+    conversion,
+    emitted_arguments,
+    layout_before,
+    localize,
+    localizer,
+    part_of,
+)
 from autopar.rules.strategy import Local, SampleSums, Strategy, Typing, check_part, check_strategy, is_zigzag
 
-__all__ = ["BATCH", "OVER_DATA", "crosses_samples", "part_of", "shard"]
+__all__ = ["BATCH", "OVER_DATA", "crosses_samples", "shard"]
 
 OVER_DATA = "autopar.change_over_data"
 """A change of type over samples: over all data ranks, each with its samples in one micro-batch."""
@@ -84,7 +93,7 @@ class _Sharding:
         self.samples = SampleSums(graph=graph)
         self.names = set(graph._index.made)
         self.prelude = _Section([], {})
-        self.explicit: set[str] = set()
+        self.pending: set[str] = set()
 
     def run(self, micro_batch_size: int | None) -> Graph:
         graph = self.graph
@@ -95,8 +104,7 @@ class _Sharding:
         for parameter in graph.parameters:
             rest = self.typing.parameters.get(parameter.name, I)
             self._set(Ref(parameter.name), rest, parameter.spec)
-        uses = self._parameter_uses()
-        self.explicit = {name for name, kinds in uses.items() if len(kinds) > 1}
+        self.pending = self._used_as_replicated()
         for op in graph.prelude:
             self._op(op, self.prelude)
         for ref in (m.value for m in graph.mutations if graph.is_prelude(m.value)):
@@ -106,7 +114,7 @@ class _Sharding:
             graph,
             batch_size=micro_batch_size if self.is_batch and micro_batch_size else graph.batch_size,
             inputs=inputs,
-            parameters=tuple(self._parameter(p, uses.get(p.name, set())) for p in graph.parameters),
+            parameters=tuple(map(self._parameter, graph.parameters)),
             buffers=buffers,
             prelude=tuple(self.prelude.ops),
             ops=ops,
@@ -119,28 +127,27 @@ class _Sharding:
     # --- leaves
 
     def _input(self, leaf: Input) -> Input:
-        by_samples = self.is_batch and leaf.batch_dim is not None
-        default = S(leaf.batch_dim) if by_samples and leaf.batch_dim is not None else R
+        default = S(leaf.batch_dim) if self.is_batch and leaf.batch_dim is not None else R
         ref = Ref(leaf.name)
         self._set(ref, self.typing.inputs.get(leaf.name, default), leaf.spec)
         return replace(leaf, spec=self.specs[ref])
 
-    def _parameter_uses(self) -> dict[str, set[str]]:
-        """The kinds in which live operators take each parameter that is I at rest."""
+    def _used_as_replicated(self) -> set[str]:
+        """Names of the parameters that are I at rest and that every live operator reads as R."""
         found: dict[str, set[str]] = {}
         for op in self.graph.ops:
             for ref, wanted in zip(op.operands, self._strategy(op).inputs, strict=True):
                 if self.types.get(ref) == I and self.graph.is_parameter(ref):
                     found.setdefault(ref.name, set()).add(wanted.kind)
-        return found
+        return {name for name, kinds in found.items() if kinds == {"R"}}
 
-    def _parameter(self, parameter: Parameter, uses: set[str]) -> Parameter:
+    def _parameter(self, parameter: Parameter) -> Parameter:
         rest = self.types[Ref(parameter.name)]
         if rest.kind not in ("I", "S"):
             raise InternalError(f"A parameter is stored as {rest}, not as I or S(d)", where=parameter.fqn)
         if self.is_batch and rest != I:
             raise InternalError(f"A parameter is split over samples as {rest}", where=parameter.fqn)
-        pending = uses == {"R"} and parameter.spec.requires_grad and not self.is_batch
+        pending = parameter.name in self.pending and parameter.spec.requires_grad and not self.is_batch
         return replace(
             parameter,
             spec=self.specs[Ref(parameter.name)],
@@ -205,7 +212,7 @@ class _Sharding:
         found = self.typing.strategies.get(op.name)
         if found is not None:
             return found
-        if not self.is_batch and op.name in self.graph._index.free:
+        if not self.is_batch and self.graph.is_prelude(Ref(op.name)):
             return Strategy(name="replicate", inputs=(R,) * len(op.operands), outputs=(R,) * len(op.outputs))
         raise InternalError(f"The operator has no strategy on axis {self.axis}", where=f"{op.name} ({op.target})")
 
@@ -244,7 +251,7 @@ class _Sharding:
         found = self.types[ref]
         if self.whole:
             return ref
-        same = found == wanted or self._same_without_gradient(ref, found, wanted)
+        same = conversion(found, wanted, requires_grad=self.specs[ref].requires_grad) == UNCHANGED
         if self.is_batch and not self.samples.crosses(ref, found, wanted, same=same):
             self.samples.check(ref, found, wanted, op, same=same)
             return ref
@@ -253,16 +260,16 @@ class _Sharding:
             return self._from_own_order(ref, wanted, home, place)
         if same:
             return ref
-        if self.graph.is_parameter(ref) and (found, wanted) == (I, R) and ref.name not in self.explicit:
+        if wanted == R and ref.name in self.pending:
             return ref
         if self.is_batch and found == P and home is self.prelude:
             self.samples.read_as_partial[ref] = place
         return self._changed(ref, wanted, home, place)
 
-    def _changed(self, ref: Ref, wanted: Type, home: _Section, place: str) -> Ref:
-        """The change of a value that ``home`` shares; emitted where there is none yet."""
+    def _changed(self, ref: Ref, wanted: Type, home: _Section, place: str, source: Ref | None = None) -> Ref:
+        """The change of a value, or of ``source`` that was made of it, that ``home`` shares; emitted where there is none yet."""
         if (ref, wanted) not in home.changed:
-            home.changed[ref, wanted] = self._change(ref, wanted, home, place)
+            home.changed[ref, wanted] = self._change(source or ref, wanted, home, place, origin=ref)
         return home.changed[ref, wanted]
 
     def _is_in_own_order(self, ref: Ref, found: Type) -> bool:
@@ -273,17 +280,15 @@ class _Sharding:
         """A part of a leaf in type ``wanted``: in zig-zag order where that is split, by way of the whole."""
         if not wanted.is_split:
             return self._changed(ref, wanted, home, place)
-        if (ref, wanted) not in home.changed:
-            whole = self._changed(ref, I if self.specs[ref].requires_grad else R, home, place)
-            home.changed[ref, wanted] = self._change(whole, wanted, home, place, origin=ref)
-        return home.changed[ref, wanted]
+        whole = self._changed(ref, I if self.specs[ref].requires_grad else R, home, place)
+        return self._changed(ref, wanted, home, place, whole)
 
     def _change(self, ref: Ref, wanted: Type, section: _Section, place: str, origin: Ref | None = None) -> Ref:
         """Emits a change of type; ``origin``: the value of the graph that ``ref`` was made of, if it is none itself."""
         origin = origin or ref
         found, spec = self.types[ref], self.specs[ref]
         change = conversion(found, wanted, requires_grad=spec.requires_grad)
-        if change is None or not change.target:
+        if change in (None, UNCHANGED):
             raise InternalError(
                 f"On axis {self.axis} the tensor {ref} of type {found} cannot become {wanted}", where=place
             )
@@ -296,34 +301,33 @@ class _Sharding:
         name = self._name(f"{origin.name}_{self.axis}_{wanted.kind}{wanted.dim if wanted.is_split else ''}")
         full = self.graph.spec(ref) if found.is_split else spec
         local = self._local(full, wanted, place)
-        producer = self.graph.producer(origin)
         section.ops.append(
             Op(
                 name=name,
                 target=target,
                 args=arguments,
                 outputs=(local,),
-                module=producer.module if producer is not None else "",
+                module=self._module(origin),
                 layouts=((*layout_before(self.graph, origin), (self.axis, wanted)),),
             )
         )
         self.types[Ref(name)], self.specs[Ref(name)] = wanted, local
         return Ref(name)
 
-    def _same_without_gradient(self, ref: Ref, found: Type, wanted: Type) -> bool:
-        return not self.specs[ref].requires_grad and {found.kind, wanted.kind} <= {"I", "R"}
-
     # --- bookkeeping
 
     def _set(self, ref: Ref, kind: Type, spec: TensorSpec) -> None:
         """Of a leaf, whose parts are in its own order."""
-        self.types[ref], self.specs[ref] = kind, part_of(spec, kind, self.typing, ref.name)
+        self.types[ref], self.specs[ref] = kind, self._part(spec, kind, ref.name)
 
     def _local(self, spec: TensorSpec, kind: Type, place: str) -> TensorSpec:
         """Of a value that an operator makes."""
         if self.is_zigzag and kind.is_split and kind.dim < len(spec.shape):
             check_part(spec, kind, int(self.typing.size), place, axis=self.axis)
-        return part_of(spec, kind, self.typing, place)
+        return self._part(spec, kind, place)
+
+    def _part(self, spec: TensorSpec, kind: Type, place: str) -> TensorSpec:
+        return part_of(spec, kind, self.typing.size, place, axis=self.axis)
 
     def _name(self, wanted: str) -> str:
         name, count = wanted, 1

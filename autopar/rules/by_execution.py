@@ -32,11 +32,13 @@ from autopar.graph.graph import Argument, Op, Ref, TensorSpec, map_refs
 from autopar.ops.kernels import resolve
 from autopar.plan.mesh import Type
 from autopar.rules.grammar import Dim, parse
-from autopar.rules.local_calls import localize
+from autopar.rules.local_calls import localize, part_of
 from autopar.rules.strategy import RING, Local, Strategy, check_part, check_strategy
 from autopar.rules.table import RuleTable, default_table, full_target
 
 RTOL = 1e-9
+FAILURES = (RuntimeError, IndexError, ValueError, TypeError)
+"""What operators raise on operands that they do not take; ``NotImplementedError`` is a ``RuntimeError``."""
 _SERIAL = count()
 _C10D: Any = torch._C._distributed_c10d  # groups among threads: torch has no public way
 
@@ -94,7 +96,7 @@ def verify_rule(
             continue
         try:
             problem = _check(op, dense, strategy, axis, size, generator, zigzag=zigzag or strategy.target == RING)
-        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        except (RuleError, *FAILURES) as error:
             problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         if problem:
             failures.append(f"{op.target} {strategy.name} {strategy.inputs} -> {strategy.outputs}: {problem}")
@@ -171,7 +173,10 @@ def _check(
         axis=axis,
         size=Fraction(size),
         operands=tuple(_spec(pieces[0]) for pieces in operands),
-        outputs=tuple(_part(_spec(y), t, size) for y, t in zip(dense.outputs, strategy.outputs, strict=True)),
+        outputs=tuple(
+            part_of(_spec(y), t, Fraction(size), strategy.name, axis=axis)
+            for y, t in zip(dense.outputs, strategy.outputs, strict=True)
+        ),
     )
     written = localize(op, strategy, local)
     outputs: list[tuple[Tensor, ...]] = [()] * size
@@ -203,14 +208,6 @@ def _check(
             if problem := _differs([p for p in pieces if p is not None], kind.gradient, gradient, zigzag):
                 return f"gradient of operand {i}: {problem}"
     return ""
-
-
-def _part(spec: TensorSpec, kind: Type, size: int) -> TensorSpec:
-    if not kind.is_split:
-        return spec
-    shape = list(spec.shape)
-    shape[kind.dim] //= size
-    return replace(spec, shape=tuple(shape))
 
 
 def _cut(x: Tensor, kind: Type, size: int, generator: torch.Generator, zigzag: bool) -> list[Tensor]:
@@ -285,7 +282,7 @@ def _in_threads(rank: Any, size: int) -> None:
             group = _gloo(store, index, size, name)
             connected.wait(timeout=60.0)
             rank(index, group)
-        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        except FAILURES as error:
             errors.append(error)
             connected.abort()
         finally:
@@ -328,11 +325,11 @@ def check_rule(target: str, line: str, example: Sequence[object] | None = None) 
     name = full_target(target)
     arguments = tuple(made_example(line)) if example is None else tuple(example)
     operands = [x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)]
-    count = iter(range(len(operands)))
-    op = Op(name="example", target=name, args=tuple(_written(a, count) for a in arguments), outputs=())
+    numbers = count()
+    op = Op(name="example", target=name, args=tuple(_written(a, numbers) for a in arguments), outputs=())
     try:
         call(op, operands)
-    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+    except FAILURES as error:
         raise RuleError(
             "The operator fails on an example of its rule, on CPU in float64",
             where=name,
@@ -374,9 +371,9 @@ def made_example(line: str) -> list[Tensor]:
     return [one(dims) for dims in parsed.inputs]
 
 
-def _written(value: object, count: object) -> Argument:
+def _written(value: object, numbers: Iterator[int]) -> Argument:
     if isinstance(value, Tensor):
-        return Ref(f"x{next(count)}")  # type: ignore[call-overload]
+        return Ref(f"x{next(numbers)}")
     if isinstance(value, tuple | list):
-        return tuple(_written(item, count) for item in value)
+        return tuple(_written(item, numbers) for item in value)
     return value  # type: ignore[return-value]

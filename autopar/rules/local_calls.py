@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from math import prod
 from typing import cast
 
@@ -18,7 +19,7 @@ from autopar.graph.graph import Argument, Graph, Layout, Op, Ref, TensorSpec
 from autopar.ops.kernels import aten_targets
 from autopar.plan.mesh import DATA_AXES, EXPERT_AXIS, I, R, S, Type
 from autopar.rules.moving_patterns import argument, dims_of
-from autopar.rules.strategy import AXIS_AT, COUNT_AT, GATHERED, RING, Local, Strategy, Typing
+from autopar.rules.strategy import AXIS_AT, COUNT_AT, GATHERED, RING, Local, Strategy
 
 Localizer = Callable[[Op, Strategy, Local], Op]
 """Writes the call; ``outputs`` are set by the caller."""
@@ -184,8 +185,8 @@ def layout_before(graph: Graph, ref: Ref) -> Layout:
     return ((BATCH, S(leaf.batch_dim)),) if by_samples and leaf and leaf.batch_dim is not None else ()
 
 
-def part_of(spec: TensorSpec, kind: Type, typing: Typing, place: str) -> TensorSpec:
-    """What one rank of the typing's axis has of a tensor of a type.
+def part_of(spec: TensorSpec, kind: Type, size: Fraction, place: str, *, axis: str) -> TensorSpec:
+    """What one rank of an axis has of a tensor of a type.
 
     Raises:
         RuleError: the dim does not exist or does not divide.
@@ -196,10 +197,10 @@ def part_of(spec: TensorSpec, kind: Type, typing: Typing, place: str) -> TensorS
         raise RuleError(
             f"A tensor of shape {spec.shape} has no dim {kind.dim} to split ({kind})", where=place, fix=_OTHER
         )
-    part, rest = divmod(spec.shape[kind.dim] * typing.size.denominator, typing.size.numerator)
+    part, rest = divmod(spec.shape[kind.dim] * size.denominator, size.numerator)
     if rest:
         raise RuleError(
-            f"A tensor of shape {spec.shape} cannot be split as {kind}: the dim does not divide by {typing.axis}={typing.size}",
+            f"A tensor of shape {spec.shape} cannot be split as {kind}: the dim does not divide by {axis}={size}",
             where=place,
             fix=_OTHER,
         )
@@ -213,7 +214,7 @@ class Conversion:
 
     Attributes:
         target: the operator in emitted code, ``autopar.NAME``; empty when nothing is emitted.
-        forward: the collective it runs forward, or None; sizes: see :func:`collective_bytes`.
+        forward: the collective it runs forward, or None.
         backward: likewise for the gradient.
     """
 
@@ -221,6 +222,9 @@ class Conversion:
     forward: str | None
     backward: str | None
 
+
+UNCHANGED = Conversion(target="", forward=None, backward=None)
+"""The conversion between equal types, and between I and R without a gradient."""
 
 _TABLE: dict[tuple[str, str], Conversion] = {
     ("I", "R"): Conversion(target="autopar.invariant_to_replicate", forward=None, backward="all_reduce"),
@@ -249,7 +253,7 @@ def conversion(source: Type, target: Type, *, requires_grad: bool) -> Conversion
     True
     """
     if source == target or (not requires_grad and {source.kind, target.kind} <= {"I", "R"}):
-        return Conversion(target="", forward=None, backward=None)
+        return UNCHANGED
     found = _TABLE.get((source.kind, target.kind))
     if found is None or requires_grad:
         return found
@@ -278,8 +282,3 @@ def emitted_arguments(axis: str, source: Type, target: Type) -> tuple[str | int,
             return (axis, target.kind)
         case _:
             return (axis,)
-
-
-def collective_bytes(kind: str, *, full_num_bytes: int, size: int) -> int:
-    """The S of the cost formulas: the full tensor, except that all-to-all counts one rank's part."""
-    return full_num_bytes // size if kind == "all_to_all" else full_num_bytes

@@ -15,8 +15,8 @@ the rank (vocabularies), means.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import product
 from math import prod
@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 
 from autopar.errors import RuleError
-from autopar.graph.graph import Argument, Graph, Op, Ref, TensorSpec, digest
+from autopar.graph.graph import Graph, Op, TensorSpec, digest
 from autopar.plan.mesh import P, R, S, Type
-from autopar.rules.by_execution import call, verify_rule
+from autopar.rules.by_execution import FAILURES, call, verify_rule
 from autopar.rules.grammar import Pattern, bind, parse
 from autopar.rules.moving_patterns import unsplit
 from autopar.rules.strategy import Strategy
-from autopar.rules.table import Rule, RuleTable, default_table, torch_rules
+from autopar.rules.table import Rule, RuleTable, default_table, torch_rules, without_refs
 from autopar.util.files import write_text
 
 MAX_COMBINATIONS = 4096
@@ -107,7 +107,7 @@ def _outputs(op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor], dims: 
     ]
     try:
         parts = [call(op, [piece[rank] for piece in pieces]) for rank in range(_RANKS)]
-    except (RuntimeError, IndexError, ValueError, TypeError):
+    except FAILURES:
         return None
     found: list[int | None] = []
     for i, whole in enumerate(dense):
@@ -161,13 +161,12 @@ def _line(labels: list[list[str]], results: list[list[str]], contracted: set[str
     return f"{', '.join(map(text, labels))} -> {', '.join(map(text, results))}"
 
 
-VERSION = "3"
+VERSION = "4"
 """Of the way rules are found; with torch's it names the file in which they are kept."""
 
 MAX_LENGTH = 64
 """Of a dim that is split into parts of length one in the check."""
 MAX_ELEMENTS = 1 << 16
-_FAILURES = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,16 +176,7 @@ class Found:
     target: str
     key: str
     line: str
-    why: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnRule:
-    """A rule that a user declared (``line``) or that execution found (``found``: lines by kind of call)."""
-
-    target: str
-    line: str = ""
-    found: tuple[tuple[str, str], ...] = ()
+    why: str = field(default="", repr=False)
 
 
 def complete(graph: Graph, *, cache_dir: Path | None = None, table: RuleTable | None = None) -> tuple[Found, ...]:
@@ -222,45 +212,39 @@ def complete(graph: Graph, *, cache_dir: Path | None = None, table: RuleTable | 
     return tuple(found.values())
 
 
-def own_rules(graph: Graph, *, table: RuleTable | None = None) -> tuple[OwnRule, ...]:
-    """The rules of a graph's operators that are not shipped, in the order of targets."""
+def own_rules(graph: Graph, *, table: RuleTable | None = None) -> dict[str, Rule]:
+    """The rules of a graph's operators that are not shipped, by target, in order: declared by a user, or found by execution."""
     known, shipped = (table or default_table()).rules, torch_rules()
     calls: dict[str, set[str]] = {}
     for op in (*graph.prelude, *graph.ops):
         calls.setdefault(op.target, set()).add(key_of(op, tuple(graph.spec(ref) for ref in op.operands)))
-    own = []
+    own: dict[str, Rule] = {}
     for target in sorted(calls):
         rule = known.get(target)
         if rule is not None and isinstance(rule.make, _ByCall):
-            lines = tuple((key, one.line) for key, one in sorted(rule.make.found.items()) if key in calls[target])
-            own.append(OwnRule(target=target, found=lines))
+            found = rule.make.found
+            own[target] = replace(
+                rule, make=_ByCall({key: found[key] for key in sorted(found) if key in calls[target]})
+            )
         elif rule is not None and rule.line and (target not in shipped or shipped[target].line != rule.line):
-            own.append(OwnRule(target=target, line=rule.line))
-    return tuple(own)
+            own[target] = rule
+    return own
 
 
-def adopt(rules: Sequence[OwnRule], *, table: RuleTable | None = None) -> None:
+def adopt(rules: Mapping[str, Rule], *, table: RuleTable | None = None) -> None:
     """Add rules that :func:`own_rules` gave in another process, without checking them again."""
-    table = table or default_table()
-    for rule in rules:
-        found = {key: Found(target=rule.target, key=key, line=line) for key, line in rule.found}
-        made = Rule(line=rule.line) if rule.line else Rule(make=_ByCall(found), found=True)
-        table.put(rule.target, made)
+    for target, rule in rules.items():
+        (table or default_table()).put(target, rule)
 
 
 def key_of(op: Op, operands: Sequence[TensorSpec]) -> str:
     """Equal for calls that a found rule treats alike: literals, ranks, dtypes and what has a gradient."""
-
-    def literal(value: Argument) -> object:
-        if isinstance(value, Ref):
-            return "x"
-        return [literal(item) for item in value] if isinstance(value, tuple) else repr(value)
-
-    arguments = [literal(arg) for arg in op.args], [(name, literal(value)) for name, value in op.kwargs]
+    arguments = without_refs(op.args), without_refs(op.kwargs)
     ranks = [(len(s.shape), [n == 1 for n in s.shape], str(s.dtype), s.requires_grad) for s in operands]
     return f"{op.target} {digest(repr((arguments, ranks, [len(s.shape) for s in op.outputs])))}"
 
 
+@dataclass(frozen=True, slots=True)
 class _ByCall:
     """A rule that differs between calls: by :func:`key_of`; a call that is not known is not split.
 
@@ -268,8 +252,8 @@ class _ByCall:
     graphs this process has seen before. Another process, which runs a plan, finds the same ones.
     """
 
-    def __init__(self, found: dict[str, Found] | None = None, kept: dict[str, Found] | None = None) -> None:
-        self.found, self.kept = found or {}, kept or {}
+    found: dict[str, Found] = field(default_factory=dict)
+    kept: dict[str, Found] = field(default_factory=dict)
 
     def adopted(self, key: str) -> Found | None:
         """What another process has found for it."""
@@ -292,7 +276,7 @@ def _find(op: Op, operands: tuple[TensorSpec, ...], key: str, kept: _Kept, full:
             line = kept.lines.get(full) or _narrowed(op, draws)
             if _failures(op, draws, line):
                 line = _narrowed(op, draws)
-        except (RuleError, *_FAILURES) as error:
+        except (RuleError, *FAILURES) as error:
             why = str(error).partition("\n")[0] or type(error).__name__
             continue
         useful = any(not token.endswith("^") for token in line.partition("->")[0].replace(",", " ").split())
@@ -318,7 +302,7 @@ def _draws(op: Op, operands: tuple[TensorSpec, ...], shapes: Sequence[tuple[int,
 
     Raises:
         RuleError: none tells anything.
-        RuntimeError, IndexError, ValueError, TypeError, NotImplementedError: the operator takes none.
+        RuntimeError, IndexError, ValueError, TypeError: the operator takes none.
     """
     draws: list[list[Tensor]] = []
     refusal: Exception | None = None
@@ -327,7 +311,7 @@ def _draws(op: Op, operands: tuple[TensorSpec, ...], shapes: Sequence[tuple[int,
         examples = [_example(spec, shape, seed, is_signed=is_signed) for seed, (spec, shape) in enumerate(pairs)]
         try:
             results = call(op, [x.detach().requires_grad_(x.requires_grad) for x in examples])
-        except _FAILURES as error:
+        except FAILURES as error:
             refusal = refusal or error
             continue
         if all(map(_tells, results)):

@@ -143,7 +143,7 @@ def test_a_declared_rule_is_checked_by_execution() -> None:
 def test_rules_that_are_not_shipped_reach_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = graph_of("autopar_test.gated.default", (2, 12, 20), (20,))
     found, declared = RuleTable(rules=torch_rules()), RuleTable(rules=torch_rules())
-    assert own_rules(graph, table=found) == ()
+    assert own_rules(graph, table=found) == {}
     complete(graph, table=found)
     declared.register("autopar_test::gated", "b c a, a -> b c a")
     monkeypatch.setattr(found_rules, "discover_rule", None)

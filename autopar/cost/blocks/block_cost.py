@@ -24,7 +24,7 @@ class Message:
     Attributes:
         kind: a name of ``autopar.cost.network.collectives.KINDS``.
         axis: the mesh axis that it runs over.
-        num_bytes: its bytes as :func:`autopar.rules.local_calls.collective_bytes` counts them.
+        num_bytes: the bytes of the full tensor; of an all-to-all those of one rank's part.
         backward: whether it runs in backward.
         repeated: for a forward collective, whether recompute runs it again; torch's checkpoint stops after the last operator that keeps
             something.

@@ -30,7 +30,7 @@ from autopar.planner.sharding.input_axes import BATCH
 from autopar.planner.sharding.resharding import Structures
 from autopar.planner.sharding.strategy_energy import MAX_EXTRAS, Problem, rests_of, types_of
 from autopar.rules import table as rules
-from autopar.rules.local_calls import collective_bytes, conversion, emitted_arguments, localize
+from autopar.rules.local_calls import conversion, emitted_arguments, localize
 from autopar.rules.strategy import Local, Strategy
 from autopar.rules.table import without_refs
 
@@ -259,8 +259,7 @@ class AxisCosts:
         """Return the seconds of the collective of a change of type; 0 where it needs none."""
         if kind is None:
             return 0.0
-        num_bytes = collective_bytes(kind, full_num_bytes=spec.num_bytes, size=self.size)
-        return self.pricing.collective_time_s(kind, num_bytes)
+        return self.pricing.collective_time_s(kind, spec.num_bytes // (self.size if kind == "all_to_all" else 1))
 
     # --- parameters
 

@@ -22,7 +22,8 @@ from autopar.graph.graph import Graph, digest
 from autopar.planner.branch_and_bound.process_group import available
 from autopar.planner.search import Limits, Task
 from autopar.planner.space.candidates import Candidate
-from autopar.rules.missing import OwnRule, own_rules
+from autopar.rules.missing import own_rules
+from autopar.rules.table import Rule
 from autopar.util.files import child_environment, sources
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Job:
     """
 
     task: Task
-    rules: tuple[OwnRule, ...]
+    rules: Mapping[str, Rule]
     limits: Limits
     storage: str
     study_name: str
