@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from autopar.ops.kernels import takes_shapes
+from autopar.ops.plain import wide
 
 Kept: TypeAlias = tuple[Tensor, ...]
 """What a kernel's backward asks for besides: the state of a generator that nothing was drawn from."""
@@ -116,11 +117,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> None:
     if not fits or (is_causal and rows != columns):
         said = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
         raise ValueError(f"The shapes of queries, keys and values of one attention disagree: {said}")
-
-
-def wide(x: Tensor) -> Tensor:
-    """In which blocks are merged and their gradients summed: float32, or float64 for float64."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def merge(out: Tensor, total: Tensor, found: Tensor, statistic: Tensor) -> None:

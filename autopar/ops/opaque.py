@@ -99,17 +99,6 @@ def notes_of(model: nn.Module) -> tuple[str, ...]:
     return (f"modules in eval() stay so while the others train: {some(found)}",) if found else ()
 
 
-def modes(module: nn.Module) -> tuple[bool, ...]:
-    """Of a module and those in it; for :func:`restore`."""
-    return tuple(inner.training for inner in module.modules())
-
-
-def restore(module: nn.Module, known: tuple[bool, ...]) -> None:
-    """Back to what :func:`modes` gave."""
-    for inner, training in zip(module.modules(), known, strict=True):
-        inner.training = training
-
-
 @torch.library.custom_op("autopar::opaque", mutates_args=())
 def _exported(
     region: str, inputs: Sequence[Tensor], parameters: Sequence[Tensor], buffers: Sequence[Tensor]
@@ -132,21 +121,20 @@ class Holder(nn.Module):
     def __init__(self, region: Region) -> None:
         super().__init__()
         self.kind, self.name = region.kind, region.name
-        self._call: tuple[Callable[..., Any], ...] = ()
+        self._call: Callable[..., Any] | None = None
 
     def bind(self, model: nn.Module, device: torch.device | None = None) -> None:
         """Takes the module out of ``model``, as a copy on meta whose tensors come with each call."""
         if self.kind == MODULE:
-            self._call = (stateless(model.get_submodule(self.name), model, device),)
+            self._call = stateless(model.get_submodule(self.name), model, device)
 
     def train(self, mode: bool = True) -> Holder:
         """As of every module; the user's code follows."""
         super().train(mode)
-        for call in self._call:
-            if isinstance(call, Stateless):
-                call.module.eval()
-                if mode:
-                    restore(call.module, call.trained)
+        if isinstance(self._call, Stateless):
+            self._call.module.eval()
+            for inner, trained in zip(self._call.module.modules(), self._call.trained, strict=True):
+                inner.training = mode and trained
         return self
 
     def call(self) -> Callable[..., Any]:
@@ -156,11 +144,11 @@ class Holder(nn.Module):
             InternalError: nothing is bound.
             RuntimeMismatchError: the function cannot be imported.
         """
-        if not self._call:
+        if self._call is None:
             if self.kind == MODULE:
                 raise InternalError(f"The program lacks the module of its opaque region {self.name}")
-            self._call = (of_function(load_function(self.name)),)
-        return self._call[0]
+            self._call = of_function(load_function(self.name))
+        return self._call
 
 
 def load_function(name: str) -> type[torch.autograd.Function]:
@@ -213,7 +201,7 @@ def stateless(module: nn.Module, model: nn.Module, device: torch.device | None =
             if isinstance(value, Tensor) and id(value) not in memo:
                 memo[id(value)] = value.detach().to(device or value.device)
     copied = as_trained(deep_copy(module, memo), model)
-    return Stateless(copied, modes(copied))
+    return Stateless(copied, tuple(inner.training for inner in copied.modules()))
 
 
 class _Joined(torch.autograd.Function):

@@ -22,6 +22,11 @@ def local(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return parameter if dtype is None else parameter.to(dtype)
 
 
+def wide(x: Tensor) -> Tensor:
+    """``x`` in float32, or in float64 if it has that dtype: so that sums lose no precision."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class _Unknown(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shape: Sequence[int], *operands: Tensor | None) -> Tensor:
@@ -93,11 +98,11 @@ def cross_entropy_sum(
 
     ``classes``: how many of the logits are real, the first ones; 0: all.
     """
-    wide = torch.float32 if logits.dtype in (torch.float16, torch.bfloat16) else logits.dtype
     if classes:
-        logits = cast("Tensor", _RealClasses.apply(logits, classes, wide))  # type: ignore[no-untyped-call]
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        logits = cast("Tensor", _RealClasses.apply(logits, classes, dtype))  # type: ignore[no-untyped-call]
     return F.cross_entropy(
-        logits.to(wide).reshape(-1, logits.shape[-1]),
+        wide(logits).reshape(-1, logits.shape[-1]),
         target.reshape(-1),
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,

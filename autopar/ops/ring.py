@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.ops import flash
+from autopar.ops.plain import wide
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +61,7 @@ class RingWork:
 
     def add_to_mask(self, gradient: Tensor, found: Tensor, owner: int, rows: slice, columns: slice) -> None:
         """Adds what a block's scores say to the gradient of the mask, summed where the mask is repeated."""
-        size = gradient.shape[-1] // (2 * self.ranks)
-        whole = torch.arange(gradient.shape[-1], device=gradient.device)
-        index = torch.cat([whole[size * i : size * (i + 1)] for i in (owner, 2 * self.ranks - 1 - owner)])[columns]
+        index = self.columns(torch.arange(gradient.shape[-1], device=gradient.device), owner)[columns]
         target = gradient if gradient.shape[-2] == 1 else gradient[..., rows, :]
         target.index_add_(-1, index, found.sum_to_size((*target.shape[:-1], len(index))))
 
@@ -103,12 +102,11 @@ class FlashRing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, work: RingWork) -> Tensor:
         pair, rows = torch.cat([key.reshape(-1), value.reshape(-1)]), query.shape[-2]
-        blocks = work.rounds(pair)
-        for owner, pair in blocks:
-            k, v = _views(pair, key, value)
+        for owner, block in work.rounds(pair):
+            k, v = _views(block, key, value)
             if owner == work.rank:
                 found, total, kept = flash.forward(query, k, v, work.scale, is_causal=work.is_causal)
-                out, total = flash.wide(found), total.clone()
+                out, total = wide(found), total.clone()
                 continue
             here, there = work.visible(owner, rows, k.shape[-2])
             found, statistic, _ = flash.forward(
@@ -126,11 +124,10 @@ class FlashRing(torch.autograd.Function):
         work: RingWork = ctx.work
         grad, rows = gradients[0], query.shape[-2]
         pair = torch.cat([key.reshape(-1), value.reshape(-1)])
-        dq = torch.zeros_like(flash.wide(query))
-        dpair = torch.zeros_like(flash.wide(pair))
-        blocks = work.rounds(pair)
-        for owner, pair in blocks:
-            k, v = _views(pair, key, value)
+        dq = torch.zeros_like(wide(query))
+        dpair = torch.zeros_like(wide(pair))
+        for owner, block in work.rounds(pair):
+            k, v = _views(block, key, value)
             here, there = work.visible(owner, rows, k.shape[-2])
             gradient = flash.backward(
                 grad[..., here, :], query[..., here, :], k[..., there, :], v[..., there, :], result[..., here, :], total[..., here],
@@ -163,9 +160,8 @@ class Ring(torch.autograd.Function):
         rows = q.shape[-2]
         out = q.new_zeros((*q.shape[:-1], value.shape[-1]))
         total = q.new_full((*q.shape[:-1], 1), -math.inf)
-        blocks = work.rounds(pair)
-        for owner, pair in blocks:
-            k, v = _unpacked(pair, key, value, q.dtype)
+        for owner, block in work.rounds(pair):
+            k, v = _unpacked(block, key, value, q.dtype)
             here, there = work.visible(owner, rows, k.shape[-2])
             scores = work.scores(q, k, masks, owner, here, there)
             largest = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).min)
@@ -190,9 +186,8 @@ class Ring(torch.autograd.Function):
         finite = torch.where(total == -math.inf, 0.0, total)
         dq, dpair = torch.zeros_like(q), torch.zeros_like(pair, dtype=q.dtype)
         dmask = torch.zeros_like(masks) if masks is not None and ctx.needs_input_grad[3] else None
-        blocks = work.rounds(pair)
-        for owner, pair in blocks:
-            k, v = _unpacked(pair, key, value, q.dtype)
+        for owner, block in work.rounds(pair):
+            k, v = _unpacked(block, key, value, q.dtype)
             here, there = work.visible(owner, rows, k.shape[-2])
             weights = (work.scores(q, k, masks, owner, here, there) - finite[..., here, :]).exp_()
             g = grad[..., here, :]
@@ -236,13 +231,12 @@ def _merge(out: Tensor, total: Tensor, found: Tensor, statistic: Tensor) -> None
 
 def _prepared(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Q by groups of heads in the dtype of the computation; k and v in one piece, as they are sent; the mask likewise."""
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     heads, groups = query.shape[1], key.shape[1]
-    q = query.to(dtype).reshape(query.shape[0], groups, heads // groups, *query.shape[2:])
+    q = wide(query).reshape(query.shape[0], groups, heads // groups, *query.shape[2:])
     pair = torch.cat([key.reshape(-1), value.reshape(-1)])
     if mask is not None:
         mask = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
-        mask = mask.to(dtype) if mask.dtype != torch.bool else mask
+        mask = mask.to(q.dtype) if mask.dtype != torch.bool else mask
         by_head = (groups, heads // groups) if mask.shape[1] > 1 else (1, 1)
         mask = mask.reshape(mask.shape[0], *by_head, *mask.shape[2:])
     return q, pair, mask

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from autopar.ops import collectives
 from autopar.ops.collectives import group
-from autopar.ops.plain import fixed_batch_norm
+from autopar.ops.plain import fixed_batch_norm, wide
 from autopar.plan.mesh import DATA_AXES, parse_type
 
 
@@ -145,11 +145,9 @@ def cross_entropy_vocabulary(
     wanted = target - pg.rank() * classes
     if num_classes and (pg.rank() + 1) * classes > num_classes:
         logits = logits[..., : num_classes - pg.rank() * classes]
-    largest = logits.detach().amax(dim=-1, keepdim=True)
-    if logits.dtype in (torch.float16, torch.bfloat16):
-        largest = largest.float()
+    largest = wide(logits.detach().amax(dim=-1, keepdim=True))
     parts = _ExponentialSums.apply(logits, _maximum(largest, pg), wanted, label_smoothing > 0)  # type: ignore[no-untyped-call]
-    sums = _summed(parts, pg, spmd_types.I)
+    sums = collectives.all_reduce(_pending(parts, pg), axis, "I")
     normalizer = sums[0].log()
     losses = normalizer - sums[1]
     if label_smoothing:
@@ -195,13 +193,6 @@ spmd_types.register_local_autograd_function(_ExponentialSums)
 def _pending(x: Tensor, pg: dist.ProcessGroup) -> Tensor:
     """One summand of a pending sum, from a value of this rank alone."""
     return cast("Tensor", spmd_types.reinterpret(x, pg, src=spmd_types.V, dst=spmd_types.P))
-
-
-def _summed(local: Tensor, pg: dist.ProcessGroup, to: Any) -> Tensor:
-    """The sum over the group of a value of each rank, as ``to``, R or I."""
-    options = {"op_dtype": local.dtype} if local.requires_grad else None
-    total = spmd_types.all_reduce(_pending(local, pg), pg, src=spmd_types.P, dst=to, backward_options=options)
-    return cast("Tensor", total)
 
 
 def _maximum(local: Tensor, pg: dist.ProcessGroup) -> Tensor:
@@ -321,15 +312,10 @@ def _normalised(
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """The normalised x, mean and variance [1, channels, ...] over all ranks of ``axes``, and of how many elements."""
     dims = [d for d in range(x.dim()) if d != 1]
-    groups = [group(axis) for axis in axes]
-    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    count = wide.numel() // wide.shape[1]
-    for pg in groups:
-        count *= pg.size()
-    count = round(count * share)
-    mean = _total(_counted(wide.sum(dims, keepdim=True), micro_batch_weight), groups) / count
-    centred = wide - mean
-    variance = _total(_counted((centred * centred).sum(dims, keepdim=True), micro_batch_weight), groups) / count
+    count = round(x.numel() // x.shape[1] * prod(group(axis).size() for axis in axes) * share)
+    mean = _total(wide(x).sum(dims, keepdim=True), axes, micro_batch_weight) / count
+    centred = wide(x) - mean
+    variance = _total((centred * centred).sum(dims, keepdim=True), axes, micro_batch_weight) / count
     y = centred * torch.rsqrt(variance + eps)
     shape = [1, -1, *[1] * (x.dim() - 2)]
     if weight is not None:
@@ -341,7 +327,7 @@ def _normalised(
 
 def total(x: Tensor, *axes: str, micro_batch_weight: float = 1.0) -> Tensor:
     """The tensor itself, or the sum over all ranks of ``axes`` of what is a part of it here (P), R; without gradient."""
-    return _total(_counted(x, micro_batch_weight), [group(axis) for axis in axes])
+    return _total(x, axes, micro_batch_weight)
 
 
 def _counted(part: Tensor, micro_batch_weight: float) -> Tensor:
@@ -349,11 +335,12 @@ def _counted(part: Tensor, micro_batch_weight: float) -> Tensor:
     return part if micro_batch_weight == 1.0 else part * micro_batch_weight
 
 
-def _total(local: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    """The sum over all groups, one after the other, R on each: its gradient is a pending sum."""
-    for pg in groups:
-        local = _summed(local, pg, spmd_types.R)
-    return local
+def _total(part: Tensor, axes: Sequence[str], micro_batch_weight: float) -> Tensor:
+    """The weighted sum over all axes, one after the other, R on each: its gradient is a pending sum."""
+    result = _counted(part, micro_batch_weight)
+    for axis in axes:
+        result = collectives.all_reduce(_pending(result, group(axis)), axis, "R")
+    return result
 
 
 def change_over_data(x: Tensor, source: str, target: str, *, micro_batch_weight: float = 1.0) -> Tensor:

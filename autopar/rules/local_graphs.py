@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from fractions import Fraction
 
 from autopar.errors import RuleError
-from autopar.graph.graph import Graph, Op, Ref, TensorSpec, digest
+from autopar.graph.graph import Graph, Op, Parameter, digest
 from autopar.graph.rewrites import signature
 from autopar.plan.mesh import S
+from autopar.rules.local_calls import part_of
 
 AXIS = "ep_data"
 EXPERTS = "autopar.experts"
@@ -27,17 +29,13 @@ SAMPLES = "samples"
 
 def expert_counts(graph: Graph) -> tuple[int, ...]:
     """Experts of each mixture that can be spread: its weights are parameters that nothing else reads."""
-    return tuple(graph.spec(op.operands[-1]).shape[0] for op in graph.ops if op.target == EXPERTS and _owns(graph, op))
+    return tuple(graph.spec(op.operands[-1]).shape[0] for op in graph.ops if can_spread(graph, op))
 
 
-def _owns(graph: Graph, op: Op) -> bool:
-    held = op.operands[3:]
-    return all(graph.is_parameter(ref) and len(graph.users(ref)) == 1 for ref in held)
-
-
-def is_spread(graph: Graph, op: Op) -> bool:
-    """Whether :func:`spread` spreads the experts of ``op``, of a graph before or after it."""
-    return op.target in (EXPERTS, "autopar.experts_dispatch") and _owns(graph, op)
+def can_spread(graph: Graph, op: Op) -> bool:
+    """Whether ``op`` is a mixture of experts whose weights are parameters that nothing else reads."""
+    weights = op.operands[3:]
+    return op.target == EXPERTS and all(graph.is_parameter(ref) and len(graph.users(ref)) == 1 for ref in weights)
 
 
 def spread(graph: Graph, size: int, only: Collection[str] | None = None) -> Graph:
@@ -50,13 +48,11 @@ def spread(graph: Graph, size: int, only: Collection[str] | None = None) -> Grap
     Raises:
         RuleError: a mixture of ``only`` cannot be spread, or its experts do not divide.
     """
-    chosen = [
-        op for op in graph.ops if op.target == EXPERTS and (op.name in only if only is not None else _owns(graph, op))
-    ]
+    chosen = [op for op in graph.ops if (can_spread(graph, op) if only is None else op.name in only)]
     split: set[str] = set()
     for op in chosen:
         count = graph.spec(op.operands[-1]).shape[0]
-        if count % size or not _owns(graph, op):
+        if count % size or not can_spread(graph, op):
             raise RuleError(
                 f"{count} experts cannot be spread over {size} data ranks",
                 where=f"{op.name}, {op.module or 'no module'}",
@@ -71,11 +67,13 @@ def spread(graph: Graph, size: int, only: Collection[str] | None = None) -> Grap
         args = (*op.args, AXIS, graph.spec(op.operands[-1]).shape[0])
         return replace(op, target="autopar.experts_dispatch", args=args)
 
-    parameters = tuple(
-        replace(p, spec=_share(p.spec, size), layout=(*p.layout, (AXIS, S(0)))) if p.name in split else p
-        for p in graph.parameters
-    )
-    made = replace(graph, parameters=parameters, ops=tuple(map(local, graph.ops)))
+    def part(parameter: Parameter) -> Parameter:
+        if parameter.name not in split:
+            return parameter
+        spec = part_of(parameter.spec, S(0), Fraction(size), parameter.fqn, axis=AXIS)
+        return replace(parameter, spec=spec, layout=(*parameter.layout, (AXIS, S(0))))
+
+    made = replace(graph, parameters=tuple(map(part, graph.parameters)), ops=tuple(map(local, graph.ops)))
     blocks = tuple(
         replace(b, hash=digest(f"{b.hash}|{AXIS}|{signature(made.block_ops(b), made.spec)}"))
         if any(op.name in names for op in graph.block_ops(b))
@@ -87,14 +85,9 @@ def spread(graph: Graph, size: int, only: Collection[str] | None = None) -> Grap
 
 def strategy_names(graph: Graph, ops: Collection[Op]) -> Iterator[str]:
     """The typing on ``ep_data`` of operators of a graph in which all mixtures that can be are spread."""
-    return (DISPATCH if op.target == EXPERTS and _owns(graph, op) else SAMPLES for op in ops)
+    return (DISPATCH if can_spread(graph, op) else SAMPLES for op in ops)
 
 
 def spread_parameters(graph: Graph, ops: Collection[Op]) -> frozenset[str]:
     """Names of the parameters that are split over ``ep_data`` there."""
-    owned: list[Ref] = [ref for op in ops if op.target == EXPERTS and _owns(graph, op) for ref in op.operands[3:]]
-    return frozenset(ref.name for ref in owned)
-
-
-def _share(spec: TensorSpec, size: int) -> TensorSpec:
-    return replace(spec, shape=(spec.shape[0] // size, *spec.shape[1:]))
+    return frozenset(ref.name for op in ops if can_spread(graph, op) for ref in op.operands[3:])
