@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from importlib import import_module
@@ -113,27 +113,21 @@ def _encoded(value: object) -> object:
     raise TypeError(f"{type(value).__name__} among the arguments")
 
 
-def _decoded(value: object) -> object:
-    if isinstance(value, Mapping):
-        return getattr(torch, value["dtype"]) if "dtype" in value else torch.device(value["device"])
-    return value
+def _decoded(item: dict[str, Any]) -> object:
+    """What :func:`_encoded` wrote; any other object as it is."""
+    if item.keys() == {"dtype"}:
+        return getattr(torch, item["dtype"])
+    return torch.device(item["device"]) if item.keys() == {"device"} else item
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 @cache
 def region_of(text: str) -> Region:
     """What :meth:`Region.dumps` wrote."""
-    data = json.loads(text)
-    splits = data["splits"] and (tuple(data["splits"][0]), tuple(data["splits"][1]))
-    return Region(
-        **{
-            **data,
-            "constants": tuple((place, _decoded(value)) for place, value in data["constants"]),
-            "parameters": tuple(data["parameters"]),
-            "buffers": tuple(data["buffers"]),
-            "outputs": tuple((tuple(shape), dtype, bool(grad)) for shape, dtype, grad in data["outputs"]),
-            "splits": splits,
-        }
-    )
+    return Region(**{name: _tuples(value) for name, value in json.loads(text, object_hook=_decoded).items()})
 
 
 # --- mixtures of experts

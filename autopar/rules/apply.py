@@ -27,6 +27,7 @@ from autopar.errors import InternalError, RuleError
 from autopar.graph.graph import Argument, Block, Graph, Input, Layout, Op, Parameter, Ref, TensorSpec, digest
 from autopar.graph.rewrites import signature
 from autopar.plan.mesh import I, P, R, S, Type
+from autopar.rules.grammar import replicate
 from autopar.rules.local_calls import (
     BATCH,
     UNCHANGED,
@@ -34,7 +35,6 @@ from autopar.rules.local_calls import (
     emitted_arguments,
     layout_before,
     localize,
-    localizer,
     part_of,
 )
 from autopar.rules.strategy import Local, SampleSums, Strategy, Typing, check_part, check_strategy, is_zigzag
@@ -189,21 +189,18 @@ class _Sharding:
         outputs = tuple(
             [self._local(spec, kind, place) for spec, kind in zip(op.outputs, strategy.outputs, strict=True)]
         )
-        called = op.with_operands(operands)
-        if strategy.target or localizer(op, strategy):
-            local = Local(
-                axis=self.axis,
-                size=self.typing.size,
-                operands=tuple([self.specs[ref] for ref in operands]),
-                outputs=outputs,
-                count_scale=self.count_scale,
-            )
-            called = localize(called, strategy, local)
+        local = Local(
+            axis=self.axis,
+            size=self.typing.size,
+            operands=tuple([self.specs[ref] for ref in operands]),
+            outputs=outputs,
+            count_scale=self.count_scale,
+        )
         before = op.layouts or ((),) * len(op.outputs)
         layouts: tuple[Layout, ...] = tuple(
             [(*layout, (self.axis, kind)) for layout, kind in zip(before, strategy.outputs, strict=True)]
         )
-        section.ops.append(replace(called, outputs=outputs, layouts=layouts))
+        section.ops.append(replace(localize(op.with_operands(operands), strategy, local), layouts=layouts))
         for i, (kind, spec) in enumerate(zip(strategy.outputs, outputs, strict=True)):
             ref = Ref(op.name, i)
             self.types[ref], self.specs[ref] = kind, spec
@@ -213,7 +210,7 @@ class _Sharding:
         if found is not None:
             return found
         if not self.is_batch and self.graph.is_prelude(Ref(op.name)):
-            return Strategy(name="replicate", inputs=(R,) * len(op.operands), outputs=(R,) * len(op.outputs))
+            return replicate(op.operands, op.outputs)
         raise InternalError(f"The operator has no strategy on axis {self.axis}", where=f"{op.name} ({op.target})")
 
     def _loss(self, section: _Section) -> None:

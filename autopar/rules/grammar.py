@@ -21,7 +21,7 @@ See :func:`enumerate_strategies` for what follows from a line.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -284,12 +284,8 @@ def enumerate_strategies(
     work = Fraction(size.denominator, size.numerator)
     yield from (_split(pattern, label, work) for label in _splittable(pattern, operands, outputs, size))
     if any(spec.requires_grad for spec in operands):
-        yield Strategy(
-            name="invariant",
-            inputs=tuple([I if spec.requires_grad else R for spec in operands]),
-            outputs=tuple([I if spec.requires_grad else R for spec in outputs]),
-        )
-    yield Strategy(name="replicate", inputs=(R,) * len(operands), outputs=(R,) * len(outputs))
+        yield invariant(operands, outputs)
+    yield replicate(operands, outputs)
     if any(spec.dtype is torch.bool for spec in outputs):
         return
     for group in pattern.linear:
@@ -304,6 +300,17 @@ def enumerate_strategies(
 def divides(length: int, size: Fraction) -> bool:
     """Whether a dim of this length splits evenly."""
     return length > 1 and length * size.denominator % size.numerator == 0
+
+
+def invariant(operands: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> Strategy:
+    """The strategy under which every rank repeats the work and has the same gradients; what has no gradient is R."""
+    inputs, results = (tuple([I if spec.requires_grad else R for spec in specs]) for specs in (operands, outputs))
+    return Strategy(name="invariant", inputs=inputs, outputs=results)
+
+
+def replicate(operands: Sequence[object], outputs: Sequence[object]) -> Strategy:
+    """The strategy under which every rank repeats the work, and gradients are pending sums."""
+    return Strategy(name="replicate", inputs=(R,) * len(operands), outputs=(R,) * len(outputs))
 
 
 def _splittable(

@@ -36,17 +36,12 @@ def localize(op: Op, strategy: Strategy, local: Local) -> Op:
     Returns:
         The operator with the strategy's target, literals for local shapes, and ``local.outputs``. ``layouts`` is left to the caller.
     """
-    write = localizer(op, strategy)
+    write = _BY_KERNEL.get(strategy.target) if strategy.target else _BY_LITERAL.get(op.target)
     if write is not None:
         op = write(op, strategy, local)
     elif strategy.target:
         op = replace(op, target=strategy.target)
     return replace(op, outputs=local.outputs)
-
-
-def localizer(op: Op, strategy: Strategy) -> Localizer | None:
-    """What writes a rank's call, where it is more than the same call: of the strategy's target, or of literals for shapes."""
-    return _BY_KERNEL.get(strategy.target) if strategy.target else _BY_LITERAL.get(op.target)
 
 
 def _shape_at(position: int, name: str) -> Localizer:
@@ -255,9 +250,7 @@ def conversion(source: Type, target: Type, *, requires_grad: bool) -> Conversion
     if source == target or (not requires_grad and {source.kind, target.kind} <= {"I", "R"}):
         return UNCHANGED
     found = _TABLE.get((source.kind, target.kind))
-    if found is None or requires_grad:
-        return found
-    return Conversion(target=found.target, forward=found.forward, backward=None)
+    return found if found is None or requires_grad else replace(found, backward=None)
 
 
 def emitted_arguments(axis: str, source: Type, target: Type) -> tuple[str | int, ...]:

@@ -9,7 +9,7 @@ ranks that hold the same experts (``ep_outer``) alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from fractions import Fraction
 
@@ -81,13 +81,3 @@ def spread(graph: Graph, size: int, only: Collection[str] | None = None) -> Grap
         for b in graph.blocks
     )
     return replace(made, blocks=blocks)
-
-
-def strategy_names(graph: Graph, ops: Collection[Op]) -> Iterator[str]:
-    """The typing on ``ep_data`` of operators of a graph in which all mixtures that can be are spread."""
-    return (DISPATCH if can_spread(graph, op) else SAMPLES for op in ops)
-
-
-def spread_parameters(graph: Graph, ops: Collection[Op]) -> frozenset[str]:
-    """Names of the parameters that are split over ``ep_data`` there."""
-    return frozenset(ref.name for op in ops if can_spread(graph, op) for ref in op.operands[3:])

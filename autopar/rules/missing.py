@@ -15,9 +15,8 @@ the rank (vocabularies), means.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -96,7 +95,8 @@ def _splits(op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor]) -> Iter
         lengths = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
         if len(lengths) == 1:
             outputs = _outputs(op, operands, dense, dims)
-            if outputs is not None and _holds(op, operands, dims, outputs):
+            inputs = [R if d is None else S(d) for d in dims]
+            if outputs is not None and _holds(op, operands, inputs, [P if d is None else S(d) for d in outputs]):
                 yield dims, outputs
 
 
@@ -129,13 +129,8 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a.to(wide), b.detach().to(wide), rtol=1e-9, atol=1e-9)
 
 
-def _holds(op: Op, operands: Sequence[Tensor], dims: Sequence[int | None], outputs: Sequence[int | None]) -> bool:
-    strategy = Strategy(
-        name="found",
-        inputs=tuple(R if d is None else S(d) for d in dims),
-        outputs=tuple(P if d is None else S(d) for d in outputs),
-        work=Fraction(1, _RANKS),
-    )
+def _holds(op: Op, operands: Sequence[Tensor], inputs: Iterable[Type], outputs: Iterable[Type]) -> bool:
+    strategy = Strategy(name="found", inputs=tuple(inputs), outputs=tuple(outputs))
     return not verify_rule(op, operands, size=_RANKS, strategies=[strategy])
 
 
@@ -144,12 +139,11 @@ def _linear(op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor]) -> str:
     groups = [(i,) for i in range(len(operands))] + ([tuple(range(len(operands)))] if len(operands) > 1 else [])
     found = []
     for group in groups:
-        inputs: tuple[Type, ...] = tuple(P if i in group else R for i in range(len(operands)))
-        strategy = Strategy(name="found", inputs=inputs, outputs=(P,) * len(dense))
+        inputs = [P if i in group else R for i in range(len(operands))]
         summable = all(operands[i].dtype.is_floating_point for i in group) and all(
             y.dtype.is_floating_point for y in dense
         )
-        if summable and not verify_rule(op, operands, size=_RANKS, strategies=[strategy]):
+        if summable and _holds(op, operands, inputs, [P] * len(dense)):
             found.append("+".join(map(str, group)))
     return f"; linear {', '.join(found)}" if found else ""
 

@@ -234,24 +234,24 @@ def pad(op: Op, operands: Specs) -> Pattern:
 # --- dims that must stay whole -------------------------------------------------------------------
 
 _LINEAR = aten_targets("cumsum.default flip.default roll.default diff.default fft_fftn.default fft_ifftn.default")
-_WHOLE_DIM = {
-    "aten.softmax.int": (1, "dim"),
-    "aten._softmax.default": (1, "dim"),
-    "aten.log_softmax.int": (1, "dim"),
-    "aten._log_softmax.default": (1, "dim"),
-    "aten.cumsum.default": (1, "dim"),
-    "aten.cumprod.default": (1, "dim"),
-    "aten.logcumsumexp.default": (1, "dim"),
-    "aten.glu.default": (1, "dim"),
-    "aten.flip.default": (1, "dims"),
-    "aten.roll.default": (2, "dims"),
-    "aten.topk.default": (2, "dim"),
-    "aten.sort.default": (1, "dim"),
-    "aten.sort.stable": (2, "dim"),
-    "aten.argsort.default": (1, "dim"),
-    "aten.diff.default": (2, "dim"),
-    "aten.fft_fftn.default": (2, "dim"),
-    "aten.fft_ifftn.default": (2, "dim"),
+_WHOLE_DIM: dict[str, tuple[int, str, int | None]] = {
+    "aten.softmax.int": (1, "dim", None),
+    "aten._softmax.default": (1, "dim", None),
+    "aten.log_softmax.int": (1, "dim", None),
+    "aten._log_softmax.default": (1, "dim", None),
+    "aten.cumsum.default": (1, "dim", None),
+    "aten.cumprod.default": (1, "dim", None),
+    "aten.logcumsumexp.default": (1, "dim", None),
+    "aten.glu.default": (1, "dim", -1),
+    "aten.flip.default": (1, "dims", None),
+    "aten.roll.default": (2, "dims", None),
+    "aten.topk.default": (2, "dim", -1),
+    "aten.sort.default": (1, "dim", -1),
+    "aten.sort.stable": (2, "dim", -1),
+    "aten.argsort.default": (1, "dim", -1),
+    "aten.diff.default": (2, "dim", -1),
+    "aten.fft_fftn.default": (2, "dim", None),
+    "aten.fft_ifftn.default": (2, "dim", None),
 }
 WHOLE_DIM_TARGETS = tuple(_WHOLE_DIM)
 
@@ -262,12 +262,8 @@ def whole_dim(op: Op, operands: Specs) -> Pattern:
     Further operands (``prepend`` of diff) have the same dims.
     """
     rank = len(operands[0].shape)
-    position, name = _WHOLE_DIM[op.target]
-    last = op.target in (
-        "aten.topk.default", "aten.sort.default", "aten.sort.stable", "aten.argsort.default", "aten.diff.default",
-        "aten.glu.default",
-    )  # fmt: skip
-    dims = dims_of(op, position, name, rank, -1 if last else None)
+    position, name, default = _WHOLE_DIM[op.target]
+    dims = dims_of(op, position, name, rank, default)
     return same_dims(op, operands, [dim for dim in dims if dim < rank], linear=op.target in _LINEAR)
 
 
@@ -372,6 +368,5 @@ def random_order(op: Op, operands: Specs) -> Pattern:
 
 def whole_factory(op: Op, operands: Specs) -> Pattern:
     """arange, eye and their like: a value depends on its position, so that every rank makes all of them."""
-    labels = NAMES[: len(op.spec.shape)]
-    inputs = tuple(("",) * len(spec.shape) for spec in operands)
-    return Pattern(inputs=inputs, outputs=(labels,), frozen=frozenset(labels))
+    free = factory(op, operands)
+    return replace(free, frozen=frozenset(free.outputs[0]))

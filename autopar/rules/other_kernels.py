@@ -10,7 +10,6 @@ Functions are like those of :mod:`autopar.rules.moving_patterns`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from fractions import Fraction
 
 from autopar.errors import RuleError
@@ -18,7 +17,7 @@ from autopar.graph.graph import Op
 from autopar.ops.kernels import Form, region_of
 from autopar.plan.mesh import I, P, R, S
 from autopar.rules.computing_patterns import reduction
-from autopar.rules.grammar import Pattern, divides, pattern_of
+from autopar.rules.grammar import Pattern, divides, invariant, pattern_of, replicate
 from autopar.rules.local_calls import BATCH
 from autopar.rules.moving_patterns import NAMES, Specs, argument, same_dims
 from autopar.rules.strategy import FORM_AT, GATHERED, RING, Strategy
@@ -72,13 +71,9 @@ def opaque(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strat
     region = region_of(str(op.args[0]))
     flows = any(spec.requires_grad for spec in operands)
     if flows and axis != BATCH:
-        yield Strategy(
-            name="invariant",
-            inputs=tuple(I if spec.requires_grad else R for spec in operands),
-            outputs=tuple(I if spec.requires_grad else R for spec in op.outputs),
-        )
+        yield invariant(operands, op.outputs)
     if not flows or region.is_linear_backward:
-        yield Strategy(name="replicate", inputs=(R,) * len(operands), outputs=(R,) * len(op.outputs))
+        yield replicate(operands, op.outputs)
     if axis != BATCH or region.splits is None:
         return
     inside, outside = region.splits
@@ -232,38 +227,30 @@ def window(op: Op, operands: Specs) -> Pattern:
     return same_dims(op, operands, range(-WINDOW_TARGETS[op.target], 0), linear=is_linear)
 
 
-def instance_norm(op: Op, operands: Specs) -> Pattern:
-    """Every sample and channel by itself; weight and bias have the channels."""
-    if not argument(op, 5, "use_input_stats", True):
+def channel_norm(op: Op, operands: Specs) -> Pattern:
+    """Batch, instance and group norm of x [samples, channels, *space]; weight, bias and statistics have the channels.
+
+    A batch norm reads statistics of the batch, unless they are at rest (``aten.batch_norm``): then it is elementwise.
+
+    Raises:
+        RuleError: an instance norm with running statistics.
+    """
+    if op.target == "aten.instance_norm.default" and not argument(op, 5, "use_input_stats", True):
         raise RuleError.unsupported(
             "An instance norm with running statistics", where=op.name, instead="Leave track_running_stats out"
         )
-    plain = batch_norm_at_rest(op, operands)
-    return replace(plain, frozen=frozenset(plain.outputs[0][2:]))
-
-
-def group_norm(op: Op, operands: Specs) -> Pattern:
-    """Group norm of x [samples, channels, ...]: samples alone are split."""
-    plain = batch_norm_at_rest(op, operands)
-    return replace(plain, frozen=frozenset(plain.outputs[0][1:]))
-
-
-def batch_norm(op: Op, operands: Specs) -> Pattern:
-    """Channels alone split freely."""
-    plain = batch_norm_at_rest(op, operands)
-    return replace(plain, frozen=frozenset(plain.outputs[0]) - {NAMES[1]})
-
-
-def batch_norm_at_rest(op: Op, operands: Specs) -> Pattern:
-    """Elementwise but for the channels that weight, bias, mean and variance have: x is [samples, channels, *space]."""
     labels = NAMES[: len(operands[0].shape)]
-    return Pattern(inputs=(labels, *(labels[1:2] for _ in operands[1:])), outputs=(labels,))
-
-
-def batch_norm_running(op: Op, operands: Specs) -> Pattern:
-    """As :func:`batch_norm`, with running mean and variance among operands and results, by channels."""
-    plain = batch_norm(op, operands)
-    return replace(plain, outputs=(*plain.outputs, NAMES[1:2], NAMES[1:2]))
+    samples, channels, space = labels[:1], labels[1:2], labels[2:]
+    whole = {
+        "aten.batch_norm.default": (),
+        "aten.instance_norm.default": space,
+        "aten.group_norm.default": (*channels, *space),
+    }.get(op.target, (*samples, *space))
+    return Pattern(
+        inputs=(labels, *(channels for _ in operands[1:])),
+        outputs=(labels, *(channels for _ in op.outputs[1:])),
+        frozen=frozenset(whole),
+    )
 
 
 def total_statistics(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:

@@ -260,11 +260,7 @@ _NAMES: dict[PatternMaker, str] = {
     compute.embedding_bag: "autopar.embedding_bag",
     compute.embedding_bag_ragged: "autopar.embedding_bag_ragged",
     compute.layer_norm: "layer_norm native_layer_norm rms_norm",
-    other_kernels.group_norm: "group_norm",
-    other_kernels.instance_norm: "instance_norm",
-    other_kernels.batch_norm: "autopar.batch_norm",
-    other_kernels.batch_norm_at_rest: "batch_norm",
-    other_kernels.batch_norm_running: "autopar.batch_norm_running",
+    other_kernels.channel_norm: "group_norm instance_norm batch_norm autopar.batch_norm autopar.batch_norm_running",
     special.same_dims: "pixel_shuffle pixel_unshuffle autopar.total",
     compute.cross_entropy: "cross_entropy_loss",
 }
