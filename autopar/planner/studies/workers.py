@@ -22,7 +22,7 @@ from autopar.graph.graph import Graph, digest
 from autopar.planner.branch_and_bound.process_group import available
 from autopar.planner.search import Limits, Task
 from autopar.planner.space.candidates import Candidate
-from autopar.rules.missing import own_rules
+from autopar.rules.missing import extra_rules
 from autopar.rules.table import Rule
 from autopar.util.files import child_environment, sources
 
@@ -111,7 +111,7 @@ def helpers(task: Task, pool: Sequence[Candidate], sharing: Sharing, limits: Lim
     with tempfile.TemporaryDirectory(prefix="autopar-", ignore_cleanup_errors=True) as folder:
         job = Job(
             task=replace(task, graph=replace(task.graph)),  # without the graph's cached look-ups
-            rules=own_rules(task.graph),
+            rules=extra_rules(task.graph),
             limits=limits,
             storage=sharing.storage or f"sqlite:///{Path(folder) / 'study.db'}",
             study_name=sharing.study_name or study_name(task),
@@ -177,7 +177,7 @@ def identity(task: Task) -> dict[str, str]:
         "optimizer": task.optimizer,
         "pins": ", ".join(task.pins.texts),
         "space": f"{task.space.name} {digest(repr(task.space))}",
-        "rules": digest(repr(own_rules(graph))),
+        "rules": digest(repr(extra_rules(graph))),
         "version of autopar": sources(),
     }
 
