@@ -73,9 +73,7 @@ def whole_graph(plan: Plan, graph: Graph) -> Graph:
     """The traced ``graph`` for the plan's global batch on one device: every operator as traced, with other shapes."""
     single_device = replace(plan, mesh=Mesh(), micro_batch_size=plan.global_batch_size, data_shares=())
     typing = batch_typing(single_device, graph)
-    as_traced = {
-        name: replace(strategy, target="", extra=(), communication=()) for name, strategy in typing.strategies.items()
-    }
+    as_traced = {name: replace(strategy, target="") for name, strategy in typing.strategies.items()}
     size = plan.global_batch_size
     as_traced_typing = replace(typing, strategies=as_traced)
     return shard(graph, as_traced_typing, global_batch_size=size, micro_batch_size=size, whole=True)

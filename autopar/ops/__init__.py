@@ -1,4 +1,4 @@
-"""What generated code calls: collectives with their gradients, and kernels that know they hold one rank's part.
+"""The functions that generated code calls: collectives with their gradients, and kernels that run on the part of one rank.
 
-A graph names them ``autopar.NAME``; :func:`autopar.ops.kernels.resolve` finds them.
+Graphs name them ``autopar.NAME``; :func:`autopar.ops.kernels.resolve` finds them.
 """

@@ -1,12 +1,11 @@
-"""Typed collectives over a mesh axis by name: what emitted code calls most.
+"""Typed collectives over a mesh axis, which is given by name: the functions that emitted code calls most.
 
-The collectives are those of ``spmd-types``: each is a pair of a forward and the backward that the
-types ask for (:mod:`autopar.plan.mesh`). An axis is a name, looked up in the mesh that
-``spmd_types.set_current_mesh(device_mesh)`` set on the calling thread; the process group is found
-in the forward pass, so that backward runs on any thread. Whoever recomputes a block in backward
-sets the mesh again around it. Tensors without gradient, integers and booleans pass as well.
+The collectives are those of ``spmd-types``: each is a pair of a forward and the backward that its types require
+(:mod:`autopar.plan.mesh`). The name of an axis is looked up in the mesh that ``spmd_types.set_current_mesh(device_mesh)`` set on the
+calling thread. The process group is found in forward, so that backward may run on any thread. Code that recomputes a block in backward
+must set the mesh again around it. Tensors without gradient, integers and booleans are accepted as well.
 
-Shapes: collectives keep every dim except the one they name; x is one rank's tensor.
+Shapes: x is the tensor of one rank; a collective keeps every dim except the one that it names.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from autopar.errors import InternalError
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """Identity; its gradient is laid out densely, which collectives ask of what they send."""
+    """The identity. Its gradient is made contiguous, as collectives require of what they send."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -43,7 +42,11 @@ spmd_types.register_local_autograd_function(_ContiguousGradient)
 
 @contextmanager
 def on_meshes(meshes: Sequence[DeviceMesh]) -> Iterator[None]:
-    """Sets the meshes whose axes emitted code names: the job's mesh last, before it other ways to cut the same ranks."""
+    """Sets the meshes whose axes emitted code names.
+
+    Args:
+        meshes: the mesh of the job is the last one; the others divide the same ranks in other ways.
+    """
     with ExitStack() as stack:
         for mesh in meshes:
             stack.enter_context(spmd_types.set_current_mesh(mesh))
@@ -51,7 +54,7 @@ def on_meshes(meshes: Sequence[DeviceMesh]) -> Iterator[None]:
 
 
 def group(axis: str) -> dist.ProcessGroup:
-    """This rank's process group on an axis of the current mesh; axes of experts are those of a mesh set before it.
+    """Returns the process group of this rank on an axis of the current mesh. Axes of experts are found in a mesh that was set before it.
 
     Raises:
         RuntimeError: no mesh is set on this thread, or it has no such axis.
@@ -72,7 +75,7 @@ def all_reduce(x: Tensor, axis: str, to: str) -> Tensor:
 
 
 def all_gather(x: Tensor, axis: str, dim: int, to: str) -> Tensor:
-    """S(dim) to ``to`` (``I`` or ``R``): all parts. Backward: the own slice for I, a reduce-scatter for R."""
+    """S(dim) to ``to`` (``I`` or ``R``): all parts. Backward: the slice of this rank for I, a reduce-scatter for R."""
     flat = x.view(torch.uint8) if x.dtype == torch.bool else x
     y: Tensor = spmd_types.all_gather(
         flat, group(axis), src=spmd_types.S(dim), dst=_TYPES[to], backward_options=_backward(x)
@@ -81,7 +84,7 @@ def all_gather(x: Tensor, axis: str, dim: int, to: str) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, axis: str, dim: int) -> Tensor:
-    """P to S(dim): this rank's part of the sum. Backward: an all-gather."""
+    """P to S(dim): the part of this rank of the sum. Backward: an all-gather."""
     y: Tensor = spmd_types.reduce_scatter(
         x, group(axis), src=spmd_types.P, dst=spmd_types.S(dim), backward_options=_backward(x)
     )
@@ -104,7 +107,11 @@ def all_to_all(x: Tensor, axis: str, split_dim: int, gathered_dim: int) -> Tenso
 
 
 def shard(x: Tensor, axis: str, dim: int, source: str) -> Tensor:
-    """``source`` (``I`` or ``R``) to S(dim): the own slice. Backward: an all-gather for I, zeros around it for R."""
+    """``source`` (``I`` or ``R``) to S(dim): the slice of this rank. Backward: an all-gather for I, the slice among zeros for R.
+
+    Raises:
+        InternalError: the number of ranks does not divide the dim.
+    """
     pg = group(axis)
     size = dist.get_world_size(pg)
     if x.shape[dim] % size:
@@ -114,7 +121,7 @@ def shard(x: Tensor, axis: str, dim: int, source: str) -> Tensor:
 
 
 def keep_on_first(x: Tensor, axis: str, source: str) -> Tensor:
-    """``source`` (``I`` or ``R``) to P: the tensor on the axis' first rank, zeros on the others."""
+    """``source`` (``I`` or ``R``) to P: the tensor on the first rank of the axis, zeros on the others."""
     y: Tensor = spmd_types.convert(
         x, group(axis), src=_TYPES[source], dst=spmd_types.P, expert_mode=True, backward_options=_backward(x)
     )
@@ -130,9 +137,10 @@ _TYPES = {"I": spmd_types.I, "R": spmd_types.R}
 
 
 def _backward(x: Tensor) -> dict[str, torch.dtype] | None:
-    """Gradients are summed in the dtype in which they arrive; spmd-types wants that said."""
+    """Returns the options of a backward that sums gradients in the dtype in which they arrive; spmd-types requires a dtype."""
     return {"op_dtype": x.dtype} if x.requires_grad else None
 
 
 def _dense_gradient(x: Tensor) -> Tensor:
+    """Returns ``x`` with a contiguous gradient, if it has one."""
     return cast("Tensor", _ContiguousGradient.apply(x)) if x.requires_grad else x  # type: ignore[no-untyped-call]

@@ -1,19 +1,17 @@
-"""A mixture of experts as one operator, on one device and split over an axis: called by emitted code.
+"""A mixture of experts as one operator, on one device and split over an axis; emitted code calls it.
 
-Every token goes to k of E experts, each a gated (or plain) feed-forward layer of its own:
+Every token goes to k of E experts, each of which is a gated (or plain) feed-forward layer:
 
     y[t] = sum over j of weights[t, j] * down[e] @ (act(gate[e] @ x[t]) * (up[e] @ x[t])),  e = indices[t, j]
 
-No token is dropped, whatever the routing; experts without tokens get zero gradients. Shapes: hidden
-[tokens..., h]; weights and indices [tokens..., k]; gate and up [E, f, h]; down [E, h, f]; the result is as
-hidden. ``gate`` None: no gate. ``gate_bias`` and ``up_bias`` [E, f] are added to what gate and up give; None: none. A bias of
-``down`` is no part of the operator, as its parts split along f could not each add it. ``form`` is the name of the activation and
-what :class:`autopar.ops.kernels.Form` knows besides. Rows are sorted by expert, so that each expert is one product.
+No token is dropped, and experts without tokens get zero gradients. Shapes: hidden [tokens..., h]; weights and indices [tokens..., k];
+gate and up [E, f, h]; down [E, h, f]; the result as hidden. gate_bias and up_bias [E, f] are added to the outputs of gate and up. Down
+has no bias here, as parts that are split along f cannot each add it. ``gate`` and the biases may be None. ``form`` is the text of
+:class:`autopar.ops.kernels.Form`. Rows are sorted by expert, so that each expert is one product.
 
-The host waits for the device in :func:`_read` alone, at most once a call: for the sizes of what a rank keeps or
-sends, or for the rows of each expert where a loop runs over them. All experts of one rank wait for nothing where the
-products are grouped (:func:`_is_grouped`). Whoever recomputes a block in backward waits again.
-``autopar.cost.operators.operator_times`` prices this.
+The host waits for the device only in :func:`_read`, at most once a call: for the numbers of rows that a rank keeps or sends, or for the
+rows of each expert if a loop runs over them. It never waits if all experts are on one rank and products are grouped (:func:`_is_grouped`).
+A recomputation in backward waits again. ``autopar.cost.operators.operator_times`` prices this.
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ from autopar.ops.kernels import Form
 from autopar.ops.plain import unknown
 
 
-class _Held(NamedTuple):
-    """The weights of experts, [E, out, in], or of one of them, [out, in], whatever way they are stored."""
+class _Weights(NamedTuple):
+    """The weights of experts, [E, out, in], or of one expert, [out, in], whether they are stored transposed or not."""
 
     gate: Tensor | None
     up: Tensor
@@ -46,19 +44,21 @@ class _Held(NamedTuple):
     @classmethod
     def of(
         cls, gate: Tensor | None, up: Tensor, down: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, text: str
-    ) -> _Held:
+    ) -> _Weights:
+        """Returns the weights from the arguments of an operator; ``text`` is the form."""
         form = Form.parse(text)
         if form.is_transposed:
             gate, up, down = None if gate is None else gate.mT, up.mT, down.mT
         return cls(gate, up, down, gate_bias, up_bias, form)
 
-    def each(self) -> Iterator[_Held]:
-        """Those of one expert after the other."""
-        tensors = [repeat(None) if held is None else held.unbind(0) for held in self[:5]]
+    def each(self) -> Iterator[_Weights]:
+        """Yields the weights of one expert after the other."""
+        tensors = [repeat(None) if weight is None else weight.unbind(0) for weight in self[:5]]
         for gate, up, down, gate_bias, up_bias in zip(*tensors, strict=False):
-            yield _Held(gate, up, down, gate_bias, up_bias, self.form)
+            yield _Weights(gate, up, down, gate_bias, up_bias, self.form)
 
     def applied(self, rows: Tensor, product: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> Tensor:
+        """Returns the output of the experts for ``rows``; ``product`` multiplies rows by a weight and adds a bias."""
         gate = None if self.gate is None else product(rows, self.gate, self.gate_bias)
         return product(self.form.between(gate, product(rows, self.up, self.up_bias)), self.down, None)
 
@@ -74,17 +74,19 @@ def experts(  # noqa: PLR0913, PLR0917  the arguments of the operator
     up_bias: Tensor | None,
     form: str,
 ) -> Tensor:
-    """All experts on one rank, or (``gate``, ``up``, ``down``, their biases split along f) a summand of what they give.
+    """All experts on one rank.
+
+    If ``gate``, ``up``, ``down`` and the biases are split along f, the result is a summand.
 
     Raises:
-        UsageError: an unknown activation.
+        UsageError: the activation is unknown.
     """
-    held = _Held.of(gate, up, down, gate_bias, up_bias, form)
+    own_weights = _Weights.of(gate, up, down, gate_bias, up_bias, form)
     if hidden.is_meta:
         return unknown(hidden.shape, hidden, weights, gate, up, down, gate_bias, up_bias)
     order, ends = _sorted(indices.reshape(-1), up.shape[0])
     rows = hidden.reshape(-1, hidden.shape[-1])[order // indices.shape[-1]]
-    return _combined(_grouped(rows, ends, None, held), order, weights, hidden)
+    return _weighted_sum(_run_experts(rows, ends, None, own_weights), order, weights, hidden)
 
 
 def experts_split(  # noqa: PLR0913, PLR0917  the arguments of the operator, and where it stands
@@ -100,24 +102,25 @@ def experts_split(  # noqa: PLR0913, PLR0917  the arguments of the operator, and
     axis: str,
     num_experts: int,
 ) -> Tensor:
-    """The own experts' part of the result; ``gate``, ``up`` and ``down`` are S(0) on ``axis``, the rest R.
+    """The contribution of this rank's experts; ``gate``, ``up`` and ``down`` are S(0) on ``axis``, the other tensors R.
 
     Args:
-        num_experts: of all ranks.
+        axis: the axis over which experts are split.
+        num_experts: the number of experts over all ranks.
 
     Returns:
-        As hidden, P: a pending sum. Nothing is sent.
+        A tensor of the shape of hidden, P: a pending sum. Nothing is sent.
     """
     if hidden.is_meta:
         return unknown(hidden.shape, hidden, weights, gate, up, down, gate_bias, up_bias)
-    own, k = up.shape[0], indices.shape[-1]
-    chosen = indices.reshape(-1) - group(axis).rank() * own
-    order, ends = _sorted(chosen.masked_fill((chosen < 0) | (chosen >= own), own), own)
-    counts = _counts(ends)  # not kept without reading: rows of others' experts would be ranks - 1 times the own ones
-    mine = order[: sum(counts)]
-    held = _Held.of(gate, up, down, gate_bias, up_bias, form)
-    rows = _grouped(hidden.reshape(-1, hidden.shape[-1])[mine // k], ends, counts, held)
-    return _summed(rows, mine, weights, hidden)
+    num_local, k = up.shape[0], indices.shape[-1]
+    local_ids = indices.reshape(-1) - group(axis).rank() * num_local
+    order, ends = _sorted(local_ids.masked_fill((local_ids < 0) | (local_ids >= num_local), num_local), num_local)
+    counts = _counts(ends)  # read to leave out rows of other ranks' experts, which are ranks - 1 times as many
+    choices = order[: sum(counts)]
+    own_weights = _Weights.of(gate, up, down, gate_bias, up_bias, form)
+    rows = _run_experts(hidden.reshape(-1, hidden.shape[-1])[choices // k], ends, counts, own_weights)
+    return _scattered_sum(rows, choices, weights, hidden)
 
 
 def experts_dispatch(  # noqa: PLR0913, PLR0917  the arguments of the operator, and where it stands
@@ -133,22 +136,23 @@ def experts_dispatch(  # noqa: PLR0913, PLR0917  the arguments of the operator, 
     axis: str,
     num_experts: int,
 ) -> Tensor:
-    """Tokens travel to the ranks of their experts and back, by all-to-all in both directions.
+    """Sends tokens to the ranks of their experts and back, by an all-to-all in each direction.
 
     Args:
-        hidden, weights, indices: this rank's tokens, S of one leading dim.
-        gate, up, down: this rank's experts, S(0).
-        num_experts: of all ranks.
+        hidden, weights, indices: the tokens of this rank, S of one leading dim.
+        gate, up, down: the experts of this rank, S(0).
+        axis: the axis over which experts are split.
+        num_experts: the number of experts over all ranks.
 
     Returns:
-        This rank's tokens, split as hidden. As many rows are sent as the routing asks for.
+        The tokens of this rank, split like hidden. The number of rows sent depends on the routing.
     """
     if hidden.is_meta:
         return unknown(hidden.shape, hidden, weights, gate, up, down, gate_bias, up_bias)
     order, ends = _sorted(indices.reshape(-1), num_experts)
     tokens = order // indices.shape[-1]
-    rows = _travelled(hidden, tokens, ends, _Held.of(gate, up, down, gate_bias, up_bias, form), group(axis))
-    return _combined(rows, order, weights, hidden)
+    rows = _run_on_owners(hidden, tokens, ends, _Weights.of(gate, up, down, gate_bias, up_bias, form), group(axis))
+    return _weighted_sum(rows, order, weights, hidden)
 
 
 def experts_dispatch_split(  # noqa: PLR0913, PLR0917  the arguments of the operator, and where it stands
@@ -166,103 +170,124 @@ def experts_dispatch_split(  # noqa: PLR0913, PLR0917  the arguments of the oper
     inner: str,
     parts: int,
 ) -> Tensor:
-    """As :func:`experts_dispatch` over ``axis``, for the share of each rank's experts that this rank of ``inner`` has.
+    """Does what :func:`experts_dispatch` does over ``axis``, for the experts of each rank that this rank of ``inner`` has.
 
     Args:
-        hidden, weights, indices: this rank's tokens on ``axis``; R on ``inner``.
-        gate, up, down: this rank's experts: S(0) on ``axis``, and each part S(0) on ``inner``.
-        num_experts: of all ranks.
-        parts: ranks of ``inner``.
+        hidden, weights, indices: the tokens of this rank on ``axis``; R on ``inner``.
+        gate, up, down: the experts of this rank: S(0) on ``axis``, and each part S(0) on ``inner``.
+        axis: the outer axis over which experts are split.
+        num_experts: the number of experts over all ranks.
+        inner: the axis that splits the experts of each rank further.
+        parts: the number of ranks of ``inner``.
 
     Returns:
-        As hidden, P on ``inner``: a pending sum.
+        A tensor of the shape of hidden, P on ``inner``: a pending sum.
     """
     if hidden.is_meta:
         return unknown(hidden.shape, hidden, weights, gate, up, down, gate_bias, up_bias)
-    own, k = up.shape[0], indices.shape[-1]
-    chosen = indices.reshape(-1)
-    share = chosen // own  # which share of the experts a choice falls into, over all ranks
-    local = share // parts * own + chosen % own
+    num_local, k = up.shape[0], indices.shape[-1]
+    expert_ids = indices.reshape(-1)
+    share = expert_ids // num_local  # the number of the part of the experts, over all ranks, that a choice is in
+    ids_here = share // parts * num_local + expert_ids % num_local
     num_here = num_experts // parts
-    order, ends = _sorted(local.masked_fill(share % parts != group(inner).rank(), num_here), num_here)
-    rows = _travelled(hidden, order // k, ends, _Held.of(gate, up, down, gate_bias, up_bias, form), group(axis))
-    return _summed(rows, order[: rows.shape[0]], weights, hidden)
+    order, ends = _sorted(ids_here.masked_fill(share % parts != group(inner).rank(), num_here), num_here)
+    rows = _run_on_owners(hidden, order // k, ends, _Weights.of(gate, up, down, gate_bias, up_bias, form), group(axis))
+    return _scattered_sum(rows, order[: rows.shape[0]], weights, hidden)
 
 
-def _travelled(hidden: Tensor, tokens: Tensor, ends: Tensor, held: _Held, pg: dist.ProcessGroup) -> Tensor:
-    """Rows to their experts on the ranks of ``pg``, through them, and back into their order.
+def _run_on_owners(hidden: Tensor, tokens: Tensor, ends: Tensor, weights: _Weights, pg: dist.ProcessGroup) -> Tensor:
+    """Sends rows to their experts on the ranks of ``pg``, runs the experts, and sends the results back.
 
     Args:
-        tokens: of each choice, sorted by expert; of these the first ``ends[-1]`` travel.
+        hidden: the tokens of this rank.
+        tokens: the token of each choice, sorted by expert; the first ``ends[-1]`` choices are sent.
         ends: where the rows of each expert of all ranks end, [experts of a rank * ranks].
+        weights: the experts of this rank.
+        pg: the ranks that the experts are split over.
 
     Returns:
-        [rows that travel, h].
+        The results in the order of ``tokens``, [rows sent, h].
     """
-    size, own = pg.size(), held.up.shape[0]
-    wanted = ends.diff(prepend=ends.new_zeros(1))
-    given = torch.empty_like(wanted)
-    _all_to_all(given, wanted, None, None, pg)
-    there, here = _read(torch.stack((wanted, given)).view(2, size, own))
-    sent, received = [sum(counts) for counts in there], [sum(counts) for counts in here]
+    size, num_local = pg.size(), weights.up.shape[0]
+    sent_counts = ends.diff(prepend=ends.new_zeros(1))
+    received_counts = torch.empty_like(sent_counts)
+    _all_to_all(received_counts, sent_counts, None, None, pg)
+    sent_each, received_each = _read(torch.stack((sent_counts, received_counts)).view(2, size, num_local))
+    sent, received = [sum(counts) for counts in sent_each], [sum(counts) for counts in received_each]
     rows = hidden.reshape(-1, hidden.shape[-1])[tokens[: sum(sent)]]
     rows = cast("Tensor", _Exchange.apply(rows, sent, received, pg))  # type: ignore[no-untyped-call]
-    local = torch.arange(own, device=held.up.device).repeat(size).repeat_interleave(given, output_size=sum(received))
-    by_expert, own_ends = _sorted(local, own)
-    counts = [sum(of_ranks) for of_ranks in zip(*here, strict=True)]
-    rows = _grouped(rows[by_expert], own_ends, counts, held)[_inverse(by_expert)]
+    expert_ids = torch.arange(num_local, device=weights.up.device).repeat(size)
+    expert_ids = expert_ids.repeat_interleave(received_counts, output_size=sum(received))
+    by_expert, local_ends = _sorted(expert_ids, num_local)
+    counts = [sum(of_ranks) for of_ranks in zip(*received_each, strict=True)]
+    rows = _run_experts(rows[by_expert], local_ends, counts, weights)[_inverse(by_expert)]
     return cast("Tensor", _Exchange.apply(rows, received, sent, pg))  # type: ignore[no-untyped-call]
 
 
 def _sorted(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Choices in the order of their experts, and where those of each expert end (int32); ``num_experts``: of none."""
+    """Sorts choices by expert.
+
+    Args:
+        chosen: the expert of each choice; ``num_experts`` for a choice of none of these.
+        num_experts: the number of experts.
+
+    Returns:
+        The order of the choices, and where those of each expert end (int32).
+    """
     values, order = chosen.sort(stable=True)
-    numbers = torch.arange(num_experts, device=chosen.device, dtype=chosen.dtype)
-    return order, torch.searchsorted(values, numbers, right=True, out_int32=True)
+    expert_ids = torch.arange(num_experts, device=chosen.device, dtype=chosen.dtype)
+    return order, torch.searchsorted(values, expert_ids, right=True, out_int32=True)
 
 
 def _inverse(order: Tensor) -> Tensor:
-    places = torch.empty_like(order)
-    places[order] = torch.arange(order.shape[0], device=order.device)
-    return places
+    """Returns the inverse of a permutation."""
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.shape[0], device=order.device)
+    return inverse
 
 
 def _read(counts: Tensor) -> Any:
-    """Whole numbers of the device as nested lists: here alone the host waits for it."""
+    """Returns integers on the device as nested lists. This is the only place where the host waits for it."""
     return counts.tolist()
 
 
 def _counts(ends: Tensor) -> list[int]:
+    """Returns the number of rows of each expert."""
     return [end - begin for begin, end in pairwise([0, *_read(ends)])]
 
 
-def _grouped(rows: Tensor, ends: Tensor, counts: list[int] | None, held: _Held) -> Tensor:
-    """The experts on rows that are sorted by expert; [rows, h].
+def _run_experts(rows: Tensor, ends: Tensor, counts: list[int] | None, weights: _Weights) -> Tensor:
+    """Runs experts on rows that are sorted by expert; returns [rows, h].
 
     Args:
-        ends: where the rows of each expert end; the last one is the number of rows.
-        counts: rows of each expert, where the host knows them.
+        rows: the rows.
+        ends: where the rows of each expert end; the last number is that of all rows.
+        counts: the rows of each expert, if the host knows them.
+        weights: the experts.
     """
-    rows = rows.to(held.up.dtype)
-    if rows.shape[0] and all(_is_grouped(weight) for weight in held[:3] if weight is not None):
-        return held.applied(rows, lambda x, w, bias: _product(x, w, bias, ends))
+    rows = rows.to(weights.up.dtype)
+    if rows.shape[0] and all(_is_grouped(weight) for weight in weights[:3] if weight is not None):
+        return weights.applied(rows, lambda x, w, bias: _product(x, w, bias, ends))
     counts = _counts(ends) if counts is None else counts
-    made: list[Tensor] = []
-    for piece, own in zip(torch.split(rows, counts), held.each(), strict=True):
-        if piece.shape[0] or (not made and not rows.shape[0]):  # one runs on no rows, so that all get a gradient
-            made.append(own.applied(piece, F.linear))
-    return torch.cat(made)
+    results: list[Tensor] = []
+    for part, expert in zip(torch.split(rows, counts), weights.each(), strict=True):
+        # without any rows the first expert runs on none, so that all weights get a zero gradient
+        if part.shape[0] or (not results and not rows.shape[0]):
+            results.append(expert.applied(part, F.linear))
+    return torch.cat(results)
 
 
 _GROUPED_MAJORS, _FILLS_EMPTY_FROM = (9, 10), 10
-_GROUPED_ALIGNMENT, _MOST_GROUPS = 8, 1023  # elements of bfloat16 in 16 bytes; what the kernel takes
+"""The major compute capabilities whose ``_grouped_mm`` is one kernel; the first one that leaves weights without rows unset."""
+_GROUPED_ALIGNMENT, _MOST_GROUPS = 8, 1023
+"""Elements of bfloat16 in the 16 bytes that the kernel loads at a time; the most groups that it accepts."""
 
 
 def _is_grouped(weight: Tensor) -> bool:
-    """Whether torch multiplies rows by all experts' weights [E, out, in] in one kernel, and leaves offsets on the device.
+    """Returns whether torch multiplies rows by the weights [E, out, in] of all experts in one kernel, with offsets on the device.
 
-    In bfloat16 on NVIDIA GPUs of compute capability 9 and 10; elsewhere ``_grouped_mm`` copies its offsets to the host
-    and loops, as done here. Its kernel loads 16 bytes at a time.
+    It does in bfloat16 on NVIDIA GPUs of compute capability 9 and 10. Elsewhere ``_grouped_mm`` copies its offsets to the host and loops,
+    as this module does. The kernel loads 16 bytes at a time.
     """
     if weight.device.type != "cuda" or weight.dtype != torch.bfloat16 or torch.version.hip is not None:
         return False
@@ -278,10 +303,10 @@ def _is_grouped(weight: Tensor) -> bool:
 
 
 class _Product(torch.autograd.Function):
-    """``rows[i] @ weight[e].T`` for the rows of each expert, all in one kernel.
+    """``rows[i] @ weight[e].T`` for the rows of each expert, in one kernel.
 
-    torch's own backward gives weights of experts without rows what the kernel leaves there, on capability 10 not zeros
-    (pytorch/pytorch issue 172439), and does not take gradients that are expanded.
+    For experts without rows, the backward of torch returns uninitialised memory as gradient of the weights, which is not zero on capability
+    10 (pytorch/pytorch issue 172439). It also refuses expanded gradients.
     """
 
     @staticmethod
@@ -304,34 +329,35 @@ class _Product(torch.autograd.Function):
 
 
 def _leaves_empty(device: torch.device) -> bool:
-    """Whether the gradient of an expert without rows has to be filled: a pass over all of them, spared where it can be."""
+    """Returns whether the gradients of experts without rows must be set to zero, which is a pass over all weights."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= _FILLS_EMPTY_FROM
 
 
 def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
-    found = cast("Tensor", _Product.apply(rows.contiguous(), weight, ends))  # type: ignore[no-untyped-call]
+    """Returns the products of rows and weights of their experts, with the biases added."""
+    product = cast("Tensor", _Product.apply(rows.contiguous(), weight, ends))  # type: ignore[no-untyped-call]
     if bias is None:
-        return found
-    numbers = torch.arange(rows.shape[0], device=rows.device, dtype=ends.dtype)
-    return found + bias[torch.searchsorted(ends, numbers, right=True)]
+        return product
+    positions = torch.arange(rows.shape[0], device=rows.device, dtype=ends.dtype)
+    return product + bias[torch.searchsorted(ends, positions, right=True)]
 
 
-def _summed(rows: Tensor, mine: Tensor, weights: Tensor, hidden: Tensor) -> Tensor:
-    """The weighted sum of each token's experts that are here, from rows of the choices ``mine``."""
-    rows = rows * weights.reshape(-1)[mine].unsqueeze(-1)
+def _scattered_sum(rows: Tensor, choices: Tensor, weights: Tensor, hidden: Tensor) -> Tensor:
+    """Returns the weighted sum over the experts of each token that are on this rank, from the rows of ``choices``."""
+    rows = rows * weights.reshape(-1)[choices].unsqueeze(-1)
     total = torch.zeros_like(hidden.reshape(-1, hidden.shape[-1]), dtype=rows.dtype)
-    return total.index_add(0, mine // weights.shape[-1], rows).to(hidden.dtype).view(hidden.shape)
+    return total.index_add(0, choices // weights.shape[-1], rows).to(hidden.dtype).view(hidden.shape)
 
 
-def _combined(rows: Tensor, order: Tensor, weights: Tensor, hidden: Tensor) -> Tensor:
-    """The weighted sum of each token's experts, from rows in the order ``order`` of (token, choice)."""
+def _weighted_sum(rows: Tensor, order: Tensor, weights: Tensor, hidden: Tensor) -> Tensor:
+    """Returns the weighted sum over the experts of each token, from rows in the order ``order`` of (token, choice)."""
     weighted = rows * weights.reshape(-1)[order].unsqueeze(-1)
     k = weights.shape[-1]
     return weighted[_inverse(order)].view(-1, k, rows.shape[-1]).sum(1).to(hidden.dtype).view(hidden.shape)
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to the ranks of a group, ``sent`` to each in rank order; backward sends the gradients back."""
+    """Sends rows to the ranks of a group, ``sent`` of them to each in rank order; backward returns the gradients."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], pg: dist.ProcessGroup) -> Tensor:
@@ -345,28 +371,30 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(rows: Tensor, sent: list[int], received: list[int], pg: dist.ProcessGroup) -> Tensor:
+    """Sends rows to the ranks of a group, and returns those received, both in rank order."""
     result = rows.new_empty((sum(received), *rows.shape[1:]))
     _all_to_all(result, rows.contiguous(), received, sent, pg)
     return result
 
 
 def _all_to_all(
-    result: Tensor, given: Tensor, received: list[int] | None, sent: list[int] | None, pg: dist.ProcessGroup
+    result: Tensor, rows: Tensor, received: list[int] | None, sent: list[int] | None, pg: dist.ProcessGroup
 ) -> None:
-    """``dist.all_to_all_single``; among fake ranks, which send nothing, each sends here what it gets from here.
+    """Runs ``dist.all_to_all_single``. Among fake ranks, which send nothing, this rank receives what it sends.
 
-    So the counts are defined, and as even over ranks as the routing of this rank's own tokens.
+    Counts are then defined, and are as even over ranks as the routing of the tokens of this rank.
     """
     if _is_fake(pg):
-        result.copy_(given)
+        result.copy_(rows)
     else:
-        dist.all_to_all_single(result, given, received, sent, group=pg)
+        dist.all_to_all_single(result, rows, received, sent, group=pg)
 
 
 def _is_fake(pg: dist.ProcessGroup) -> bool:
+    """Returns whether the ranks of a group are fake."""
     try:
         return bool(dist.get_backend(pg) == "fake")
-    except ValueError:  # a group among threads, which no job knows
+    except ValueError:  # a group among threads, which torch.distributed does not know
         return False
 
 

@@ -1,10 +1,10 @@
-"""What is known of kernels before one is loaded: functions that targets name, shapes of fused attention, regions, what experts compute."""
+"""What other packages need to know of kernels without loading them: functions by target, fused attention, regions, and forms of experts."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from importlib import import_module
@@ -17,49 +17,56 @@ from torch import Tensor
 from autopar.errors import RuleError, UsageError
 
 KERNELS = ("collectives", "plain", "seeded", "sharded", "experts", "sequence", "opaque")
-"""The modules beside this one whose functions graphs name, and emitted code calls."""
+"""The modules of this package whose functions graphs name and emitted code calls."""
 
 
 @cache
 def resolve(target: str) -> Callable[..., Any]:
-    """The function that a graph's target names: ``aten.linear.default`` or ``autopar.NAME``.
+    """Returns the function that a graph's target names: ``aten.linear.default`` or ``autopar.NAME``.
 
     Raises:
-        RuleError: nothing of that name exists in this torch or this autopar.
+        RuleError: this torch or this autopar has nothing of that name.
     """
-    namespace, _, rest = target.partition(".")
-    found: Any = None
+    namespace, _, name = target.partition(".")
+    function: Any = None
     if namespace == "autopar":
-        homes = (import_module(f"autopar.ops.{kernels}") for kernels in KERNELS)
-        found = next((getattr(home, rest) for home in homes if hasattr(home, rest)), None)
-    elif rest:
-        found = getattr(torch.ops, namespace)
-        for part in rest.split("."):
-            found = getattr(found, part, None)
+        modules = (import_module(f"autopar.ops.{kernels}") for kernels in KERNELS)
+        function = next((getattr(module, name) for module in modules if hasattr(module, name)), None)
+    elif name:
+        function = getattr(torch.ops, namespace)
+        for part in name.split("."):
+            function = getattr(function, part, None)
     if target == "aten.view.default":  # a graph's view has no strides to keep: it copies where it must
         return cast("Callable[..., Any]", torch.ops.aten.reshape.default)
-    if found is None:
+    if function is None:
         raise RuleError(
             f"No operator '{target}' in torch or autopar",
             fix="Import the module that registers it, or search again with this version",
         )
-    return cast("Callable[..., Any]", found)
+    return cast("Callable[..., Any]", function)
 
 
 def aten_targets(names: str) -> frozenset[str]:
-    """Operators of torch by their names, between spaces."""
+    """Returns the targets of torch's operators from their names, which spaces separate."""
     return frozenset(f"aten.{name}" for name in names.split())
 
 
 _ON_CUDA = (torch.float16, torch.bfloat16)
+"""The dtypes that torch's flash kernel for CUDA accepts."""
 
 
 _WIDEST, _MULTIPLE = 256, 8
-"""Of heads: what the flash kernel in torch takes."""
+"""The largest width of a head that the flash kernel in torch accepts, and the number that must divide it."""
 
 
 def takes_shapes(kind: str, dtype: torch.dtype, width: int, value_width: int) -> bool:
-    """Whether there is a fused kernel for an ``autopar.hardware.device.KernelKind``, whatever the make of the device."""
+    """Returns whether torch has a fused attention kernel for a kind of device, whatever the model of the device is.
+
+    Args:
+        kind: an ``autopar.hardware.device.KernelKind``.
+        dtype: the dtype of queries, keys and values.
+        width, value_width: the widths of the heads of keys and values.
+    """
     if width != value_width or not dtype.is_floating_point:
         return False
     if kind != "cuda":
@@ -68,23 +75,24 @@ def takes_shapes(kind: str, dtype: torch.dtype, width: int, value_width: int) ->
 
 
 MODULE, FUNCTION = "module", "function"
+"""The kinds of regions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """What a graph knows of a region; plain data.
+    """What a graph records of a region of untraced code, as plain data.
 
     Attributes:
         kind: ``module`` or ``function``.
-        name: the module's path in the model, or ``package.module:Class`` of the function.
-        tree: of the arguments, as torch's pytree writes it.
-        constants: arguments that are no tensors, by their position among the leaves.
+        name: the path of the module in the model, or ``package.module:Class`` of the function.
+        tree: the structure of the arguments, as torch's pytree writes it.
+        constants: the arguments that are not tensors, with their positions among the leaves.
         parameters, buffers: names in the module, in the order in which they are passed.
-        outputs: shape, dtype (torch's name) and whether a gradient flows, of each tensor that it returns.
-        splits: dims of inputs (None: whole) and of outputs along which samples lie, when halves of a batch give the
-            halves of the result and of every gradient; None when they do not, and ``why`` says so.
-        is_linear_backward: gradients of a sum of losses are the sums of their gradients.
-        flops, backward_flops, saved_bytes: measured once, at ``numel`` elements of input; 0 where not known.
+        outputs: shape, dtype (torch's name) and whether there is a gradient, for each tensor that it returns.
+        splits: the dims of inputs (None: not split) and of outputs that count samples. None if the halves of a batch do not give the halves
+            of the result and of every gradient; ``why`` has the reason.
+        is_linear_backward: whether the gradients of a sum of losses are the sums of their gradients.
+        flops, backward_flops, saved_bytes: measured once, for ``numel`` elements of input; 0 if they are not known.
     """
 
     kind: str
@@ -103,37 +111,33 @@ class Region:
     numel: int = 1
 
     def dumps(self) -> str:
-        """As a literal of the graph."""
+        """Returns the region as text, which is a literal of the graph."""
         return json.dumps(asdict(self), default=_encoded)
 
 
 def _encoded(value: object) -> object:
+    """Returns a JSON object for a dtype or a device."""
     if isinstance(value, torch.dtype | torch.device):
         return {type(value).__name__: str(value).removeprefix("torch.")}
     raise TypeError(f"{type(value).__name__} among the arguments")
 
 
-def _decoded(value: object) -> object:
-    if isinstance(value, Mapping):
-        return getattr(torch, value["dtype"]) if "dtype" in value else torch.device(value["device"])
-    return value
+def _decoded(item: dict[str, Any]) -> object:
+    """Returns the dtype or device that :func:`_encoded` wrote; any other object is returned as it is."""
+    if item.keys() == {"dtype"}:
+        return getattr(torch, item["dtype"])
+    return torch.device(item["device"]) if item.keys() == {"device"} else item
+
+
+def _tuples(value: Any) -> Any:
+    """Returns nested lists as nested tuples."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 @cache
 def region_of(text: str) -> Region:
-    """What :meth:`Region.dumps` wrote."""
-    data = json.loads(text)
-    splits = data["splits"] and (tuple(data["splits"][0]), tuple(data["splits"][1]))
-    return Region(
-        **{
-            **data,
-            "constants": tuple((place, _decoded(value)) for place, value in data["constants"]),
-            "parameters": tuple(data["parameters"]),
-            "buffers": tuple(data["buffers"]),
-            "outputs": tuple((tuple(shape), dtype, bool(grad)) for shape, dtype, grad in data["outputs"]),
-            "splits": splits,
-        }
-    )
+    """Returns the region that :meth:`Region.dumps` wrote."""
+    return Region(**{name: _tuples(value) for name, value in json.loads(text, object_hook=_decoded).items()})
 
 
 # --- mixtures of experts
@@ -147,21 +151,22 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
 }
+"""The functions that an expert may apply, by name."""
 ACTIVATIONS = tuple(_ACTIVATIONS)
-"""Names of the functions that an expert may apply."""
+"""The names of the functions that an expert may apply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """What experts do between their products, and how their weights lie.
+    """What experts compute between their products, and the layout of their weights.
 
     Attributes:
         activation: one of :data:`ACTIVATIONS`.
-        alpha: of ``silu``: ``x * sigmoid(alpha * x)``.
-        limit: what gate gives is cut off above it, what up gives on both sides; of gated experts.
-        shift: added to what up gives, after that; of gated experts.
-        is_transposed: gate and up are [E, h, f], down is [E, f, h].
-        is_interleaved: ``gate`` is None, and ``up`` gives both in turn: f counts the pairs.
+        alpha: a factor in ``silu``: ``x * sigmoid(alpha * x)``.
+        limit: the output of gate is clamped from above, that of up on both sides; for gated experts.
+        shift: is added to the clamped output of up; for gated experts.
+        is_transposed: whether gate and up are [E, h, f] and down is [E, f, h].
+        is_interleaved: whether ``gate`` is None and ``up`` gives the outputs of gate and up alternately; f then counts the pairs.
     """
 
     activation: str
@@ -174,18 +179,18 @@ class Form:
     @classmethod
     @cache
     def parse(cls, text: str) -> Form:
-        """What :meth:`__str__` writes.
+        """Parses the text that :meth:`__str__` writes.
 
         >>> str(Form.parse("silu limit=7.0 is_transposed"))
         'silu limit=7.0 is_transposed'
 
         Raises:
-            UsageError: an unknown activation, or what is no option of it.
+            UsageError: the activation or an option is unknown, or an option is not a number.
         """
         activation, *options = text.split() or [""]
         if activation not in _ACTIVATIONS:
             raise UsageError.unknown("activation", activation, ACTIVATIONS)
-        given: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for option in options:
             name, _, value = option.partition("=")
             if name not in {f.name for f in fields(cls)[1:]}:
@@ -193,19 +198,24 @@ class Form:
                     f"option of the activation {activation}", name, [f.name for f in fields(cls)[1:]]
                 )
             try:
-                given[name] = float(value) if value else True
+                values[name] = float(value) if value else True
             except ValueError:
                 raise UsageError(
                     f"The {name} of the activation is {value!r}", fix=f"Give a number: {name}=7.0"
                 ) from None
-        return cls(activation=activation, **given)
+        return cls(activation=activation, **values)
 
     def __str__(self) -> str:
         changed = [(f.name, getattr(self, f.name)) for f in fields(self)[1:] if getattr(self, f.name) != f.default]
         return " ".join([self.activation, *(name if value is True else f"{name}={value}" for name, value in changed)])
 
     def between(self, gate: Tensor | None, up: Tensor) -> Tensor:
-        """What goes into down, of what gate and up give; ``gate`` None: there is none, or it stands in ``up``."""
+        """Returns the input of down from the outputs of gate and up.
+
+        Args:
+            gate: the output of gate; None if there is none or ``up`` contains it.
+            up: the output of up.
+        """
         if self.is_interleaved:
             gate, up = up[..., ::2], up[..., 1::2]
         if gate is None:

@@ -1,11 +1,11 @@
-"""Regions that run as the user wrote them: called by emitted code, next to :mod:`autopar.ops.collectives`.
+"""Regions of untraced code, which run as the user wrote them; emitted code calls :func:`opaque`.
 
-A region is a module of the user's model, or a ``torch.autograd.Function``, that stands in the graph as one operator
-``autopar.opaque``. What it computes is not known, so that it may branch on values and count in Python; it runs on
-this rank's samples with this rank's parameters and its own backward.
+A region is a module of the user's model or a ``torch.autograd.Function``, and is one operator ``autopar.opaque`` in the graph. It may
+branch on values and count in Python, as nothing is known of what it computes. It runs on the samples of this rank with its parameters
+and has its own backward.
 
-A model in ``train()`` may hold modules in ``eval()``: batch norms that are frozen, encoders without dropout. They stay so. A model
-that is in ``eval()`` itself, as ``from_pretrained`` returns it, trains whole.
+A model in ``train()`` may contain modules in ``eval()``: frozen batch norms, encoders without dropout. They keep their mode. If the model
+itself is in ``eval()``, as ``from_pretrained`` returns it, all modules train.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Copied = TypeVar("Copied", bound=nn.Module)
 
 
 def deep_copy(module: Copied, memo: dict[int, Any] | None = None) -> Copied:
-    """``copy.deepcopy``, whose functions that remember a part of ``module`` remember that of the copy.
+    """Returns ``copy.deepcopy`` of a module, in which closures refer to the copy.
 
-    Python copies no functions: a hook or an activation that was written as ``lambda x: x * self.scale`` would read the
-    parameters of ``module``, and a hook that keeps what it sees would keep it there.
+    Python does not copy functions. A hook or an activation like ``lambda x: x * self.scale`` would still read the parameters of the
+    original ``module``, and a hook that collects values would collect them there.
     """
     memo = {} if memo is None else memo
-    made: list[tuple[types.FunctionType, tuple[types.CellType, ...]]] = []
+    copied_functions: list[tuple[types.FunctionType, tuple[types.CellType, ...]]] = []
     for function in {id(f): f for inner in module.modules() for f in _functions(vars(inner))}.values():
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
         copied = types.FunctionType(
@@ -47,74 +47,63 @@ def deep_copy(module: Copied, memo: dict[int, Any] | None = None) -> Copied:
         copied.__kwdefaults__, copied.__qualname__ = function.__kwdefaults__, function.__qualname__
         copied.__dict__.update(function.__dict__)
         memo[id(function)] = copied
-        made.append((function, cells))
+        copied_functions.append((function, cells))
     result = copy.deepcopy(module, memo)
-    for function, cells in made:
+    for function, cells in copied_functions:
         for old, new in zip(function.__closure__ or (), cells, strict=True):
             try:
-                kept = old.cell_contents
+                value = old.cell_contents
             except ValueError:  # a name that is bound to nothing yet
                 continue
-            new.cell_contents = _copied(kept, memo)
+            new.cell_contents = _copied(value, memo)
     return result
 
 
-def _copied(kept: object, memo: Mapping[int, Any]) -> object:
-    """What stands for ``kept`` in the copy: itself, unless it is a part of what was copied, or a method of one."""
-    if isinstance(kept, types.MethodType) and id(kept.__self__) in memo:
-        return types.MethodType(kept.__func__, memo[id(kept.__self__)])
-    return memo.get(id(kept), kept)
+def _copied(value: object, memo: Mapping[int, Any]) -> object:
+    """Returns the copy of a value in a closure: itself, unless it is a part of what was copied, or a method of such a part."""
+    if isinstance(value, types.MethodType) and id(value.__self__) in memo:
+        return types.MethodType(value.__func__, memo[id(value.__self__)])
+    return memo.get(id(value), value)
 
 
 def _functions(value: object) -> Iterator[types.FunctionType]:
-    """Functions with a closure, in containers, partial calls and the closures of others."""
-    waiting, seen = [value], set[int]()
-    while waiting:
-        found = waiting.pop()
-        if id(found) in seen:
+    """Yields the functions with a closure in ``value``: in containers, partial calls and the closures of others."""
+    queue, seen = [value], set[int]()
+    while queue:
+        item = queue.pop()
+        if id(item) in seen:
             continue
-        seen.add(id(found))
-        if isinstance(found, partial):
-            waiting += [found.func, *found.args, *found.keywords.values()]
-        elif isinstance(found, Mapping):
-            waiting += found.values()
-        elif isinstance(found, list | tuple | set):
-            waiting += found
-        elif isinstance(found, types.FunctionType) and found.__closure__:
-            yield found
-            waiting += [cell.cell_contents for cell in found.__closure__ if cell != types.CellType()]
+        seen.add(id(item))
+        if isinstance(item, partial):
+            queue += [item.func, *item.args, *item.keywords.values()]
+        elif isinstance(item, Mapping):
+            queue += item.values()
+        elif isinstance(item, list | tuple | set):
+            queue += item
+        elif isinstance(item, types.FunctionType) and item.__closure__:
+            yield item
+            queue += [cell.cell_contents for cell in item.__closure__ if cell != types.CellType()]
 
 
 def as_trained(copied: nn.Module, model: nn.Module) -> nn.Module:
-    """``copied``, a copy of ``model`` or of a module in it, in the modes that a step of training has."""
+    """Sets ``copied``, a copy of ``model`` or of a module in it, to the modes of a training step, and returns it."""
     return copied if model.training else copied.train()
 
 
 def notes_of(model: nn.Module) -> tuple[str, ...]:
-    """Which modules stay in ``eval()``, the outermost ones, in a sentence."""
-    found: list[str] = []
+    """Returns a sentence that names the outermost modules in ``eval()`` of a model in ``train()``, if there are any."""
+    outermost: list[str] = []
     for path, module in model.named_modules() if model.training else ():
-        if not module.training and not any(path.startswith(f"{outer}.") for outer in found):
-            found.append(path)
-    return (f"modules in eval() stay so while the others train: {some(found)}",) if found else ()
-
-
-def modes(module: nn.Module) -> tuple[bool, ...]:
-    """Of a module and those in it; for :func:`restore`."""
-    return tuple(inner.training for inner in module.modules())
-
-
-def restore(module: nn.Module, known: tuple[bool, ...]) -> None:
-    """Back to what :func:`modes` gave."""
-    for inner, training in zip(module.modules(), known, strict=True):
-        inner.training = training
+        if not module.training and not any(path.startswith(f"{outer}.") for outer in outermost):
+            outermost.append(path)
+    return (f"modules in eval() stay so while the others train: {some(outermost)}",) if outermost else ()
 
 
 @torch.library.custom_op("autopar::opaque", mutates_args=())
 def _exported(
     region: str, inputs: Sequence[Tensor], parameters: Sequence[Tensor], buffers: Sequence[Tensor]
 ) -> list[Tensor]:
-    """What stands in an exported graph for a region."""
+    """The operator that represents a region in an exported graph."""
     raise RuntimeError("an opaque region runs in a program, not in an exported graph")
 
 
@@ -124,56 +113,55 @@ def _(region: str, inputs: Sequence[Tensor], parameters: Sequence[Tensor], buffe
 
 
 class Holder(nn.Module):
-    """The place of a region in an emitted program; :meth:`bind` puts the user's code there.
+    """The place of a region in an emitted program, which :meth:`bind` fills with the user's code.
 
-    The user's module is no child: its parameters are those of the program.
+    The user's module is not a child: its parameters are those of the program.
     """
 
     def __init__(self, region: Region) -> None:
         super().__init__()
         self.kind, self.name = region.kind, region.name
-        self._call: tuple[Callable[..., Any], ...] = ()
+        self._call: Callable[..., Any] | None = None
 
     def bind(self, model: nn.Module, device: torch.device | None = None) -> None:
-        """Takes the module out of ``model``, as a copy on meta whose tensors come with each call."""
+        """Takes the module of the region from ``model``, as a copy on meta whose tensors are passed with each call."""
         if self.kind == MODULE:
-            self._call = (stateless(model.get_submodule(self.name), model, device),)
+            self._call = stateless(model.get_submodule(self.name), model, device)
 
     def train(self, mode: bool = True) -> Holder:
-        """As of every module; the user's code follows."""
+        """Sets the mode of this module and of the user's code."""
         super().train(mode)
-        for call in self._call:
-            if isinstance(call, Stateless):
-                call.module.eval()
-                if mode:
-                    restore(call.module, call.trained)
+        if isinstance(self._call, Stateless):
+            self._call.module.eval()
+            for inner, trained in zip(self._call.module.modules(), self._call.trained, strict=True):
+                inner.training = mode and trained
         return self
 
     def call(self) -> Callable[..., Any]:
-        """``call(state, args, kwargs)``.
+        """Returns the user's code as ``call(state, args, kwargs)``.
 
         Raises:
-            InternalError: nothing is bound.
+            InternalError: the module is not bound.
             RuntimeMismatchError: the function cannot be imported.
         """
-        if not self._call:
+        if self._call is None:
             if self.kind == MODULE:
                 raise InternalError(f"The program lacks the module of its opaque region {self.name}")
-            self._call = (of_function(load_function(self.name)),)
-        return self._call[0]
+            self._call = of_function(load_function(self.name))
+        return self._call
 
 
 def load_function(name: str) -> type[torch.autograd.Function]:
-    """The class that ``package.module:Class`` names.
+    """Returns the class that ``package.module:Class`` names.
 
     Raises:
-        RuntimeMismatchError: there is none in this process.
+        RuntimeMismatchError: this process has no such class.
     """
     module, _, path = name.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        function: Any = importlib.import_module(module)
         for part in path.split("."):
-            found = getattr(found, part)
+            function = getattr(function, part)
     except (ImportError, AttributeError) as error:
         raise RuntimeMismatchError(
             "Cannot import this autograd function",
@@ -181,28 +169,33 @@ def load_function(name: str) -> type[torch.autograd.Function]:
             got=f"{type(error).__name__}: {error}",
             fix="Define the class at the top of a module that all ranks can import",
         ) from error
-    return cast("type[torch.autograd.Function]", found)
+    return cast("type[torch.autograd.Function]", function)
 
 
 def of_function(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """A function as :meth:`Holder.call` gives it."""
+    """Returns an autograd function in the form of :meth:`Holder.call`."""
     return lambda state, args, kwargs: function.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)
 class Stateless:
-    """Calls a module on the parameters and buffers that come with each call; ``trained``: its modes in a step of training."""
+    """A module that runs with the parameters and buffers of each call.
+
+    Attributes:
+        module: the module, whose parameters and buffers are on meta.
+        trained: for each module in it, whether it is in ``train()`` in a training step.
+    """
 
     module: nn.Module
     trained: tuple[bool, ...]
 
     def __call__(self, state: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the module returns; ``state``: its tensors by name."""
+        """Returns the output of the module; ``state`` has its tensors by name."""
         return torch.func.functional_call(self.module, state, args, kwargs, tie_weights=True, strict=False)
 
 
 def stateless(module: nn.Module, model: nn.Module, device: torch.device | None = None) -> Stateless:
-    """A module of ``model`` as :meth:`Holder.call` gives it: ``state`` has all its parameters and buffers by name."""
+    """Returns a module of ``model`` in the form of :meth:`Holder.call`; ``state`` has all its parameters and buffers by name."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
@@ -213,11 +206,14 @@ def stateless(module: nn.Module, model: nn.Module, device: torch.device | None =
             if isinstance(value, Tensor) and id(value) not in memo:
                 memo[id(value)] = value.detach().to(device or value.device)
     copied = as_trained(deep_copy(module, memo), model)
-    return Stateless(copied, modes(copied))
+    return Stateless(copied, tuple(inner.training for inner in copied.modules()))
 
 
 class _Joined(torch.autograd.Function):
-    """Passes ``outputs`` on; gives a zero gradient to ``sources`` that a branch left out, on every rank alike."""
+    """Returns ``outputs``, and gives a zero gradient to ``sources`` that the code did not use.
+
+    All ranks then have gradients of the same parameters.
+    """
 
     @staticmethod
     def forward(ctx: Any, count: int, *values: Tensor) -> tuple[Tensor, ...]:
@@ -247,15 +243,16 @@ def opaque(
     seed: int = 0,
     axes: Sequence[str] = (),
 ) -> tuple[Tensor, ...]:
-    """Runs a region; its random numbers come from the stream that :func:`autopar.ops.seeded.dropout` describes.
+    """Runs a region; its random numbers are from the stream that :func:`autopar.ops.seeded.dropout` describes.
 
     Args:
         holder: the user's code.
-        description: of the region, as :meth:`Region.dumps` writes it.
-        inputs, parameters, buffers: this rank's; buffers are copied, training leaves them as they are.
+        description: the region, as :meth:`Region.dumps` writes it.
+        inputs, parameters, buffers: the tensors of this rank. Buffers are copied, so that training does not change them.
+        salt, seed, axes: for random numbers; see :func:`autopar.ops.seeded.dropout`.
 
     Returns:
-        The tensors that it returns, in order.
+        The tensors that the code returns, in order.
 
     Raises:
         AutoparError: it returns another number of tensors than when it was traced.
@@ -263,19 +260,19 @@ def opaque(
     region, device = region_of(description), (*inputs, *parameters)[0].device
     devices = (torch.device("cpu"), *((device,) if device.type == "cuda" else ()))  # the user's code may draw on both
     with seeded(devices, salt, seed, axes):
-        found = run(region, holder.call(), inputs, parameters, [b.clone() for b in buffers])
-    if len(found) != len(region.outputs):
+        outputs = run(region, holder.call(), inputs, parameters, [b.clone() for b in buffers])
+    if len(outputs) != len(region.outputs):
         raise AutoparError(
-            f"The opaque module returned {len(found)} tensors, but {len(region.outputs)} when it was traced",
+            f"The opaque module returned {len(outputs)} tensors, but {len(region.outputs)} when it was traced",
             where=region.name,
             fix="Make its number of outputs the same in every step, or name a module around it with opaque=",
         )
-    flows = [i for i, (_, _, grad) in enumerate(region.outputs) if grad and found[i].is_floating_point()]
-    if not flows or not torch.is_grad_enabled() or not any(v.requires_grad for v in (*inputs, *parameters)):
-        return found
-    joined = _Joined.apply(len(flows), *(found[i] for i in flows), *parameters)  # type: ignore[no-untyped-call]
-    passed = dict(zip(flows, joined, strict=True))
-    return tuple(passed.get(i, value) for i, value in enumerate(found))
+    with_gradient = [i for i, (_, _, grad) in enumerate(region.outputs) if grad and outputs[i].is_floating_point()]
+    if not with_gradient or not torch.is_grad_enabled() or not any(v.requires_grad for v in (*inputs, *parameters)):
+        return outputs
+    joined = _Joined.apply(len(with_gradient), *(outputs[i] for i in with_gradient), *parameters)  # type: ignore[no-untyped-call]
+    joined_outputs = dict(zip(with_gradient, joined, strict=True))
+    return tuple(joined_outputs.get(i, value) for i, value in enumerate(outputs))
 
 
 def run(
@@ -285,7 +282,7 @@ def run(
     parameters: Sequence[Tensor],
     buffers: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
-    """One call of a region's code; the tensors of what it returns."""
+    """Calls the code of a region once; returns the tensors in its result."""
     tensors, constants = iter(inputs), dict(region.constants)
     tree = pytree.treespec_loads(region.tree)
     leaves = [constants[i] if i in constants else next(tensors) for i in range(len(constants) + len(inputs))]
@@ -295,5 +292,5 @@ def run(
 
 
 def tensors_of(output: Any) -> tuple[Tensor, ...]:
-    """The tensors in what a module returns, in order."""
+    """Returns the tensors in what a module returns, in order."""
     return tuple(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))

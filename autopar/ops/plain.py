@@ -1,4 +1,4 @@
-"""Operators of autopar that ask nothing of other ranks, and a rank's part of a parameter."""
+"""Operators of autopar that do not communicate, and the part of a parameter that a rank holds."""
 
 from __future__ import annotations
 
@@ -13,16 +13,25 @@ from torch.distributed.tensor import DTensor
 
 
 def local(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """This rank's part of a parameter. Its gradient is stored as it comes: pending sums stay pending.
+    """Returns the part of a parameter that this rank holds. Its gradient is stored as it arrives: pending sums remain pending.
 
-    ``dtype``: in which it is used, where no one else casts what is at rest.
+    Args:
+        parameter: the parameter, a DTensor or a plain tensor.
+        dtype: the dtype in which it is used, if nothing else casts the parameter at rest; None does not cast.
     """
     if isinstance(parameter, DTensor):
         parameter = parameter.to_local(grad_placements=parameter.placements)
     return parameter if dtype is None else parameter.to(dtype)
 
 
+def wide(x: Tensor) -> Tensor:
+    """Returns ``x`` in float32, or in float64 if that is its dtype, so that sums lose no precision."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class _Unknown(torch.autograd.Function):
+    """An empty result on meta tensors, whose gradients are empty tensors of the shapes and dtypes of the operands."""
+
     @staticmethod
     def forward(ctx: Any, shape: Sequence[int], *operands: Tensor | None) -> Tensor:
         ctx.specs = [None if x is None else (x.shape, x.dtype) for x in operands]
@@ -38,12 +47,17 @@ spmd_types.register_local_autograd_function(_Unknown)
 
 
 def unknown(shape: Sequence[int], *operands: Tensor | None) -> Tensor:
-    """What an operator gives on meta tensors whose values alone say what it does: of the shape, in the dtype of the first operand."""
+    """Returns an empty tensor for an operator on meta tensors that reads values, such as indices, to do its work.
+
+    Args:
+        shape: the shape of the result.
+        operands: the operands that have a gradient; the first one gives the dtype.
+    """
     return cast("Tensor", _Unknown.apply(shape, *operands))  # type: ignore[no-untyped-call]
 
 
 def linear_t(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight + bias``: x [..., in], weight [in, out], bias [out]; the result is [..., out]."""
+    """Returns ``x @ weight + bias``: x [..., in], weight [in, out], bias [out]; the result is [..., out]."""
     return F.linear(x, weight.t(), bias)
 
 
@@ -58,16 +72,16 @@ def fixed_batch_norm(  # noqa: PLR0913, PLR0917  arguments of torch's operator
     eps: float,
     cudnn_enabled: bool = True,
 ) -> Tensor:
-    """``aten.batch_norm`` by statistics that are known: ``training`` is False.
+    """``aten.batch_norm`` with known statistics: ``training`` is False.
 
-    Kernels for x in half precision want weight and bias in the dtype of the statistics, which stay in that of the model.
+    For x in half precision the kernels require weight and bias in the dtype of the statistics, which keep the dtype of the model.
     """
     weight, bias = (None if value is None else value.to(mean.dtype) for value in (weight, bias))
     return torch.batch_norm(x, weight, bias, mean, variance, training, momentum, eps, cudnn_enabled)
 
 
 class _RealClasses(torch.autograd.Function):
-    """The first ``classes`` of padded logits in a dtype: one pass each way, where a slice and a cast are two and four."""
+    """Returns the first ``classes`` of padded logits in a dtype, in one pass each way; a slice and a cast are two and four."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, classes: int, dtype: torch.dtype) -> Tensor:
@@ -77,10 +91,10 @@ class _RealClasses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         shape, dtype = ctx.like
-        whole = grad.new_empty(shape, dtype=dtype)
-        whole[..., : ctx.classes].copy_(grad)
-        whole[..., ctx.classes :].zero_()
-        return whole, None, None
+        padded = grad.new_empty(shape, dtype=dtype)
+        padded[..., : ctx.classes].copy_(grad)
+        padded[..., ctx.classes :].zero_()
+        return padded, None, None
 
 
 spmd_types.register_local_autograd_function(_RealClasses)
@@ -89,15 +103,20 @@ spmd_types.register_local_autograd_function(_RealClasses)
 def cross_entropy_sum(
     logits: Tensor, target: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0, classes: int = 0
 ) -> Tensor:
-    """Summed cross entropy, a scalar in fp32 or better: logits [..., classes], target [...] of class ids.
+    """Returns the summed cross entropy, a scalar in fp32 or better.
 
-    ``classes``: how many of the logits are real, the first ones; 0: all.
+    Args:
+        logits: [..., classes].
+        target: class ids, [...].
+        ignore_index: tokens with this target are not counted.
+        label_smoothing: the weight of the uniform distribution.
+        classes: the number of logits that are classes, the first ones; the others are padding. 0: all of them.
     """
-    wide = torch.float32 if logits.dtype in (torch.float16, torch.bfloat16) else logits.dtype
     if classes:
-        logits = cast("Tensor", _RealClasses.apply(logits, classes, wide))  # type: ignore[no-untyped-call]
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        logits = cast("Tensor", _RealClasses.apply(logits, classes, dtype))  # type: ignore[no-untyped-call]
     return F.cross_entropy(
-        logits.to(wide).reshape(-1, logits.shape[-1]),
+        wide(logits).reshape(-1, logits.shape[-1]),
         target.reshape(-1),
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
@@ -108,16 +127,16 @@ def cross_entropy_sum(
 def ctc_losses(
     log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
 ) -> Tensor:
-    """Connectionist temporal classification, the loss of each sample [N]: log_probs [T, N, C], targets [N, S], lengths [N].
+    """Returns the loss of connectionist temporal classification of each sample, [N]: log_probs [T, N, C], targets [N, S], lengths [N].
 
-    Torch's kernels read memory that is not theirs where a target is no class; here the loss of such a sample is nan.
+    If a target is not a class, torch's kernels read memory out of bounds; here the loss of such a sample is nan.
     """
-    known = targets.clamp(0, log_probs.shape[-1] - 1)
-    counts = torch.arange(targets.shape[-1], device=targets.device) < target_lengths.to(targets.device)[:, None]
-    losses = F.ctc_loss(log_probs, known, input_lengths, target_lengths, blank, "none", zero_infinity)
-    return losses.masked_fill(((known != targets) & counts).any(1), torch.nan)
+    valid_targets = targets.clamp(0, log_probs.shape[-1] - 1)
+    is_counted = torch.arange(targets.shape[-1], device=targets.device) < target_lengths.to(targets.device)[:, None]
+    losses = F.ctc_loss(log_probs, valid_targets, input_lengths, target_lengths, blank, "none", zero_infinity)
+    return losses.masked_fill(((valid_targets != targets) & is_counted).any(1), torch.nan)
 
 
 def scatter_sum(index: Tensor, source: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
-    """Zeros of ``shape`` with ``source`` added where ``index`` says, along ``dim``."""
+    """Returns zeros of ``shape``, to which ``source`` is added along ``dim`` at the positions in ``index``."""
     return source.new_zeros(tuple(shape)).scatter_add(dim, index, source)

@@ -1,4 +1,4 @@
-"""Random operators on streams of their own: ranks that hold the same data draw the same, and a recomputation repeats itself."""
+"""Random operators with streams of their own: ranks with the same data draw the same numbers, and a recomputation repeats them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from autopar.ops.collectives import group
 from autopar.ops.kernels import resolve
 
 Salt = int | tuple[int, ...]
-"""Tells the random operators of a program apart."""
+"""A number, or several, that differs between the random operators of a program."""
 
 
 _MASK64 = (1 << 64) - 1
 
 
 def dropout(x: Tensor, p: float, salt: Salt = 0, seed: int = 0, axes: Sequence[str] = ()) -> Tensor:
-    """Zeroes elements with probability ``p`` and scales the rest by 1 / (1 - p).
+    """Sets elements to zero with probability ``p`` and scales the others by 1 / (1 - p).
 
-    The random stream is a function of ``seed`` (of a step and micro-batch), ``salt`` (of the
-    operator) and this rank's coordinate on ``axes`` (those on which ``x`` is split): ranks that
-    hold the same data drop the same elements, shards differ, and a recomputation repeats itself.
+    The random stream is a function of ``seed`` (of a step and micro-batch), ``salt`` (of the operator) and the coordinate of this rank on
+    ``axes`` (those that split ``x``). Ranks with the same data therefore drop the same elements, ranks with different parts draw
+    different numbers, and a recomputation repeats them.
     """
     if p == 0.0:
         return x
@@ -50,7 +50,7 @@ def attention(  # noqa: PLR0913  the signature of scaled_dot_product_attention
     seed: int = 0,
     axes: Sequence[str] = (),
 ) -> Tensor:
-    """``scaled_dot_product_attention`` whose dropout draws from the stream that :func:`dropout` describes."""
+    """``scaled_dot_product_attention`` with dropout from the stream that :func:`dropout` describes."""
     with drawing(query.device, salt, seed, axes) if dropout_p else nullcontext():
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -66,10 +66,13 @@ def draw(
     device: torch.device | None = None,
     **kwargs: object,
 ) -> Any:
-    """Calls a random operator of torch by name on the stream that :func:`dropout` describes.
+    """Calls a random operator of torch by name, with the stream that :func:`dropout` describes.
 
     Args:
-        device: where an operator without a tensor makes its result; None: it has tensors.
+        target: the name of the operator.
+        args, kwargs: its arguments.
+        salt, seed, axes: as in :func:`dropout`.
+        device: the device of the result of an operator without tensors; None for an operator that has tensors.
     """
     where = device or next(x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
     args = tuple(x.contiguous() if isinstance(x, Tensor) else x for x in args)  # numbers are drawn in memory order
@@ -79,38 +82,38 @@ def draw(
 
 
 _DEFAULT_GENERATOR = Lock()
-"""Held by who seeds torch's own generators, which all threads share."""
+"""Held while torch's default generators are seeded, as all threads share them."""
 
 
 @contextmanager
 def drawing(device: torch.device, salt: Salt, seed: int, axes: Sequence[str]) -> Iterator[None]:
-    """Around one operator that draws from torch's own generator of ``device``: see :func:`seeded`; other threads wait."""
+    """A context for one operator that draws from torch's default generator of ``device``; see :func:`seeded`. Other threads wait."""
     with _DEFAULT_GENERATOR, seeded((device,), salt, seed, axes):
         yield
 
 
 @contextmanager
 def seeded(devices: Sequence[torch.device], salt: Salt, seed: int, axes: Sequence[str]) -> Iterator[None]:
-    """Torch's own generators of ``devices`` are on the stream that :func:`dropout` describes, and then as they were.
+    """A context that sets torch's default generators of ``devices`` to the stream that :func:`dropout` describes, and restores them.
 
-    No other device's generator is touched. States lie in host memory: nothing waits for a device.
+    Generators of other devices are not touched. States are in host memory, so that nothing waits for a device.
     """
-    kept = []
+    states = []
     for device in devices:
         if device.type == "meta":
             continue
         generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
-        kept.append((generator, generator.get_state()))
+        states.append((generator, generator.get_state()))
         generator.manual_seed(stream_seed(salt, seed, axes))
     try:
         yield
     finally:
-        for generator, state in kept:
+        for generator, state in states:
             generator.set_state(state)
 
 
 def stream_seed(salt: Salt, seed: int, axes: Sequence[str]) -> int:
-    """A seed in [0, 2**63) that differs, as good as surely, for different arguments and coordinates."""
+    """Returns a seed in [0, 2**63) that differs, except by improbable collisions, for different arguments and coordinates."""
     words = (seed, *((salt,) if isinstance(salt, int) else salt), *(dist.get_rank(group(a)) for a in axes))
     state = 0x9E3779B97F4A7C15
     for word in words:  # splitmix64's finaliser, once for each word

@@ -1,8 +1,8 @@
 """Attention over a sequence that is split over a mesh axis, and the zig-zag order in which ring attention splits it.
 
-Called by emitted code, next to :mod:`autopar.ops.sharded`; an axis is a mesh axis by name. Shapes: q is
-[batch, heads, rows, width], k and v [batch, key heads, columns, width], of which fewer heads than those of q are
-repeated (``enable_gqa``); a mask broadcasts to [batch, heads, rows, columns], bool (True: attended) or added.
+Emitted code calls these functions; an axis is the name of a mesh axis. Shapes: q is [batch, heads, rows, width]; k and v are
+[batch, key heads, columns, width], and fewer key heads than heads are repeated (``enable_gqa``). A mask broadcasts to
+[batch, heads, rows, columns]; it is bool (True: attended) or added to the scores.
 """
 
 from __future__ import annotations
@@ -34,14 +34,17 @@ def attention_gathered(  # noqa: PLR0913  the signature of scaled_dot_product_at
     seed: int = 0,
     axes: Sequence[str] = (),
 ) -> Tensor:
-    """Causal attention of this rank's queries over all keys and values.
+    """Causal attention of the queries of this rank over all keys and values.
 
     Args:
         query: S(rows): rank r has the r-th part of the sequence.
-        key, value: whole, R: the gradient of each rank is a summand.
-        attn_mask: None; ``is_causal`` stands for the mask.
-        axis: over which the queries are split.
-        salt, seed, axes: of dropout, see :func:`autopar.ops.seeded.dropout`.
+        key, value: complete, R: the gradient on each rank is a summand.
+        attn_mask: None; ``is_causal`` is the mask.
+        dropout_p: the probability of dropout.
+        is_causal: True.
+        axis: the axis over which the queries are split.
+        scale, enable_gqa: as in ``scaled_dot_product_attention``.
+        salt, seed, axes: for dropout; see :func:`autopar.ops.seeded.dropout`.
 
     Returns:
         [batch, heads, rows, width], S(rows).
@@ -49,19 +52,19 @@ def attention_gathered(  # noqa: PLR0913  the signature of scaled_dot_product_at
     assert attn_mask is None
     assert is_causal
     rows = query.shape[-2]
-    first = collectives.group(axis).rank() * rows
-    seen = first + rows  # later keys are not attended by any row here
-    k, v = key.narrow(-2, 0, seen), value.narrow(-2, 0, seen)
+    first_row = collectives.group(axis).rank() * rows
+    num_seen = first_row + rows  # no row of this rank attends to later keys
+    k, v = key.narrow(-2, 0, num_seen), value.narrow(-2, 0, num_seen)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     if query.is_cuda and flash.takes(query, value, drops=dropout_p > 0.0):
         with seeded.drawing(query.device, salt, seed, axes) if dropout_p else nullcontext():
             return flash.rows_after(query, k, v, factor, dropout_p)
     if not dropout_p and flash.takes(query, value):
         return flash.RowsAfter.apply(query, k, v, factor)  # type: ignore[no-untyped-call, no-any-return]
-    if enable_gqa:  # under a mask the one kernel that shares heads is that which keeps all scores
+    if enable_gqa:  # with a mask, the only kernel that shares heads keeps all scores
         repeats = query.shape[1] // key.shape[1]
         k, v, enable_gqa = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1), False
-    mask = torch.ones(rows, seen, dtype=torch.bool, device=query.device).tril(first)
+    mask = torch.ones(rows, num_seen, dtype=torch.bool, device=query.device).tril(first_row)
     return seeded.attention(
         query, k, v, mask, dropout_p, scale=scale, enable_gqa=enable_gqa, salt=salt, seed=seed, axes=axes
     )
@@ -69,12 +72,12 @@ def attention_gathered(  # noqa: PLR0913  the signature of scaled_dot_product_at
 
 # --- zig-zag order -------------------------------------------------------------------------------
 #
-# 2 n chunks of equal length on n ranks: rank r has chunks r and 2 n - 1 - r, so that under a causal mask every rank
-# has the same work.
+# The dim has 2 n chunks of equal length on n ranks. Rank r has chunks r and 2 n - 1 - r, so that under a causal mask
+# all ranks have the same work.
 
 
 def zigzag(x: Tensor, dim: int, ranks: int, *, back: bool = False) -> Tensor:
-    """``x``, whole along ``dim``, in the order in which its parts go to ranks; with ``back`` from there.
+    """Reorders a tensor that is complete along ``dim`` so that its n parts are those of the ranks; ``back`` restores the order.
 
     >>> zigzag(torch.arange(8), 0, 2).tolist()
     [0, 1, 6, 7, 2, 3, 4, 5]
@@ -87,7 +90,7 @@ def zigzag(x: Tensor, dim: int, ranks: int, *, back: bool = False) -> Tensor:
 
 
 def zigzag_shard(x: Tensor, axis: str, dim: int, source: str) -> Tensor:
-    """:func:`autopar.ops.collectives.shard` in zig-zag order."""
+    """:func:`autopar.ops.collectives.shard` to zig-zag order."""
     return collectives.shard(zigzag(x, dim, _ranks(axis)), axis, dim, source)
 
 
@@ -109,6 +112,7 @@ def zigzag_all_to_all(x: Tensor, axis: str, split_dim: int, gathered_dim: int) -
 
 
 def _ranks(axis: str) -> int:
+    """Returns the number of ranks on an axis."""
     return dist.get_world_size(collectives.group(axis))
 
 
@@ -131,24 +135,27 @@ def attention_ring(  # noqa: PLR0913  the signature of scaled_dot_product_attent
     seed: int = 0,
     axes: Sequence[str] = (),
 ) -> Tensor:
-    """Attention of this rank's queries over keys and values that go round (Liu et al. 2023, Ring Attention).
+    """Attention of the queries of this rank over keys and values that go round the ranks (Liu et al. 2023, Ring Attention).
 
-    Partial results are merged by their log-sum-exp; backward goes round again with the gradients of keys and values, which are
-    summed in fp32 or better. Blocks are of fused kernels where there is one (:mod:`autopar.ops.flash`); else (masks, dropout, values of
-    another width, fp32 on GPUs) scores are computed in fp32 or better, one rank's block of columns at a time.
+    Partial results are merged by their log-sum-exps. In backward keys and values go round again with their gradients, which are summed in
+    fp32 or better. Blocks are computed by fused kernels where possible (:mod:`autopar.ops.flash`). Otherwise (masks, dropout, values of
+    another width, fp32 on GPUs) scores are computed in fp32 or better, for one rank's block of columns at a time.
 
     Args:
         query, key, value: S(rows), S(columns) in zig-zag order.
-        attn_mask: rows of this rank in zig-zag order (or one row, whose gradient is then a summand), all columns in
-            their own order.
-        axis: over which rows and columns are split.
-        ranks: its degree.
-        salt, seed, axes: of dropout, see :func:`autopar.ops.seeded.dropout`.
+        attn_mask: the rows of this rank in zig-zag order, or one row, whose gradient is then a summand; all columns, in their original
+            order.
+        dropout_p: the probability of dropout.
+        is_causal: whether the attention is causal.
+        axis: the axis over which rows and columns are split.
+        ranks: the number of its ranks.
+        scale, enable_gqa: as in ``scaled_dot_product_attention``.
+        salt, seed, axes: for dropout; see :func:`autopar.ops.seeded.dropout`.
 
     Returns:
         [batch, heads, rows, width], S(rows) in zig-zag order.
     """
-    if query.device.type == "meta":  # a check of types: what is sent has no place there
+    if query.device.type == "meta":  # in a check of types there is nothing to send to
         return unknown((*query.shape[:-1], value.shape[-1]), query, key, value, attn_mask)
     pg = collectives.group(axis)
     work = RingWork(

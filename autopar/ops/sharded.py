@@ -1,7 +1,7 @@
-"""Operators that run on one rank's part and know it: called by emitted code, next to :mod:`autopar.ops.collectives`.
+"""Operators that run on the part of one rank and communicate over an axis, or know which part it is; emitted code calls them.
 
-An axis is a mesh axis by name, as in :mod:`autopar.ops.collectives`. Types of operands and results are those of
-the strategies in ``autopar.rules.other_kernels``.
+An axis is the name of a mesh axis, as in :mod:`autopar.ops.collectives`. The types of operands and results are those of the strategies
+in ``autopar.rules.other_kernels``.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch import Tensor
 
 from autopar.ops import collectives
 from autopar.ops.collectives import group
-from autopar.ops.plain import fixed_batch_norm
+from autopar.ops.plain import fixed_batch_norm, wide
 from autopar.plan.mesh import DATA_AXES, parse_type
 
 
 def embedding_vocabulary(weight: Tensor, ids: Tensor, axis: str, padding_idx: int = -1) -> Tensor:
-    """Rows of a table that is split over ``axis`` by rows; rows of other ranks give zeros.
+    """Looks up ids in a table whose rows are split over ``axis``; rows of other ranks give zeros.
 
     Args:
-        weight: this rank's rows, [rows, width], S(0).
-        ids: row numbers of the whole table, any shape, the same on all ranks.
-        axis: mesh axis.
-        padding_idx: row of the whole table that gets no gradient; -1: none.
+        weight: the rows of this rank, [rows, width], S(0).
+        ids: row numbers of the complete table, any shape, equal on all ranks.
+        axis: the mesh axis.
+        padding_idx: the row of the complete table that gets no gradient; -1: none.
 
     Returns:
         [*ids.shape, width], P: a pending sum.
@@ -37,10 +37,10 @@ def embedding_vocabulary(weight: Tensor, ids: Tensor, axis: str, padding_idx: in
     pg = group(axis)
     rows = weight.shape[0]
     start = pg.rank() * rows
-    mine = (ids >= start) & (ids < start + rows)
+    is_local = (ids >= start) & (ids < start + rows)
     padding = padding_idx - start if start <= padding_idx < start + rows else None
-    found = F.embedding(torch.where(mine, ids - start, 0), weight, padding)
-    return _pending(torch.where(mine.unsqueeze(-1), found, 0.0), pg)
+    local_rows = F.embedding(torch.where(is_local, ids - start, 0), weight, padding)
+    return _pending(torch.where(is_local.unsqueeze(-1), local_rows, 0.0), pg)
 
 
 def embedding_bag(
@@ -51,15 +51,15 @@ def embedding_bag(
     padding_idx: int = -1,
     scale_grad_by_freq: bool = False,
 ) -> Tensor:
-    """The sum, mean or maximum of a table's rows for each bag, in one kernel.
+    """Computes the sum, mean or maximum of the rows of a table for each bag, in one kernel.
 
     Args:
         weight: [rows, width].
-        ids: [bags, length], row numbers.
-        weights: [bags, length]: factors of the rows, under ``sum``.
+        ids: row numbers, [bags, length].
+        weights: factors of the rows under ``sum``, [bags, length].
         mode: ``sum``, ``mean``, ``max``.
-        padding_idx: ids that count nothing, from the table's start; -1: none.
-        scale_grad_by_freq: divides a row's gradient by how often it stands in ``ids``.
+        padding_idx: the row number of ids that are not counted; -1: none.
+        scale_grad_by_freq: whether the gradient of a row is divided by how often it occurs in ``ids``.
 
     Returns:
         [bags, width].
@@ -77,7 +77,7 @@ def embedding_bag_ragged(
     scale_grad_by_freq: bool = False,
     include_last_offset: bool = False,
 ) -> Tensor:
-    """As :func:`embedding_bag` for bags of different lengths: ``ids`` and ``weights`` are [count], bags begin at ``offsets``."""
+    """Does what :func:`embedding_bag` does for bags of different lengths: ids and weights are [count], bags begin at ``offsets``."""
     padding = None if padding_idx < 0 else padding_idx
     factors = None if weights is None else weights.to(weight.dtype)
     return F.embedding_bag(
@@ -93,12 +93,15 @@ def embedding_bag_vocabulary(
     mode: str = "sum",
     padding_idx: int = -1,
 ) -> Tensor:
-    """:func:`embedding_bag` of a table that is split over ``axis`` by rows; rows of other ranks count nothing.
+    """:func:`embedding_bag` of a table whose rows are split over ``axis``; rows of other ranks are not counted.
 
     Args:
-        weight: this rank's rows, S(0).
-        ids: row numbers of the whole table, [bags, length], the same on all ranks; so ``weights``.
-        mode: ``sum`` or ``mean``, which divides by the ids of the whole bag.
+        weight: the rows of this rank, S(0).
+        ids: row numbers of the complete table, [bags, length], equal on all ranks.
+        axis: the mesh axis.
+        weights: factors of the rows, equal on all ranks.
+        mode: ``sum``, or ``mean``, which divides by the number of ids of the complete bag.
+        padding_idx: the row number of ids that are not counted; -1: none.
 
     Returns:
         [bags, width], P: a pending sum.
@@ -106,13 +109,13 @@ def embedding_bag_vocabulary(
     pg = group(axis)
     rows = weight.shape[0]
     start = pg.rank() * rows
-    counted = ids != padding_idx
-    mine = (ids >= start) & (ids < start + rows) & counted
-    factors = mine.to(weight.dtype) if weights is None else torch.where(mine, weights.to(weight.dtype), 0.0)
-    found = F.embedding_bag(torch.where(mine, ids - start, 0), weight, mode="sum", per_sample_weights=factors)
+    is_counted = ids != padding_idx
+    is_local = (ids >= start) & (ids < start + rows) & is_counted
+    factors = is_local.to(weight.dtype) if weights is None else torch.where(is_local, weights.to(weight.dtype), 0.0)
+    bags = F.embedding_bag(torch.where(is_local, ids - start, 0), weight, mode="sum", per_sample_weights=factors)
     if mode == "mean":
-        found = found / counted.sum(-1, keepdim=True).clamp(min=1).to(found.dtype)
-    return _pending(found, pg)
+        bags = bags / is_counted.sum(-1, keepdim=True).clamp(min=1).to(bags.dtype)
+    return _pending(bags, pg)
 
 
 def cross_entropy_vocabulary(
@@ -123,33 +126,31 @@ def cross_entropy_vocabulary(
     label_smoothing: float = 0.0,
     num_classes: int = 0,
 ) -> Tensor:
-    """Summed cross entropy of logits whose classes are split over ``axis`` (Megatron's vocabulary-parallel loss).
+    """Summed cross entropy of logits whose classes are split over ``axis`` (the vocabulary-parallel loss of Megatron).
 
-    Per token, two all-reduces forward: the maximum; the sum of exponentials, the target's logit and,
-    under label smoothing, the sum of logits. Backward moves nothing.
+    Forward has two all-reduces, for each token: the maximum; then the sum of exponentials, the logit of the target and, under label
+    smoothing, the sum of logits. Backward sends nothing.
 
     Args:
         logits: [..., classes of this rank], S(last); half precision is computed in fp32.
-        target: class ids [...], the same on all ranks.
-        axis: mesh axis.
-        ignore_index: tokens with this target count nothing.
-        label_smoothing: weight of the uniform distribution.
-        num_classes: over all ranks, the first ones of all logits; the rest is padding, shorter than what a rank has.
-            0: all are classes.
+        target: class ids [...], equal on all ranks.
+        axis: the mesh axis.
+        ignore_index: tokens with this target are not counted.
+        label_smoothing: the weight of the uniform distribution.
+        num_classes: the number of classes over all ranks, the first ones of all logits; the others are padding, fewer than the logits of a
+            rank. 0: all are classes.
 
     Returns:
-        A scalar, I: the same on all ranks.
+        A scalar, I: equal on all ranks.
     """
     pg = group(axis)
     classes = logits.shape[-1]
-    wanted = target - pg.rank() * classes
+    local_target = target - pg.rank() * classes
     if num_classes and (pg.rank() + 1) * classes > num_classes:
         logits = logits[..., : num_classes - pg.rank() * classes]
-    largest = logits.detach().amax(dim=-1, keepdim=True)
-    if logits.dtype in (torch.float16, torch.bfloat16):
-        largest = largest.float()
-    parts = _ExponentialSums.apply(logits, _maximum(largest, pg), wanted, label_smoothing > 0)  # type: ignore[no-untyped-call]
-    sums = _summed(parts, pg, spmd_types.I)
+    largest = wide(logits.detach().amax(dim=-1, keepdim=True))
+    parts = _ExponentialSums.apply(logits, _maximum(largest, pg), local_target, label_smoothing > 0)  # type: ignore[no-untyped-call]
+    sums = collectives.all_reduce(_pending(parts, pg), axis, "I")
     normalizer = sums[0].log()
     losses = normalizer - sums[1]
     if label_smoothing:
@@ -159,33 +160,33 @@ def cross_entropy_vocabulary(
 
 
 class _ExponentialSums(torch.autograd.Function):
-    """Sums over one rank's classes, with the gradient in one pass; keeps the exponentials alone.
+    """Sums over the classes of one rank, with the gradient in one pass; only the exponentials are kept.
 
-    x [..., classes], largest [..., 1], wanted [...] (class ids counted from this rank's first) give
-    [2 or 3, ...]: the sum of exp(x - largest), x - largest of the wanted class (0 where another rank
-    has it), and, if ``total``, the sum of x - largest.
+    Inputs: x [..., classes]; largest [..., 1]; target [...], class ids counted from the first class of this rank; total. The result is
+    [2 or 3, ...]: the sum of exp(x - largest), x - largest of the target (0 if another rank has it), and with ``total`` the sum of
+    x - largest.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, largest: Tensor, wanted: Tensor, total: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, largest: Tensor, target: Tensor, total: bool) -> Tensor:
         shifted = torch.sub(x, largest)
-        mine = (wanted >= 0) & (wanted < x.shape[-1])
-        place = torch.where(mine, wanted, 0).unsqueeze(-1)
-        picked = torch.where(mine, shifted.gather(-1, place).squeeze(-1), 0.0)
+        is_local = (target >= 0) & (target < x.shape[-1])
+        index = torch.where(is_local, target, 0).unsqueeze(-1)
+        picked = torch.where(is_local, shifted.gather(-1, index).squeeze(-1), 0.0)
         sums = [shifted.sum(dim=-1)] if total else []
         exponentials = shifted.exp_()
-        ctx.save_for_backward(exponentials, mine, place)
+        ctx.save_for_backward(exponentials, is_local, index)
         ctx.dtype = x.dtype
         return torch.stack([exponentials.sum(dim=-1), picked, *sums])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        exponentials, mine, place = ctx.saved_tensors
+        exponentials, is_local, index = ctx.saved_tensors
         of_sum, of_picked, *of_total = gradients[0].unsqueeze(-1)
         gradient = exponentials * of_sum
         if of_total:
             gradient += of_total[0]
-        gradient.scatter_add_(-1, place, of_picked * mine.unsqueeze(-1))
+        gradient.scatter_add_(-1, index, of_picked * is_local.unsqueeze(-1))
         return gradient.to(ctx.dtype), None, None, None
 
 
@@ -193,19 +194,12 @@ spmd_types.register_local_autograd_function(_ExponentialSums)
 
 
 def _pending(x: Tensor, pg: dist.ProcessGroup) -> Tensor:
-    """One summand of a pending sum, from a value of this rank alone."""
+    """Returns a value of this rank as one summand of a pending sum."""
     return cast("Tensor", spmd_types.reinterpret(x, pg, src=spmd_types.V, dst=spmd_types.P))
 
 
-def _summed(local: Tensor, pg: dist.ProcessGroup, to: Any) -> Tensor:
-    """The sum over the group of a value of each rank, as ``to``, R or I."""
-    options = {"op_dtype": local.dtype} if local.requires_grad else None
-    total = spmd_types.all_reduce(_pending(local, pg), pg, src=spmd_types.P, dst=to, backward_options=options)
-    return cast("Tensor", total)
-
-
 def _maximum(local: Tensor, pg: dist.ProcessGroup) -> Tensor:
-    """The largest over the group, without gradient, R."""
+    """Returns the maximum over the group, without gradient, R."""
     result = _pending(local.contiguous(), pg)
     dist.all_reduce(result, op=dist.ReduceOp.MAX, group=pg)
     return result
@@ -220,24 +214,24 @@ def partial_mean(
     *,
     share: float = 1.0,
 ) -> Tensor:
-    """One rank's share of a mean over dims of which some are split: the local sum over the global count.
+    """One rank's summand of a mean over dims of which some are split: the local sum over the global count.
 
     Args:
-        x: this rank's part.
-        dims: dims that are reduced.
-        keepdim: keep them with size 1.
-        count: elements in each mean, over all ranks.
-        dtype: of the sum; default that of x.
-        share: part of these elements that the batch of this step has.
+        x: the part of this rank.
+        dims: the dims that are reduced.
+        keepdim: whether they are kept with size 1.
+        count: the number of elements of each mean, over all ranks.
+        dtype: the dtype of the sum; None for that of x.
+        share: the fraction of these elements that the batch of this step has.
 
     Returns:
         P: a pending sum.
     """
     if share != 1.0:
         count = round(count * share)
-    if x.dtype == torch.float16 and dtype in (None, torch.float16):  # a sum may lie beyond its range, and no mean
-        here = prod(x.shape[dim] for dim in dims)
-        return x.mean(dim=tuple(dims), keepdim=keepdim) * (here / count)
+    if x.dtype == torch.float16 and dtype in (None, torch.float16):  # the sum may overflow where the mean does not
+        num_local = prod(x.shape[dim] for dim in dims)
+        return x.mean(dim=tuple(dims), keepdim=keepdim) * (num_local / count)
     return x.sum(dim=tuple(dims), keepdim=keepdim, dtype=dtype) / count
 
 
@@ -250,18 +244,18 @@ def batch_norm(
     share: float = 1.0,
     micro_batch_weight: float = 1.0,
 ) -> Tensor:
-    """Normalises every channel by its mean and variance over all samples and all space, of all ranks of ``axes``.
+    """Normalises every channel by its mean and variance over all samples and all space, on all ranks of ``axes``.
 
     Args:
-        x: [samples, channels, *space], samples or space split evenly over ``axes``, one after the other.
-        weight, bias: [channels], the same on all ranks.
-        eps: added to the variance.
-        axes: mesh axes; none: the statistics of x alone.
-        share: part of all elements that the batch of this step has.
-        micro_batch_weight: by what each element here counts.
+        x: [samples, channels, *space]; samples or space are split evenly over one axis of ``axes`` after the other.
+        weight, bias: [channels], equal on all ranks.
+        eps: is added to the variance.
+        axes: mesh axes; without any, the statistics are those of x.
+        share: the fraction of all elements that the batch of this step has.
+        micro_batch_weight: the weight of each element of x in the statistics.
 
     Returns:
-        As x.
+        A tensor like x.
     """
     if not axes:
         return F.batch_norm(x, None, None, weight, bias, training=True, eps=eps)
@@ -280,7 +274,7 @@ def batch_norm_running(  # noqa: PLR0913  operands and numbers of emitted code
     share: float = 1.0,
     micro_batch_weight: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`batch_norm`, and the new running mean and (unbiased) variance, [channels], the same on all ranks."""
+    """Does what :func:`batch_norm` does, and returns the new running mean and (unbiased) variance too: [channels], equal on all ranks."""
     if not axes:
         mean, variance = running_mean.clone(), running_var.clone()
         return F.batch_norm(x, mean, variance, weight, bias, True, momentum, eps), mean, variance
@@ -305,7 +299,10 @@ def batch_norm_at_rest(
     *axes: str,
     **of_batch: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What :func:`batch_norm_running` is in ``eval()``: it reads the running statistics and leaves them, and no sample knows of another."""
+    """:func:`batch_norm_running` in ``eval()``: it normalises by the running statistics and returns them unchanged.
+
+    Samples are independent, so that it does not communicate.
+    """
     y = fixed_batch_norm(x, weight, bias, running_mean, running_var, False, momentum, eps)
     return y, running_mean, running_var
 
@@ -319,17 +316,12 @@ def _normalised(
     share: float,
     micro_batch_weight: float,
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """The normalised x, mean and variance [1, channels, ...] over all ranks of ``axes``, and of how many elements."""
+    """Returns the normalised x, mean and variance [1, channels, ...] over all ranks of ``axes``, and the number of elements of each."""
     dims = [d for d in range(x.dim()) if d != 1]
-    groups = [group(axis) for axis in axes]
-    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    count = wide.numel() // wide.shape[1]
-    for pg in groups:
-        count *= pg.size()
-    count = round(count * share)
-    mean = _total(_counted(wide.sum(dims, keepdim=True), micro_batch_weight), groups) / count
-    centred = wide - mean
-    variance = _total(_counted((centred * centred).sum(dims, keepdim=True), micro_batch_weight), groups) / count
+    count = round(x.numel() // x.shape[1] * prod(group(axis).size() for axis in axes) * share)
+    mean = _total(wide(x).sum(dims, keepdim=True), axes, micro_batch_weight) / count
+    centred = wide(x) - mean
+    variance = _total((centred * centred).sum(dims, keepdim=True), axes, micro_batch_weight) / count
     y = centred * torch.rsqrt(variance + eps)
     shape = [1, -1, *[1] * (x.dim() - 2)]
     if weight is not None:
@@ -340,50 +332,52 @@ def _normalised(
 
 
 def total(x: Tensor, *axes: str, micro_batch_weight: float = 1.0) -> Tensor:
-    """The tensor itself, or the sum over all ranks of ``axes`` of what is a part of it here (P), R; without gradient."""
-    return _total(_counted(x, micro_batch_weight), [group(axis) for axis in axes])
+    """Returns the sum over all ranks of ``axes`` of a tensor without gradient (P to R); without axes the tensor itself."""
+    return _total(x, axes, micro_batch_weight)
 
 
 def _counted(part: Tensor, micro_batch_weight: float) -> Tensor:
-    """A sum over the samples of a micro-batch that stand in it several times: each counted once."""
+    """Returns a sum over a micro-batch in which each sample may occur several times, as if each occurred once."""
     return part if micro_batch_weight == 1.0 else part * micro_batch_weight
 
 
-def _total(local: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    """The sum over all groups, one after the other, R on each: its gradient is a pending sum."""
-    for pg in groups:
-        local = _summed(local, pg, spmd_types.R)
-    return local
+def _total(part: Tensor, axes: Sequence[str], micro_batch_weight: float) -> Tensor:
+    """Returns the weighted sum over all axes, one after the other, R on each: its gradient is a pending sum."""
+    result = _counted(part, micro_batch_weight)
+    for axis in axes:
+        result = collectives.all_reduce(_pending(result, group(axis)), axis, "R")
+    return result
 
 
 def change_over_data(x: Tensor, source: str, target: str, *, micro_batch_weight: float = 1.0) -> Tensor:
-    """A change of type over both data axes, whose ranks in order (the inner axis last) have the samples in order.
+    """Changes a type over both data axes; samples are in the order of the ranks, with the inner axis last.
 
     Args:
-        x: this rank's part.
-        source, target: types, as ``S(0)`` and ``R``.
-        micro_batch_weight: by what sums over samples here count, x too where it is P. The result does later, where it becomes one. That
-            of the first rank is not zero; where it is zero no gradient of what was added up matters.
+        x: the part of this rank.
+        source, target: types, such as ``S(0)`` and ``R``.
+        micro_batch_weight: the weight of the samples of this rank in sums. If x is P it is multiplied by the weight. If the result is P
+            it is divided by it, as a later sum multiplies it. The weight of the first rank is not zero. Where it is zero, no gradient of
+            what was added up matters.
 
     Returns:
         x in type ``target``.
     """
-    before, after = parse_type(source), parse_type(target)
-    if before.kind == "P":
+    source_type, target_type = parse_type(source), parse_type(target)
+    if source_type.kind == "P":
         x = _counted(x, micro_batch_weight)
     axes = [axis for axis in DATA_AXES if group(axis).size() > 1]
-    for axis in reversed(axes) if before.is_split else axes:
-        match before.kind, after.kind:
+    for axis in reversed(axes) if source_type.is_split else axes:
+        match source_type.kind, target_type.kind:
             case "S", end:
-                x = collectives.all_gather(x, axis, before.dim, end)
+                x = collectives.all_gather(x, axis, source_type.dim, end)
             case "P", "S":
-                x = collectives.reduce_scatter(x, axis, after.dim)
+                x = collectives.reduce_scatter(x, axis, target_type.dim)
             case "P", end:
                 x = collectives.all_reduce(x, axis, end)
             case begin, "S":
-                x = collectives.shard(x, axis, after.dim, begin)
+                x = collectives.shard(x, axis, target_type.dim, begin)
             case begin, "P":
                 x = collectives.keep_on_first(x, axis, begin)
             case _:
                 x = collectives.invariant_to_replicate(x, axis)
-    return _counted(x, 1 / micro_batch_weight) if after.kind == "P" and micro_batch_weight else x
+    return _counted(x, 1 / micro_batch_weight) if target_type.kind == "P" and micro_batch_weight else x

@@ -1,6 +1,6 @@
-"""Sharding rules: for each operator and mesh axis the typed ways to run it.
+"""Sharding rules: the typed ways to run each operator on a mesh axis.
 
-``grammar`` reads rules of one line, ``table`` has one for each operator of torch, ``moving_patterns``, ``computing_patterns`` and
-``other_kernels`` what depends on literals. ``apply`` makes one rank's graph of a typing, ``by_execution`` holds rules against execution.
-:mod:`autopar.rules.table` is what others ask.
+``grammar`` reads rules of one line, and ``table`` has the rules of torch's operators; other packages ask it for strategies. The modules
+``moving_patterns``, ``computing_patterns`` and ``other_kernels`` have the rules that depend on literals of a call. ``apply`` makes the
+graph of one rank from a typing. ``by_execution`` checks rules by running them, and ``missing`` finds rules that the table lacks.
 """

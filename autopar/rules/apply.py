@@ -1,21 +1,17 @@
-"""Applies a typing: from the graph of all ranks of one axis to the graph of one of them.
+"""Applies a typing of one axis: takes the graph that is common to all ranks of the axis and returns the graph of one of them.
 
-Every tensor gets one rank's shape; where an operator needs an operand in another type than the one
-it has, the change is an operator of its own (see local_calls.py). Where changes stand, which the
-cost model and the search count on:
+Every tensor gets the shape of one rank. Where an operator reads an operand in another type than it has, a change of type becomes an
+operator of its own (:mod:`autopar.rules.local_calls`). The cost model and the search rely on where these stand:
 
-- one change for each value, target type and *block*: consumers in a block share it, it stands
-  right before the first of them, blocks do not share (what crosses a block is the value as made);
-- a value of the prelude changes once, in the prelude;
-- a parameter that is I at rest and R at every use has no change: its gradient is left as a pending
-  sum (``Parameter.gradient_sum_axes``). If other uses want it otherwise, R is an explicit change.
+- Each value has at most one change to each type in a *block*. Consumers in the block share it, and it stands right before the first of
+  them. Blocks do not share changes: a value crosses blocks in the type in which it was produced.
+- A value of the prelude changes its type once, in the prelude.
+- A parameter that is I at rest and R at every use does not change: its gradient is left as a pending sum
+  (``Parameter.gradient_sum_axes``). If other uses read it in other types, R is an explicit change.
 
-Under ring attention every split dim that an operator reads or makes is in zig-zag order: see :mod:`autopar.rules.strategy`.
-
-On axis ``batch`` (micro-batches and data ranks together) prelude values change from P to R before the step: those are
-``Graph.sums``. Live values change between P and I or R, and where samples meet (``Graph.mixing``) from and to S as well,
-by :data:`OVER_DATA`, as on any other axis whose ranks are those of the data axes: that is right for one micro-batch alone
-(see :func:`crosses_samples`). Parameters are R at use there, and their gradient sum belongs to the data-parallel runtime.
+On axis ``batch`` values of the prelude change from P to R before the step (``Graph.sums``). Live values change between P and I or R, and
+with ``Graph.mixing`` from and to S as well, by :data:`OVER_DATA`. This is right for one micro-batch only (:func:`crosses_samples`).
+Parameters are R where they are read there, and the data-parallel runtime sums their gradients.
 """
 
 from __future__ import annotations
@@ -27,13 +23,22 @@ from autopar.errors import InternalError, RuleError
 from autopar.graph.graph import Argument, Block, Graph, Input, Layout, Op, Parameter, Ref, TensorSpec, digest
 from autopar.graph.rewrites import signature
 from autopar.plan.mesh import I, P, R, S, Type
-from autopar.rules.local_calls import BATCH, conversion, emitted_arguments, layout_before, localize, localizer, part_of
+from autopar.rules.grammar import replicate
+from autopar.rules.local_calls import (
+    BATCH,
+    UNCHANGED,
+    conversion,
+    emitted_arguments,
+    layout_before,
+    localize,
+    part_of,
+)
 from autopar.rules.strategy import Local, SampleSums, Strategy, Typing, check_part, check_strategy, is_zigzag
 
-__all__ = ["BATCH", "OVER_DATA", "crosses_samples", "part_of", "shard"]
+__all__ = ["BATCH", "OVER_DATA", "crosses_samples", "shard"]
 
 OVER_DATA = "autopar.change_over_data"
-"""A change of type over samples: over all data ranks, each with its samples in one micro-batch."""
+"""The operator that changes a type over samples: over all data ranks, each of which has its samples in one micro-batch."""
 
 
 def shard(
@@ -44,33 +49,44 @@ def shard(
     micro_batch_size: int | None = None,
     whole: bool = False,
 ) -> Graph:
-    """One rank's graph on ``typing.axis``.
+    """Returns the graph of one rank on ``typing.axis``.
 
     Args:
-        graph: on the axes before it already local.
-        typing: a strategy for every live operator. Operators of the prelude without one, and inputs,
-            are R; on axis ``batch`` inputs are split along their ``batch_dim``.
-        global_batch_size: samples of a step, for literals that count samples; axis ``batch`` alone.
-        micro_batch_size: samples of the result; axis ``batch`` alone.
-        whole: there is one data rank and one micro-batch, so that no type changes; axis ``batch`` alone.
+        graph: the graph, to which earlier axes are already applied.
+        typing: a strategy for every live operator. Operators of the prelude without a strategy are R, as are inputs without a type; on axis
+            ``batch`` inputs are split along their ``batch_dim``.
+        global_batch_size: the samples of a step, for literals that count samples; for axis ``batch`` only.
+        micro_batch_size: the samples of the returned graph; for axis ``batch`` only.
+        whole: whether there is one data rank and one micro-batch, so that no type changes; for axis ``batch`` only.
 
     Raises:
-        RuleError: a dim does not divide, or the loss is no sum over samples; names the operator.
-        InternalError: a strategy is missing, or a change of type does not exist; names the operator.
+        RuleError: a dim does not divide, or the loss is not a sum over samples; the error names the operator.
+        InternalError: a strategy is missing, or there is no such change of type; the error names the operator.
     """
     return _Sharding(graph, typing, global_batch_size or graph.batch_size, whole=whole).run(micro_batch_size)
 
 
 @dataclass(slots=True)
 class _Section:
-    """Operators under construction: the prelude, or one block; ``changed`` are its shared conversions."""
+    """The operators under construction of the prelude or of one block.
+
+    Attributes:
+        ops: the operators so far.
+        changed: the changes of type that its consumers share, by value and type.
+    """
 
     ops: list[Op]
     changed: dict[tuple[Ref, Type], Ref]
 
 
 class _Sharding:
-    """The state of one :func:`shard`."""
+    """The state of one :func:`shard`.
+
+    Attributes:
+        types, specs: the type and the local spec of each value so far.
+        renamed: the changed values that replace the loss and the new values of buffers.
+        pending: the names of the parameters that are I at rest and R at every use.
+    """
 
     def __init__(self, graph: Graph, typing: Typing, global_batch_size: int, *, whole: bool) -> None:
         self.whole = whole
@@ -84,19 +100,19 @@ class _Sharding:
         self.samples = SampleSums(graph=graph)
         self.names = set(graph._index.made)
         self.prelude = _Section([], {})
-        self.explicit: set[str] = set()
+        self.pending: set[str] = set()
 
     def run(self, micro_batch_size: int | None) -> Graph:
+        """Returns the graph of one rank; see :func:`shard`."""
         graph = self.graph
         inputs = tuple(self._input(leaf) for leaf in graph.inputs)
         for buffer in graph.buffers:
             self._set(Ref(buffer.name), self.typing.inputs.get(buffer.name, R), buffer.spec)
         buffers = tuple(replace(b, spec=self.specs[Ref(b.name)]) for b in graph.buffers)
         for parameter in graph.parameters:
-            rest = self.typing.parameters.get(parameter.name, I)
-            self._set(Ref(parameter.name), rest, parameter.spec)
-        uses = self._parameter_uses()
-        self.explicit = {name for name, kinds in uses.items() if len(kinds) > 1}
+            at_rest = self.typing.parameters.get(parameter.name, I)
+            self._set(Ref(parameter.name), at_rest, parameter.spec)
+        self.pending = self._used_as_replicated()
         for op in graph.prelude:
             self._op(op, self.prelude)
         for ref in (m.value for m in graph.mutations if graph.is_prelude(m.value)):
@@ -106,7 +122,7 @@ class _Sharding:
             graph,
             batch_size=micro_batch_size if self.is_batch and micro_batch_size else graph.batch_size,
             inputs=inputs,
-            parameters=tuple(self._parameter(p, uses.get(p.name, set())) for p in graph.parameters),
+            parameters=tuple(map(self._parameter, graph.parameters)),
             buffers=buffers,
             prelude=tuple(self.prelude.ops),
             ops=ops,
@@ -119,32 +135,31 @@ class _Sharding:
     # --- leaves
 
     def _input(self, leaf: Input) -> Input:
-        by_samples = self.is_batch and leaf.batch_dim is not None
-        default = S(leaf.batch_dim) if by_samples and leaf.batch_dim is not None else R
+        default = S(leaf.batch_dim) if self.is_batch and leaf.batch_dim is not None else R
         ref = Ref(leaf.name)
         self._set(ref, self.typing.inputs.get(leaf.name, default), leaf.spec)
         return replace(leaf, spec=self.specs[ref])
 
-    def _parameter_uses(self) -> dict[str, set[str]]:
-        """The kinds in which live operators take each parameter that is I at rest."""
-        found: dict[str, set[str]] = {}
+    def _used_as_replicated(self) -> set[str]:
+        """Returns the names of the parameters that are I at rest and that every live operator reads as R."""
+        kinds_of: dict[str, set[str]] = {}
         for op in self.graph.ops:
             for ref, wanted in zip(op.operands, self._strategy(op).inputs, strict=True):
                 if self.types.get(ref) == I and self.graph.is_parameter(ref):
-                    found.setdefault(ref.name, set()).add(wanted.kind)
-        return found
+                    kinds_of.setdefault(ref.name, set()).add(wanted.kind)
+        return {name for name, kinds in kinds_of.items() if kinds == {"R"}}
 
-    def _parameter(self, parameter: Parameter, uses: set[str]) -> Parameter:
-        rest = self.types[Ref(parameter.name)]
-        if rest.kind not in ("I", "S"):
-            raise InternalError(f"A parameter is stored as {rest}, not as I or S(d)", where=parameter.fqn)
-        if self.is_batch and rest != I:
-            raise InternalError(f"A parameter is split over samples as {rest}", where=parameter.fqn)
-        pending = uses == {"R"} and parameter.spec.requires_grad and not self.is_batch
+    def _parameter(self, parameter: Parameter) -> Parameter:
+        at_rest = self.types[Ref(parameter.name)]
+        if at_rest.kind not in ("I", "S"):
+            raise InternalError(f"A parameter is stored as {at_rest}, not as I or S(d)", where=parameter.fqn)
+        if self.is_batch and at_rest != I:
+            raise InternalError(f"A parameter is split over samples as {at_rest}", where=parameter.fqn)
+        pending = parameter.name in self.pending and parameter.spec.requires_grad and not self.is_batch
         return replace(
             parameter,
             spec=self.specs[Ref(parameter.name)],
-            layout=(*parameter.layout, (self.axis, rest)),
+            layout=(*parameter.layout, (self.axis, at_rest)),
             gradient_sum_axes=(*parameter.gradient_sum_axes, self.axis) if pending else parameter.gradient_sum_axes,
         )
 
@@ -182,148 +197,158 @@ class _Sharding:
         outputs = tuple(
             [self._local(spec, kind, place) for spec, kind in zip(op.outputs, strategy.outputs, strict=True)]
         )
-        called = op.with_operands(operands)
-        if strategy.target or strategy.extra or localizer(op, strategy):
-            local = Local(
-                axis=self.axis,
-                size=self.typing.size,
-                operands=tuple([self.specs[ref] for ref in operands]),
-                outputs=outputs,
-                count_scale=self.count_scale,
-            )
-            called = localize(called, strategy, local)
-        before = op.layouts or ((),) * len(op.outputs)
-        layouts: tuple[Layout, ...] = tuple(
-            [(*layout, (self.axis, kind)) for layout, kind in zip(before, strategy.outputs, strict=True)]
+        local = Local(
+            axis=self.axis,
+            size=self.typing.size,
+            operands=tuple([self.specs[ref] for ref in operands]),
+            outputs=outputs,
+            count_scale=self.count_scale,
         )
-        section.ops.append(replace(called, outputs=outputs, layouts=layouts))
+        earlier_layouts = op.layouts or ((),) * len(op.outputs)
+        layouts: tuple[Layout, ...] = tuple(
+            [(*layout, (self.axis, kind)) for layout, kind in zip(earlier_layouts, strategy.outputs, strict=True)]
+        )
+        section.ops.append(replace(localize(op.with_operands(operands), strategy, local), layouts=layouts))
         for i, (kind, spec) in enumerate(zip(strategy.outputs, outputs, strict=True)):
             ref = Ref(op.name, i)
             self.types[ref], self.specs[ref] = kind, spec
 
     def _strategy(self, op: Op) -> Strategy:
-        found = self.typing.strategies.get(op.name)
-        if found is not None:
-            return found
-        if not self.is_batch and op.name in self.graph._index.free:
-            return Strategy(name="replicate", inputs=(R,) * len(op.operands), outputs=(R,) * len(op.outputs))
+        chosen = self.typing.strategies.get(op.name)
+        if chosen is not None:
+            return chosen
+        if not self.is_batch and self.graph.is_prelude(Ref(op.name)):
+            return replicate(op.operands, op.outputs)
         raise InternalError(f"The operator has no strategy on axis {self.axis}", where=f"{op.name} ({op.target})")
 
     def _loss(self, section: _Section) -> None:
-        """The loss ends as P over samples and as I on any other axis: one number, differentiated once."""
+        """Makes the loss P over samples and I on any other axis: one number, which is differentiated once."""
         loss = self.graph.loss
-        found = self.types[loss]
+        current = self.types[loss]
         if self.whole:
             return
         if self.is_batch:
-            if found.kind in ("I", "R"):
+            if current.kind in ("I", "R"):
                 self.renamed[loss] = self._change(loss, P, section, place=str(loss))
-            elif found != P:
+            elif current != P:
                 raise RuleError(
-                    f"The loss is {found} on the batch, not a sum over samples",
+                    f"The loss is {current} on the batch, not a sum over samples",
                     where=f"{loss.name} ({self._module(loss)})",
                     fix="Use a loss that adds up or averages over the batch",
                 )
-        elif found != I:
+        elif current != I:
             self.renamed[loss] = self._change(loss, I, section, place=str(loss))
 
     def _new_value(self, ref: Ref, section: _Section) -> None:
-        """The new value of a buffer ends whole, the same on every rank and for all samples."""
-        found = self.types[ref]
-        if self.whole or found.kind in ("R", "I"):
+        """Makes the new value of a buffer complete: the same on every rank and for all samples."""
+        current = self.types[ref]
+        if self.whole or current.kind in ("R", "I"):
             return
         if not self.is_batch:
             self.renamed[ref] = self._change(ref, R, section, place=str(ref))
             return
-        self.samples.new_value(ref, found, in_prelude=section is self.prelude)
+        self.samples.new_value(ref, current, in_prelude=section is self.prelude)
 
     # --- changes of type
 
     def _converted(self, ref: Ref, wanted: Type, op: Op, section: _Section) -> Ref:
-        """The operand ``ref`` of ``op`` in type ``wanted``; inserts the change where there is none yet."""
-        found = self.types[ref]
+        """Returns the operand ``ref`` of ``op`` in type ``wanted``, and emits the change of type if there is none yet."""
+        current = self.types[ref]
         if self.whole:
             return ref
-        same = found == wanted or self._same_without_gradient(ref, found, wanted)
-        if self.is_batch and not self.samples.crosses(ref, found, wanted, same=same):
-            self.samples.check(ref, found, wanted, op, same=same)
+        same = conversion(current, wanted, requires_grad=self.specs[ref].requires_grad) == UNCHANGED
+        if self.is_batch and not self.samples.crosses(ref, current, wanted, same=same):
+            self.samples.check(ref, current, wanted, op, same=same)
             return ref
-        home, place = self.prelude if self.graph.is_prelude(ref) else section, f"{op.name} ({op.target})"
-        if self._is_in_own_order(ref, found):
-            return self._from_own_order(ref, wanted, home, place)
+        owner, place = self.prelude if self.graph.is_prelude(ref) else section, f"{op.name} ({op.target})"
+        if self._is_leaf_part(ref, current):
+            return self._from_checkpoint_order(ref, wanted, owner, place)
         if same:
             return ref
-        if self.graph.is_parameter(ref) and (found, wanted) == (I, R) and ref.name not in self.explicit:
+        if wanted == R and ref.name in self.pending:
             return ref
-        if self.is_batch and found == P and home is self.prelude:
+        if self.is_batch and current == P and owner is self.prelude:
             self.samples.read_as_partial[ref] = place
-        return self._changed(ref, wanted, home, place)
+        return self._changed(ref, wanted, owner, place)
 
-    def _changed(self, ref: Ref, wanted: Type, home: _Section, place: str) -> Ref:
-        """The change of a value that ``home`` shares; emitted where there is none yet."""
-        if (ref, wanted) not in home.changed:
-            home.changed[ref, wanted] = self._change(ref, wanted, home, place)
-        return home.changed[ref, wanted]
+    def _changed(self, ref: Ref, wanted: Type, owner: _Section, place: str, source: Ref | None = None) -> Ref:
+        """Returns the change of ``ref`` that the consumers in ``owner`` share, and emits it if there is none yet.
 
-    def _is_in_own_order(self, ref: Ref, found: Type) -> bool:
-        """A part of a leaf beside a ring: no operator reads it as it is."""
-        return self.is_zigzag and found.is_split and self.graph.producer(ref) is None
+        Args:
+            ref: the value.
+            wanted: its new type.
+            owner: the section that the change belongs to.
+            place: the operator that reads it, for messages.
+            source: a change of ``ref`` to start from; by default ``ref`` itself.
+        """
+        if (ref, wanted) not in owner.changed:
+            owner.changed[ref, wanted] = self._change(source or ref, wanted, owner, place, origin=ref)
+        return owner.changed[ref, wanted]
 
-    def _from_own_order(self, ref: Ref, wanted: Type, home: _Section, place: str) -> Ref:
-        """A part of a leaf in type ``wanted``: in zig-zag order where that is split, by way of the whole."""
+    def _is_leaf_part(self, ref: Ref, current: Type) -> bool:
+        """Returns whether the value is a part of a leaf beside ring attention, which no operator may read as it is."""
+        return self.is_zigzag and current.is_split and self.graph.producer(ref) is None
+
+    def _from_checkpoint_order(self, ref: Ref, wanted: Type, owner: _Section, place: str) -> Ref:
+        """Returns a part of a leaf in type ``wanted``. A split one is in zig-zag order, and is cut from the complete tensor."""
         if not wanted.is_split:
-            return self._changed(ref, wanted, home, place)
-        if (ref, wanted) not in home.changed:
-            whole = self._changed(ref, I if self.specs[ref].requires_grad else R, home, place)
-            home.changed[ref, wanted] = self._change(whole, wanted, home, place, origin=ref)
-        return home.changed[ref, wanted]
+            return self._changed(ref, wanted, owner, place)
+        complete = self._changed(ref, I if self.specs[ref].requires_grad else R, owner, place)
+        return self._changed(ref, wanted, owner, place, complete)
 
     def _change(self, ref: Ref, wanted: Type, section: _Section, place: str, origin: Ref | None = None) -> Ref:
-        """Emits a change of type; ``origin``: the value of the graph that ``ref`` was made of, if it is none itself."""
+        """Emits a change of type.
+
+        Args:
+            ref: the tensor whose type changes.
+            wanted: its new type.
+            section: where the operator is added.
+            place: the operator that reads it, for messages.
+            origin: the value of the original graph that ``ref`` is a change of; by default ``ref`` itself.
+        """
         origin = origin or ref
-        found, spec = self.types[ref], self.specs[ref]
-        change = conversion(found, wanted, requires_grad=spec.requires_grad)
-        if change is None or not change.target:
+        current, spec = self.types[ref], self.specs[ref]
+        change = conversion(current, wanted, requires_grad=spec.requires_grad)
+        if change in (None, UNCHANGED):
             raise InternalError(
-                f"On axis {self.axis} the tensor {ref} of type {found} cannot become {wanted}", where=place
+                f"On axis {self.axis} the tensor {ref} of type {current} cannot become {wanted}", where=place
             )
-        arguments: tuple[Argument, ...] = (ref, *emitted_arguments(self.axis, found, wanted))
+        arguments: tuple[Argument, ...] = (ref, *emitted_arguments(self.axis, current, wanted))
         target = change.target
         if self.is_batch:
-            target, arguments = OVER_DATA, (ref, str(found), str(wanted))
-        elif self.is_zigzag and (found.is_split or wanted.is_split) and not self._is_in_own_order(ref, found):
+            target, arguments = OVER_DATA, (ref, str(current), str(wanted))
+        elif self.is_zigzag and (current.is_split or wanted.is_split) and not self._is_leaf_part(ref, current):
             target = target.replace("autopar.", "autopar.zigzag_")
         name = self._name(f"{origin.name}_{self.axis}_{wanted.kind}{wanted.dim if wanted.is_split else ''}")
-        full = self.graph.spec(ref) if found.is_split else spec
-        local = self._local(full, wanted, place)
-        producer = self.graph.producer(origin)
+        unsplit = self.graph.spec(ref) if current.is_split else spec
+        local = self._local(unsplit, wanted, place)
         section.ops.append(
             Op(
                 name=name,
                 target=target,
                 args=arguments,
                 outputs=(local,),
-                module=producer.module if producer is not None else "",
+                module=self._module(origin),
                 layouts=((*layout_before(self.graph, origin), (self.axis, wanted)),),
             )
         )
         self.types[Ref(name)], self.specs[Ref(name)] = wanted, local
         return Ref(name)
 
-    def _same_without_gradient(self, ref: Ref, found: Type, wanted: Type) -> bool:
-        return not self.specs[ref].requires_grad and {found.kind, wanted.kind} <= {"I", "R"}
-
     # --- bookkeeping
 
     def _set(self, ref: Ref, kind: Type, spec: TensorSpec) -> None:
-        """Of a leaf, whose parts are in its own order."""
-        self.types[ref], self.specs[ref] = kind, part_of(spec, kind, self.typing, ref.name)
+        """Records the type and the local spec of a leaf, whose parts are in the order of the checkpoint."""
+        self.types[ref], self.specs[ref] = kind, self._part(spec, kind, ref.name)
 
     def _local(self, spec: TensorSpec, kind: Type, place: str) -> TensorSpec:
-        """Of a value that an operator makes."""
+        """Returns the local spec of a value that an operator produces."""
         if self.is_zigzag and kind.is_split and kind.dim < len(spec.shape):
             check_part(spec, kind, int(self.typing.size), place, axis=self.axis)
-        return part_of(spec, kind, self.typing, place)
+        return self._part(spec, kind, place)
+
+    def _part(self, spec: TensorSpec, kind: Type, place: str) -> TensorSpec:
+        return part_of(spec, kind, self.typing.size, place, axis=self.axis)
 
     def _name(self, wanted: str) -> str:
         name, count = wanted, 1
@@ -339,5 +364,5 @@ class _Sharding:
 
 
 def crosses_samples(graph: Graph) -> tuple[Op, ...]:
-    """Changes of type over samples in a local graph: each data rank has one micro-batch then."""
+    """Returns the changes of type over samples in a local graph. If there are any, each data rank has one micro-batch."""
     return tuple(op for op in (*graph.prelude, *graph.ops) if op.target == OVER_DATA)

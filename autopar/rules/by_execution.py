@@ -1,7 +1,6 @@
-"""A rule checked by execution: every strategy of a call, forward and gradient, against one device; also before a user's rule is used.
+"""Checks rules by execution: every strategy of a call runs forward and backward on several ranks and is compared with one device.
 
-Ranks are threads of this process. Operands are cut from dense ones as their types say, outputs and
-gradients put together again as theirs say:
+Ranks are threads of this process. Operands are cut from full tensors by their types; outputs and gradients are put together by theirs:
 
 | type | operand of a rank      | output                    | cotangent of a rank | gradient                |
 |------|------------------------|---------------------------|---------------------|-------------------------|
@@ -32,18 +31,21 @@ from autopar.graph.graph import Argument, Op, Ref, TensorSpec, map_refs
 from autopar.ops.kernels import resolve
 from autopar.plan.mesh import Type
 from autopar.rules.grammar import Dim, parse
-from autopar.rules.local_calls import localize
+from autopar.rules.local_calls import localize, part_of
 from autopar.rules.strategy import RING, Local, Strategy, check_part, check_strategy
 from autopar.rules.table import RuleTable, default_table, full_target
 
 RTOL = 1e-9
+"""Relative and absolute tolerance of comparisons in float64; sums in another order differ by far less."""
+FAILURES = (RuntimeError, IndexError, ValueError, TypeError)
+"""The exceptions of operators that refuse their operands; ``NotImplementedError`` is a ``RuntimeError``."""
 _SERIAL = count()
 _C10D: Any = torch._C._distributed_c10d  # groups among threads: torch has no public way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Dense:
-    """One device's run: operands, outputs, cotangents and gradients (None where no gradient flows)."""
+    """The run of one device: operands, outputs, cotangents and gradients (None where there is no gradient)."""
 
     operands: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
@@ -62,22 +64,21 @@ def verify_rule(
     seed: int = 0,
     zigzag: bool = False,
 ) -> list[str]:
-    """Runs every strategy of a call on ``size`` ranks.
+    """Runs every strategy of a call on ``size`` ranks and compares it with one device.
 
     Args:
-        op: the call; its ``outputs`` may be empty, they are taken from the run.
-        operands: dense tensors for ``op.operands``, float64 where they are floats; those that require
-            grad are checked for their gradient.
-        size: ranks on the axis.
-        axis: its name.
-        table: rules; default: the default table.
-        strategies: check these instead of those of the table.
-        seed: of the random summands and cotangents.
-        zigzag: cut and put together in zig-zag order, and check what may stand beside a ring (:mod:`autopar.rules.strategy`)
-            alone. A ring itself is always in that order.
+        op: the call. Its ``outputs`` may be empty, as they are taken from the run.
+        operands: full tensors for ``op.operands``, in float64 if they are floats. The gradients of those that require grad are checked.
+        size: the number of ranks on the axis.
+        axis: the name of the axis.
+        table: the table of rules; None for the default one.
+        strategies: strategies to check instead of those of the table.
+        seed: the seed of random summands and cotangents.
+        zigzag: whether to cut and join in zig-zag order, and check only strategies that are possible beside ring attention
+            (:mod:`autopar.rules.strategy`). Ring attention itself is always checked in this order.
 
     Returns:
-        One line for each strategy that fails; of a random one only shapes are checked.
+        One line for each strategy that fails. Of strategies that draw random numbers only shapes are checked.
 
     Raises:
         RuleError: the table has no rule for the call.
@@ -90,11 +91,11 @@ def verify_rule(
         strategies = (table or default_table()).strategies(op, specs, axis=axis, size=Fraction(size))
     failures = []
     for strategy in strategies:
-        if zigzag and not _fits_ring(strategy, dense, size):
+        if zigzag and not _is_zigzag_safe(strategy, dense, size):
             continue
         try:
             problem = _check(op, dense, strategy, axis, size, generator, zigzag=zigzag or strategy.target == RING)
-        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        except (RuleError, *FAILURES) as error:
             problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         if problem:
             failures.append(f"{op.target} {strategy.name} {strategy.inputs} -> {strategy.outputs}: {problem}")
@@ -102,11 +103,17 @@ def verify_rule(
 
 
 def call(op: Op, operands: Sequence[Tensor], axis: tuple[str, object] | None = None) -> tuple[Tensor, ...]:
-    """Runs one operator on tensors for its operands; ``axis``: a name among the arguments, and what stands for it."""
-    rest = iter(operands)
+    """Runs one operator on tensors for its operands.
+
+    Args:
+        op: the call.
+        operands: a tensor for each of ``op.operands``.
+        axis: the name of an axis among the arguments, and the value to pass instead of it; None changes no argument.
+    """
+    remaining = iter(operands)
 
     def value(argument: Argument) -> Any:
-        filled: Any = map_refs(argument, lambda _: next(rest))  # type: ignore[arg-type, return-value]
+        filled: Any = map_refs(argument, lambda _: next(remaining))  # type: ignore[arg-type, return-value]
         if axis is not None and isinstance(filled, str) and filled == axis[0]:
             return axis[1]
         return list(filled) if isinstance(filled, tuple) else filled
@@ -134,17 +141,18 @@ def _run_dense(op: Op, operands: Sequence[Tensor], generator: torch.Generator) -
 def _gradients(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor], cotangents: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """Gradient of each input that requires one, zeros where none arrives."""
-    ends = [(y, g) for y, g in zip(outputs, cotangents, strict=True) if g is not None]
+    """Returns the gradient of each input that requires one, zeros if the outputs do not depend on it, and None for other inputs."""
+    pairs = [(y, g) for y, g in zip(outputs, cotangents, strict=True) if g is not None]
     wanted = [x for x in inputs if x.requires_grad]
-    if not ends or not wanted:
+    if not pairs or not wanted:
         return tuple(None for _ in inputs)
-    found = torch.autograd.grad([y for y, _ in ends], wanted, [g for _, g in ends], materialize_grads=True)
-    rest = iter(found)
-    return tuple(next(rest) if x.requires_grad else None for x in inputs)
+    gradients = torch.autograd.grad([y for y, _ in pairs], wanted, [g for _, g in pairs], materialize_grads=True)
+    remaining = iter(gradients)
+    return tuple(next(remaining) if x.requires_grad else None for x in inputs)
 
 
-def _fits_ring(strategy: Strategy, dense: _Dense, size: int) -> bool:
+def _is_zigzag_safe(strategy: Strategy, dense: _Dense, size: int) -> bool:
+    """Returns whether a strategy is possible beside ring attention, for these shapes."""
     try:
         check_strategy(strategy, "")
         for x, kind in (
@@ -161,30 +169,33 @@ def _fits_ring(strategy: Strategy, dense: _Dense, size: int) -> bool:
 def _check(
     op: Op, dense: _Dense, strategy: Strategy, axis: str, size: int, generator: torch.Generator, *, zigzag: bool
 ) -> str:
-    """What is wrong with one strategy, or nothing."""
-    operands = [_cut(x, t, size, generator, zigzag) for x, t in zip(dense.operands, strategy.inputs, strict=True)]
+    """Returns what is wrong with one strategy; empty if nothing is."""
+    operands = [_parts(x, t, size, generator, zigzag) for x, t in zip(dense.operands, strategy.inputs, strict=True)]
     cotangents = [
-        [None] * size if g is None else _cut(g, t.gradient, size, generator, zigzag)
+        [None] * size if g is None else _parts(g, t.gradient, size, generator, zigzag)
         for g, t in zip(dense.cotangents, strategy.outputs, strict=True)
     ]
     local = Local(
         axis=axis,
         size=Fraction(size),
         operands=tuple(_spec(pieces[0]) for pieces in operands),
-        outputs=tuple(_part(_spec(y), t, size) for y, t in zip(dense.outputs, strategy.outputs, strict=True)),
+        outputs=tuple(
+            part_of(_spec(y), t, Fraction(size), strategy.name, axis=axis)
+            for y, t in zip(dense.outputs, strategy.outputs, strict=True)
+        ),
     )
-    written = localize(op, strategy, local)
+    local_call = localize(op, strategy, local)
     outputs: list[tuple[Tensor, ...]] = [()] * size
     gradients: list[tuple[Tensor | None, ...]] = [()] * size
 
     def rank(index: int, group: dist.ProcessGroup | None) -> None:
         inputs = [pieces[index] for pieces in operands]
-        outputs[index] = call(written, inputs, None if group is None else (axis, group))
-        own = [pieces[index] for pieces in cotangents]
-        gradients[index] = _gradients(inputs, outputs[index], own)
+        outputs[index] = call(local_call, inputs, None if group is None else (axis, group))
+        rank_cotangents = [pieces[index] for pieces in cotangents]
+        gradients[index] = _gradients(inputs, outputs[index], rank_cotangents)
 
-    if axis in written.args or axis in (value for _, value in written.kwargs):
-        # of all ranks together: threads that seed the same generator wait for each other for ever
+    if axis in local_call.args or axis in (value for _, value in local_call.kwargs):
+        # seeded once for all threads: threads that each seed the one generator would wait for each other forever
         with _same_random_numbers():
             _in_threads(rank, size)
     else:
@@ -195,48 +206,41 @@ def _check(
         parts = [result[i] for result in outputs]
         if tuple(parts[0].shape) != local.outputs[i].shape:
             return f"output {i} has shape {tuple(parts[0].shape)}, not {local.outputs[i].shape}"
-        if not strategy.random and (problem := _differs(parts, kind, y, zigzag)):
+        if not strategy.random and (problem := difference(parts, kind, y, zigzag)):
             return f"output {i}: {problem}"
     for i, (gradient, kind) in enumerate(zip(dense.gradients, strategy.inputs, strict=True)):
         if gradient is not None and not strategy.random:
             pieces = [result[i] for result in gradients]
-            if problem := _differs([p for p in pieces if p is not None], kind.gradient, gradient, zigzag):
+            if problem := difference([p for p in pieces if p is not None], kind.gradient, gradient, zigzag):
                 return f"gradient of operand {i}: {problem}"
     return ""
 
 
-def _part(spec: TensorSpec, kind: Type, size: int) -> TensorSpec:
-    if not kind.is_split:
-        return spec
-    shape = list(spec.shape)
-    shape[kind.dim] //= size
-    return replace(spec, shape=tuple(shape))
-
-
-def _cut(x: Tensor, kind: Type, size: int, generator: torch.Generator, zigzag: bool) -> list[Tensor]:
-    """Each rank's part of a dense tensor; in zig-zag order where the operator has it so."""
+def _parts(x: Tensor, kind: Type, size: int, generator: torch.Generator, zigzag: bool) -> list[Tensor]:
+    """Returns the part of a full tensor on each rank, in zig-zag order if ``zigzag`` is set."""
     from autopar.ops.sequence import zigzag as in_zigzag  # kernels are slow to import
 
-    whole = x.detach()
+    full = x.detach()
     if kind.is_split:
-        ordered = in_zigzag(whole, kind.dim, size) if zigzag else whole
+        ordered = in_zigzag(full, kind.dim, size) if zigzag else full
         pieces = list(ordered.chunk(size, dim=kind.dim))
     elif kind.kind == "P":
-        pieces = [_random_like(whole, generator) for _ in range(size - 1)]
-        pieces.append(whole - sum(pieces))
+        pieces = [_random_like(full, generator) for _ in range(size - 1)]
+        pieces.append(full - sum(pieces))
     else:
-        pieces = [whole] * size
+        pieces = [full] * size
     return [piece.clone(memory_format=torch.contiguous_format).requires_grad_(x.requires_grad) for piece in pieces]
 
 
 def _random_like(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Returns random numbers of the shape and dtype of ``x``."""
     if x.dtype.is_floating_point or x.dtype.is_complex:
         return torch.randn(x.shape, dtype=x.dtype, generator=generator)
     return torch.randint(-9, 10, x.shape, dtype=x.dtype, generator=generator)
 
 
-def _differs(parts: list[Tensor], kind: Type, dense: Tensor, zigzag: bool = False) -> str:
-    """How the parts of all ranks, put together by their type, differ from the dense tensor."""
+def difference(parts: Sequence[Tensor], kind: Type, dense: Tensor, zigzag: bool = False) -> str:
+    """Returns how the parts of all ranks, joined as their type says, differ from the full tensor; empty if they do not."""
     from autopar.ops.sequence import zigzag as in_zigzag
 
     parts = [part.detach() for part in parts]
@@ -263,7 +267,7 @@ def _differs(parts: list[Tensor], kind: Type, dense: Tensor, zigzag: bool = Fals
 
 @contextmanager
 def _same_random_numbers() -> Iterator[None]:
-    """Every rank, and the dense run, draw the same numbers."""
+    """Makes every rank, and the run of one device, draw the same random numbers."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # of the CPU alone: torch.manual_seed asks after every kind of device
         yield
@@ -272,7 +276,7 @@ def _same_random_numbers() -> Iterator[None]:
 def _in_threads(rank: Any, size: int) -> None:
     """Runs ``rank(index, group)`` on threads that form a gloo group.
 
-    No rank begins before all are connected: one that is done closes its connections, which others would still wait for.
+    No rank begins before all are connected: a rank that has finished closes its connections, and others might still wait for them.
     """
     store = _C10D.HashStore()
     errors: list[BaseException] = []
@@ -285,7 +289,7 @@ def _in_threads(rank: Any, size: int) -> None:
             group = _gloo(store, index, size, name)
             connected.wait(timeout=60.0)
             rank(index, group)
-        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        except FAILURES as error:
             errors.append(error)
             connected.abort()
         finally:
@@ -301,7 +305,7 @@ def _in_threads(rank: Any, size: int) -> None:
 
 
 def _gloo(store: Any, rank: int, size: int, name: str) -> dist.ProcessGroup:
-    """A group among threads of this process, known to no registry but that of functional collectives."""
+    """Returns a group among threads of this process; only the registry of functional collectives knows it."""
     kind = _C10D.ProcessGroup.BackendType.GLOO
     options = _C10D.ProcessGroupGloo._Options()
     options._devices = [_C10D.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
@@ -315,24 +319,25 @@ def _gloo(store: Any, rank: int, size: int, name: str) -> dist.ProcessGroup:
 
 
 SIZES = (2, 4)
+"""Numbers of ranks on which a declared rule is checked."""
 _UNIT = 8
-"""Every dim of a made example is another multiple of this: dims of four ranks still have two elements."""
+"""Every dim of an example is another multiple of this, so that a part on four ranks still has two elements."""
 
 
 def check_rule(target: str, line: str, example: Sequence[object] | None = None) -> None:
     """Runs every strategy of a rule; see :func:`autopar.rules.table.register_rule`.
 
     Raises:
-        RuleError: as there.
+        RuleError: in the cases of ``register_rule``.
     """
     name = full_target(target)
     arguments = tuple(made_example(line)) if example is None else tuple(example)
     operands = [x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)]
-    count = iter(range(len(operands)))
-    op = Op(name="example", target=name, args=tuple(_written(a, count) for a in arguments), outputs=())
+    numbers = count()
+    op = Op(name="example", target=name, args=tuple(_with_refs(a, numbers) for a in arguments), outputs=())
     try:
         call(op, operands)
-    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+    except FAILURES as error:
         raise RuleError(
             "The operator fails on an example of its rule, on CPU in float64",
             where=name,
@@ -357,7 +362,7 @@ def check_rule(target: str, line: str, example: Sequence[object] | None = None) 
 
 
 def made_example(line: str) -> list[Tensor]:
-    """Random operands in float64 for a rule line: equal labels have equal lengths, others differ.
+    """Returns random operands in float64 for a rule line: equal labels have equal lengths, different labels have different ones.
 
     >>> [tuple(x.shape) for x in made_example("b... k+, n k+ -> b... n")]
     [(8, 16), (24, 16)]
@@ -367,16 +372,17 @@ def made_example(line: str) -> list[Tensor]:
     lengths = {label: _UNIT * (i + 1) for i, label in enumerate(labels)}
     generator = torch.Generator().manual_seed(0)
 
-    def one(dims: tuple[Dim, ...]) -> Tensor:
+    def operand(dims: tuple[Dim, ...]) -> Tensor:
         shape = [lengths[dim.label] for dim in dims]
         return (torch.rand(shape, dtype=torch.float64, generator=generator) + 0.1).requires_grad_()
 
-    return [one(dims) for dims in parsed.inputs]
+    return [operand(dims) for dims in parsed.inputs]
 
 
-def _written(value: object, count: object) -> Argument:
+def _with_refs(value: object, numbers: Iterator[int]) -> Argument:
+    """Returns an argument with a numbered :class:`Ref` in place of every tensor."""
     if isinstance(value, Tensor):
-        return Ref(f"x{next(count)}")  # type: ignore[call-overload]
+        return Ref(f"x{next(numbers)}")
     if isinstance(value, tuple | list):
-        return tuple(_written(item, count) for item in value)
+        return tuple(_with_refs(item, numbers) for item in value)
     return value  # type: ignore[return-value]

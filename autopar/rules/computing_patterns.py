@@ -1,6 +1,6 @@
-"""Patterns of operators that compute and whose dims depend on literals: products, attention, norms, sums.
+"""Patterns of operators that compute and whose dims depend on literals of the call: products, attention, norms, reductions, losses.
 
-Functions are like those of :mod:`autopar.rules.moving_patterns`.
+Functions have the form that :mod:`autopar.rules.moving_patterns` describes.
 """
 
 from __future__ import annotations
@@ -10,26 +10,25 @@ from typing import cast
 
 from autopar.errors import RuleError
 from autopar.graph.graph import Op, Ref
-from autopar.rules.grammar import Labels, Pattern, bind, parse
-from autopar.rules.moving_patterns import NAMES, Specs, argument, dims_of, integer
+from autopar.rules.grammar import Labels, Pattern, pattern_of
+from autopar.rules.moving_patterns import NAMES, Specs, aligned, argument, dims_of, integer, same_dims
 
 # --- elementwise ---------------------------------------------------------------------------------
 
 
 def cast_dtype(op: Op, operands: Specs) -> Pattern:
-    """to.dtype, _to_copy: a partial sum passes unless the cast rounds, which would differ from one device."""
-    labels = NAMES[: len(op.spec.shape)]
+    """to.dtype, _to_copy: linear unless the cast rounds, because rounded summands would not add up to the rounded sum."""
     source, target = operands[0].dtype, op.spec.dtype
     exact = source == target or (
         target.is_floating_point and (not source.is_floating_point or target.itemsize >= source.itemsize)
     )
     exact = exact or not (source.is_floating_point or target.is_floating_point)
-    return Pattern(inputs=(labels,), outputs=(labels,), linear=((0,),) if exact else ())
+    return same_dims(op, operands, linear=exact)
 
 
 def fill(op: Op, operands: Specs) -> Pattern:
-    """masked_fill.Scalar(x, mask, value), where.ScalarOther, where.ScalarSelf: linear where the scalar is 0."""
-    pattern = bind(parse("x..., x... -> x..."), tuple(s.shape for s in operands), (op.spec.shape,))
+    """masked_fill.Scalar(x, mask, value), where.ScalarOther, where.ScalarSelf: linear if the number is 0."""
+    pattern = pattern_of("x..., x... -> x...", op, operands)
     scalar, tensor = {
         "aten.masked_fill.Scalar": (2, 0),
         "aten.where.ScalarOther": (2, 1),
@@ -42,19 +41,22 @@ def fill(op: Op, operands: Specs) -> Pattern:
 
 
 def matmul(op: Op, operands: Specs) -> Pattern:
-    """Products of matrices and vectors by their ranks: matmul, mv, dot."""
+    """Products of matrices and vectors of any ranks: matmul, mv, dot."""
     left, right = (len(spec.shape) for spec in operands[:2])
-    a = "k+" if left == 1 else "n k+" if left == 2 else "b... n k+"
-    b = "k+" if right == 1 else "k+ m" if right == 2 else "b... k+ m"
-    c = " ".join(
+    a_dims = "k+" if left == 1 else "n k+" if left == 2 else "b... n k+"
+    b_dims = "k+" if right == 1 else "k+ m" if right == 2 else "b... k+ m"
+    output_dims = " ".join(
         [*(["b..."] if max(left, right) > 2 else []), *(["n"] if left > 1 else []), *(["m"] if right > 1 else [])]
     )
-    line = parse(f"{a}, {b} -> {c}; linear 0, 1")
-    return bind(line, tuple(spec.shape for spec in operands), (op.spec.shape,))
+    return pattern_of(f"{a_dims}, {b_dims} -> {output_dims}; linear 0, 1", op, operands)
 
 
 def einsum(op: Op, operands: Specs) -> Pattern:
-    """An equation without ellipses."""
+    """Einsum with an equation that names every dim.
+
+    Raises:
+        RuleError: the equation has an ellipsis.
+    """
     equation = cast("str", op.args[0]).replace(" ", "")
     if "..." in equation:
         raise RuleError(
@@ -78,26 +80,22 @@ def einsum(op: Op, operands: Specs) -> Pattern:
 
 
 def attention(op: Op, operands: Specs) -> Pattern:
-    """scaled_dot_product_attention(q, k, v, mask, dropout, causal): b and h are split, s unless causal.
+    """scaled_dot_product_attention(q, k, v, mask, dropout, causal): b and h are split, and s unless the attention is causal.
 
-    Fewer key heads than query heads (``enable_gqa``) are split together with them. Attention that is
-    split along the sequence on another axis already (``autopar.attention_gathered``, ``_ring``) keeps s.
+    If there are fewer key heads than query heads (``enable_gqa``) they are split together. Attention whose sequence another axis splits
+    already (``autopar.attention_gathered``, ``autopar.attention_ring``) does not split s further.
     """
     rank = len(operands[0].shape)
     lead = ("b", "h") if rank == 4 else tuple(f"b{i}" for i in range(rank - 2))
 
-    def labels(shape: tuple[int, ...], last: Labels) -> Labels:
-        names = (*lead, *last)[-len(shape) :]
-        return tuple(name if length > 1 else "" for name, length in zip(names, shape, strict=True))
-
     inputs = [
-        labels(spec.shape, last)
+        aligned((*lead, *last), spec.shape)
         for spec, last in zip(operands, (("s", "e"), ("t", "e"), ("t", "f"), ("s", "t")), strict=False)
     ]
     whole = bool(argument(op, 5, "is_causal", False)) or op.target.startswith("autopar.attention_")
     return Pattern(
         inputs=tuple(inputs),
-        outputs=(labels(op.spec.shape, ("s", "f")),),
+        outputs=(aligned((*lead, "s", "f"), op.spec.shape),),
         frozen=frozenset(("t", "e", "f", "s") if whole else ("t", "e", "f")),
         linear=((2,),),
         random=bool(argument(op, 4, "dropout_p", 0.0)),
@@ -105,24 +103,28 @@ def attention(op: Op, operands: Specs) -> Pattern:
 
 
 def convolution(op: Op, operands: Specs) -> Pattern:
-    """conv1d/2d/3d, transposed ones and convolution, not transposed: batch, and channels in and out unless grouped.
+    """conv1d, conv2d, conv3d, their transposes, and convolution if it is not transposed.
 
-    The weight is [out, in / groups, *window], of a transposed one [in, out / groups, *window].
+    The batch is split, and input and output channels unless they are grouped. The weight is [out, in / groups, *window], or
+    [in, out / groups, *window] if transposed.
+
+    Raises:
+        RuleError: the call is ``aten.convolution`` and transposed.
     """
-    general = op.target == "aten.convolution.default"
-    groups = integer(op, 8 if general else 6, "groups", 1)
-    if general and argument(op, 6, "transposed", False):
+    is_general = op.target == "aten.convolution.default"
+    groups = integer(op, 8 if is_general else 6, "groups", 1)
+    if is_general and argument(op, 6, "transposed", False):
         raise RuleError.unsupported(
             f"Splitting the transposed {op.target}",
             where=op.name,
             instead="Make the module that calls it opaque (opaque=[...])",
         )
-    space = len(operands[1].shape) - 2
-    window = tuple(f"w{i}" for i in range(space))
-    kernel = tuple(f"k{i}" for i in range(space))
-    batch = ("b",) * (len(operands[0].shape) - space - 1)
-    first, second = ("c", "o") if "transpose" in op.target else ("o", "c")
-    inputs: list[Labels] = [(*batch, "c", *window), (first, second if groups == 1 else "", *kernel)]
+    num_space = len(operands[1].shape) - 2
+    window = tuple(f"w{i}" for i in range(num_space))
+    kernel = tuple(f"k{i}" for i in range(num_space))
+    batch = ("b",) * (len(operands[0].shape) - num_space - 1)
+    input_side, output_side = ("c", "o") if "transpose" in op.target else ("o", "c")
+    inputs: list[Labels] = [(*batch, "c", *window), (input_side, output_side if groups == 1 else "", *kernel)]
     if len(operands) == 3:
         inputs.append(("o",))
     frozen = {*window, *kernel} | (set() if groups == 1 else {"c", "o"})
@@ -137,59 +139,48 @@ def convolution(op: Op, operands: Specs) -> Pattern:
 
 
 def embedding(op: Op, operands: Specs) -> Pattern:
-    """Rows of a table [v, n] by ids: ids and n are split; v: see :mod:`autopar.rules.other_kernels`.
+    """Rows of a table [v, n] by ids: ids and n are split; :mod:`autopar.rules.other_kernels` splits v.
 
-    Gradients scaled by how often an id stands in the batch need the whole batch.
+    Gradients that are scaled by the frequency of an id need the complete batch.
     """
     frequencies = argument(op, 3, "scale_grad_by_freq", False)
-    line = parse("v^ n, b...^ -> b... n; linear 0" if frequencies else "v^ n, b... -> b... n; linear 0")
-    return bind(line, tuple(spec.shape for spec in operands), (op.spec.shape,))
+    return pattern_of(f"v^ n, b...{'^' if frequencies else ''} -> b... n; linear 0", op, operands)
 
 
 def embedding_bag(op: Op, operands: Specs) -> Pattern:
-    """Sum, mean or maximum of a table's rows for each bag: bags and width are split, and under a sum the bag's length.
+    """Sum, mean or maximum of the rows of a table for each bag: bags and width are split, and the length of bags under a sum.
 
-    Gradients scaled by how often an id stands in the batch need the whole batch.
+    Gradients that are scaled by the frequency of an id need the complete batch.
     """
-    weighted, mode, frequencies = op.args[2] is not None, op.args[3], bool(op.args[5])
+    mode, frequencies = str(op.args[3]), bool(op.args[5])
     bags, length = "b^" if frequencies else "b", "k+" if mode == "sum" and not frequencies else "k^"
-    ids = f"{bags} {length}"
-    line = f"v^ n, {ids}{f', {ids}' if weighted else ''} -> {bags} n"
-    linear = {"max": "", "sum": "; linear 0, 2" if weighted else "; linear 0"}.get(str(mode), "; linear 0")
-    return bind(parse(line + linear), tuple(spec.shape for spec in operands), (op.spec.shape,))
-
-
-def bag_vocabulary(op: Op, operands: Specs) -> Pattern:
-    """Bags of a table whose rows another axis has split: bags and width are split further."""
-    line = "v^ n, b k^, b k^ -> b n; linear 0" if op.args[3] is not None else "v^ n, b k^ -> b n; linear 0"
-    return bind(parse(line), tuple(spec.shape for spec in operands), (op.spec.shape,))
+    linear = {"max": "", "sum": "; linear 0, 2"}.get(mode, "; linear 0")
+    return pattern_of(f"v^ n, {bags} {length}, {bags} {length} -> {bags} n{linear}", op, operands)
 
 
 def embedding_bag_ragged(op: Op, operands: Specs) -> Pattern:
-    """Bags of different lengths: where one begins tells its place among all ids, so that only the width is split."""
-    weighted, mode = op.args[3] is not None, op.args[4]
-    line = f"v^ n, i^, o^{', i^' if weighted else ''} -> b^ n"
-    linear = {"max": "", "sum": "; linear 0, 3" if weighted else "; linear 0"}.get(str(mode), "; linear 0")
-    return bind(parse(line + linear), tuple(spec.shape for spec in operands), (op.spec.shape,))
+    """Bags of different lengths: only the width is split, as offsets are positions among all ids."""
+    linear = {"max": "", "sum": "; linear 0, 3"}.get(str(op.args[4]), "; linear 0")
+    return pattern_of(f"v^ n, i^, o^, i^ -> b^ n{linear}", op, operands)
 
 
 # --- norms ---------------------------------------------------------------------------------------
 
 
 def layer_norm(op: Op, operands: Specs) -> Pattern:
-    """Layer norm, native or not, and RMS norm: the normalised dims stay whole."""
+    """Layer norm, native or not, and RMS norm: normalised dims are not split."""
     rank = len(operands[0].shape)
-    kept = rank - len(cast("tuple[int, ...]", argument(op, 1, "normalized_shape")))
+    num_outer = rank - len(cast("tuple[int, ...]", argument(op, 1, "normalized_shape")))
     labels = NAMES[:rank]
-    statistics = (*labels[:kept], *("",) * (rank - kept))
+    statistics = (*labels[:num_outer], *("",) * (rank - num_outer))
     return Pattern(
-        inputs=(labels, *(labels[kept:] for _ in operands[1:])),
+        inputs=(labels, *(labels[num_outer:] for _ in operands[1:])),
         outputs=(labels, *(statistics for _ in op.outputs[1:])),
-        frozen=frozenset(labels[kept:]),
+        frozen=frozenset(labels[num_outer:]),
     )
 
 
-# --- sums and what is like them ------------------------------------------------------------------
+# --- reductions ------------------------------------------------------------------
 
 _REDUCTIONS = {
     "aten.sum.default": "sum",
@@ -200,6 +191,7 @@ _REDUCTIONS = {
     "aten.count_nonzero.default": "count",
     "aten.count_nonzero.dim_IntList": "count",
 }
+"""Reductions that can be over a split dim, or that are linear, by target. A mean is over a split dim only as a partial mean."""
 _WHOLE_NAMES = (
     "amax.default amin.default max.default min.default max.dim min.dim argmax.default argmin.default"
     " any.default any.dim any.dims all.default all.dim all.dims prod.default prod.dim_int logsumexp.default"
@@ -211,24 +203,24 @@ REDUCTION_TARGETS = (*_REDUCTIONS, *_WHOLE_REDUCTIONS)
 
 
 def reduction(op: Op, operands: Specs) -> Pattern:
-    """sum(x, dims, keepdim), mean, amax and their like: a sum over a split dim is partial, the others whole."""
+    """sum(x, dims, keepdim), mean, amax and the like: a sum over a split dim is partial; the dims of other reductions are not split."""
     kind = _REDUCTIONS.get(op.target, "")
     rank = len(operands[0].shape)
     position = 2 if op.target in ("aten.norm.ScalarOpt_dim", "aten.linalg_vector_norm.default") else 1
-    listed = op.target.endswith((".default",)) and op.target not in (
+    is_over_all = op.target.endswith((".default",)) and op.target not in (
         "aten.amax.default", "aten.amin.default", "aten.argmax.default", "aten.argmin.default", "aten.logsumexp.default",
         "aten.linalg_vector_norm.default",
     )  # fmt: skip
-    dims = tuple(range(rank)) if listed else dims_of(op, position, "dim", rank)
+    dims = tuple(range(rank)) if is_over_all else dims_of(op, position, "dim", rank)
     labels = NAMES[:rank]
     reduced = frozenset(labels[dim] for dim in dims if dim < rank)
     if len(op.spec.shape) == rank:
-        right: Labels = tuple("" if label in reduced else label for label in labels)
+        output_labels: Labels = tuple("" if label in reduced else label for label in labels)
     else:
-        right = tuple(label for label in labels if label not in reduced)
+        output_labels = tuple(label for label in labels if label not in reduced)
     return Pattern(
         inputs=(labels,),
-        outputs=(right,) * len(op.outputs),
+        outputs=(output_labels,) * len(op.outputs),
         contracted=reduced if kind in ("sum", "count") else frozenset(),
         frozen=frozenset() if kind in ("sum", "count") else reduced,
         linear=((0,),) if kind in ("sum", "mean") else (),
@@ -236,14 +228,14 @@ def reduction(op: Op, operands: Specs) -> Pattern:
 
 
 def histogram(op: Op, operands: Specs) -> Pattern:
-    """histc(x, bins, min, max): counts add up over parts of x, when the bounds are given."""
+    """histc(x, bins, min, max): the counts of parts of x add up if the bounds are given."""
     labels = frozenset(NAMES[: len(operands[0].shape)])
-    given = argument(op, 2, "min", 0) != argument(op, 3, "max", 0)
+    has_bounds = argument(op, 2, "min", 0) != argument(op, 3, "max", 0)
     return Pattern(
         inputs=(NAMES[: len(operands[0].shape)],),
         outputs=(("",),),
-        contracted=labels if given else frozenset(),
-        frozen=frozenset() if given else labels,
+        contracted=labels if has_bounds else frozenset(),
+        frozen=frozenset() if has_bounds else labels,
     )
 
 
@@ -258,23 +250,19 @@ _ELEMENTWISE_LOSSES = {
     "aten.soft_margin_loss.default": 2,
     "aten.binary_cross_entropy_with_logits.default": 4,
 }
+"""The position of ``reduction`` among the arguments of each loss."""
 LOSS_TARGETS = tuple(_ELEMENTWISE_LOSSES)
 
 
 def loss(op: Op, operands: Specs) -> Pattern:
-    """mse_loss(x, target, reduction) and its like: a sum is contracted, a mean is not split."""
+    """mse_loss(x, target, reduction) and the like: dims are contracted under a sum, and not split under a mean."""
     reduction_kind = integer(op, _ELEMENTWISE_LOSSES[op.target], "reduction", 1)
     if reduction_kind == 0:
-        shapes = tuple(spec.shape for spec in operands)
-        return bind(parse(", ".join(["x..."] * len(operands)) + " -> x..."), shapes, (op.spec.shape,))
+        return pattern_of("x..., x..., x..., x... -> x...", op, operands)
     labels = NAMES[: max(len(spec.shape) for spec in operands)]
-    inputs = tuple(
-        tuple(n if s > 1 else "" for n, s in zip(labels[len(labels) - len(spec.shape) :], spec.shape, strict=True))
-        for spec in operands
-    )
     names = frozenset(labels)
     return Pattern(
-        inputs=inputs,
+        inputs=tuple(aligned(labels, spec.shape) for spec in operands),
         outputs=((),),
         contracted=names if reduction_kind == 2 else frozenset(),
         frozen=names if reduction_kind == 1 else frozenset(),
@@ -282,7 +270,11 @@ def loss(op: Op, operands: Specs) -> Pattern:
 
 
 def cross_entropy(op: Op, operands: Specs) -> Pattern:
-    """cross_entropy_loss(logits [n, c, ...], target [n, ...], weight, reduction, ...); classes stay whole."""
+    """cross_entropy_loss(logits [n, c, ...], target [n, ...], weight, reduction, ...): classes are not split.
+
+    Raises:
+        RuleError: targets are not class ids.
+    """
     kind = integer(op, 3, "reduction", 1)
     logits = operands[0].shape
     if len(operands[1].shape) == len(logits):
@@ -291,13 +283,13 @@ def cross_entropy(op: Op, operands: Specs) -> Pattern:
             where=op.name,
             instead="Give class ids, or write it with log_softmax and a sum",
         )
-    rest = NAMES[: len(logits) - 1]
-    inputs: list[Labels] = [(*rest[:1], "c", *rest[1:]), rest]
+    token_labels = NAMES[: len(logits) - 1]
+    inputs: list[Labels] = [(*token_labels[:1], "c", *token_labels[1:]), token_labels]
     if isinstance(argument(op, 2, "weight"), Ref):
         inputs.append(("c",))
     return Pattern(
         inputs=tuple(inputs),
-        outputs=(rest if kind == 0 else (),),
-        contracted=frozenset(rest) if kind == 2 else frozenset(),
-        frozen=frozenset(("c", *rest) if kind == 1 else ("c",)),
+        outputs=(token_labels if kind == 0 else (),),
+        contracted=frozenset(token_labels) if kind == 2 else frozenset(),
+        frozen=frozenset(("c", *token_labels) if kind == 1 else ("c",)),
     )

@@ -1,13 +1,14 @@
-"""What one rank has and calls: its part of a tensor, changes of a tensor's type, literals rewritten for local shapes.
+"""What one rank calls: its part of a tensor, changes of a tensor's type, and literals rewritten for local shapes.
 
-Source of the table of changes: ``spmd-types`` and Megatron's f and g; see docs/adr/0001-types.md. A tensor without gradient moves
-nothing backward, and I and R are the same for it.
+The table of changes follows ``spmd-types`` and the operators f and g of Megatron; see docs/adr/0001-types.md. For a tensor without
+gradient nothing moves backward, and I and R are the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from math import prod
 from typing import cast
 
@@ -18,40 +19,34 @@ from autopar.graph.graph import Argument, Graph, Layout, Op, Ref, TensorSpec
 from autopar.ops.kernels import aten_targets
 from autopar.plan.mesh import DATA_AXES, EXPERT_AXIS, I, R, S, Type
 from autopar.rules.moving_patterns import argument, dims_of
-from autopar.rules.strategy import AXIS_AT, COUNT_AT, Local, Strategy, Typing
+from autopar.rules.strategy import AXIS_AT, COUNT_AT, GATHERED, RING, Local, Strategy
 
 Localizer = Callable[[Op, Strategy, Local], Op]
-"""Writes the call; ``outputs`` and the strategy's target and extra arguments are set by the caller."""
+"""Writes the call of one rank; :func:`localize` sets ``outputs``."""
 
 
 def localize(op: Op, strategy: Strategy, local: Local) -> Op:
-    """The call that one rank makes under ``strategy``.
+    """Returns the call that one rank makes under ``strategy``.
 
     Args:
         op: the call before the axis is applied; its operands are kept.
-        strategy: one of those that a table gave for it.
-        local: local specs of operands and outputs.
+        strategy: one of the strategies that a table gave for it.
+        local: the local specs of operands and outputs.
 
     Returns:
-        The operator with the strategy's target and extra arguments, literals for local shapes, and
-        ``local.outputs``. ``layouts`` is left to the caller.
+        The operator with the strategy's target, literals for local shapes, and ``local.outputs``. The caller sets ``layouts``.
     """
-    write = localizer(op, strategy)
+    write = _BY_KERNEL.get(strategy.target) if strategy.target else _BY_LITERAL.get(op.target)
     if write is not None:
         op = write(op, strategy, local)
     elif strategy.target:
         op = replace(op, target=strategy.target)
-    if strategy.extra:
-        op = replace(op, kwargs=(*op.kwargs, *strategy.extra))
     return replace(op, outputs=local.outputs)
 
 
-def localizer(op: Op, strategy: Strategy) -> Localizer | None:
-    """What writes a rank's call, where it is more than the same call: of the strategy's target, or of literals for shapes."""
-    return _BY_KERNEL.get(strategy.target) if strategy.target else _BY_LITERAL.get(op.target)
-
-
 def _shape_at(position: int, name: str) -> Localizer:
+    """Returns a localizer for calls that give the shape of the output as a literal, by position or by name."""
+
     def write(op: Op, strategy: Strategy, local: Local) -> Op:
         shape = local.outputs[0].shape
         if position < len(op.args):
@@ -62,7 +57,7 @@ def _shape_at(position: int, name: str) -> Localizer:
 
 
 def _slice(op: Op, strategy: Strategy, local: Local) -> Op:
-    """A slice along a split dim is the whole of it (no other is allowed): its end moves."""
+    """Moves the end of a slice along a split dim. Such a slice takes the complete dim, as no other one may be split."""
     dim = cast("int", argument(op, 1, "dim", 0)) % len(local.operands[0].shape)
     before, after = op.spec.shape[dim], local.outputs[0].shape[dim]
     if before == after:
@@ -71,32 +66,41 @@ def _slice(op: Op, strategy: Strategy, local: Local) -> Op:
 
 
 def _as_view(op: Op, strategy: Strategy, local: Local) -> Op:
-    """A dim that is one only here must stay, a size that is given counts here: say the shape instead."""
+    """Gives the local shape of the output: a dim of length one may be so only on this rank, and given sizes are of the full shape."""
     return replace(op, target="aten.view.default", args=(op.args[0], local.outputs[0].shape), kwargs=())
 
 
 def _embedding_vocabulary(op: Op, strategy: Strategy, local: Local) -> Op:
+    """Passes the axis over which the rows of the table are split."""
     padding = argument(op, 2, "padding_idx", -1)
     return replace(op, target=strategy.target, args=(op.args[0], op.args[1], local.axis, padding), kwargs=())
 
 
 def _bag_vocabulary(op: Op, strategy: Strategy, local: Local) -> Op:
+    """Passes the axis over which the rows of the table are split."""
     weight, ids, weights, mode, padding = op.args[:5]
     return replace(op, target=strategy.target, args=(weight, ids, local.axis, weights, mode, padding), kwargs=())
 
 
 def _cross_entropy_vocabulary(op: Op, strategy: Strategy, local: Local) -> Op:
+    """Passes the axis over which the classes are split."""
     ignore, smoothing = argument(op, 2, "ignore_index", -100), argument(op, 3, "label_smoothing", 0.0)
     args = (op.args[0], op.args[1], local.axis, ignore, smoothing, *op.args[4:])
     return replace(op, target=strategy.target, args=args, kwargs=())
 
 
 def _split_experts(op: Op, strategy: Strategy, local: Local) -> Op:
-    """Where the own experts stand among all; those that an earlier axis has split stay as they are."""
+    """Passes the axis over which experts are split, and their number over all ranks.
+
+    Experts that an earlier axis split over data ranks (``experts_dispatch``) are split again: their tokens travel over both axes at once
+    (:data:`autopar.plan.mesh.EXPERT_AXIS`), or over the earlier one only.
+    """
     if op.target == "autopar.experts_dispatch":  # over data ranks: tokens travel over both axes, or over these alone
-        joined = strategy.target == op.target
+        is_joined = strategy.target == op.target
         args = (
-            (*op.args[:AXIS_AT], EXPERT_AXIS, op.args[COUNT_AT]) if joined else (*op.args, local.axis, int(local.size))
+            (*op.args[:AXIS_AT], EXPERT_AXIS, op.args[COUNT_AT])
+            if is_joined
+            else (*op.args, local.axis, int(local.size))
         )
         return replace(op, target=strategy.target, args=args, kwargs=())
     down = local.operands[-1]
@@ -106,7 +110,7 @@ def _split_experts(op: Op, strategy: Strategy, local: Local) -> Op:
 
 
 def _partial_mean(op: Op, strategy: Strategy, local: Local) -> Op:
-    """The count is that of the whole tensor; a partial mean that is split again keeps its count."""
+    """Passes the number of elements of the full tensor. A partial mean that is split again keeps its count."""
     shape = local.operands[0].shape
     dims = tuple(range(len(shape))) if op.target == "aten.mean.default" else dims_of(op, 1, "dim", len(shape))
     keepdim = False if op.target == "aten.mean.default" else argument(op, 2, "keepdim", False)
@@ -118,8 +122,14 @@ def _partial_mean(op: Op, strategy: Strategy, local: Local) -> Op:
     return replace(op, target=strategy.target, args=(op.args[0], dims, keepdim, int(count)), kwargs=kwargs)
 
 
+def _attention(op: Op, strategy: Strategy, local: Local) -> Op:
+    """Passes the axis over which the sequence is split, and the number of its ranks to a ring."""
+    ranks: tuple[tuple[str, Argument], ...] = (("ranks", int(local.size)),) if strategy.target == RING else ()
+    return replace(op, target=strategy.target, kwargs=(*op.kwargs, ("axis", local.axis), *ranks))
+
+
 def _batch_norm(op: Op, strategy: Strategy, local: Local) -> Op:
-    """Statistics are those of all ranks of the axis; samples are spread over both data axes."""
+    """Passes the axes whose ranks share the statistics. On axis ``batch`` these are both data axes."""
     axes = DATA_AXES if local.axis == "batch" else (local.axis,)
     return replace(op, args=(*op.args, *axes))
 
@@ -143,12 +153,14 @@ _BY_LITERAL: dict[str, Localizer] = {
     "autopar.scatter_sum": _shape_at(3, "shape"),
     "aten.slice.Tensor": _slice,
 }
-"""By the operator's own target."""
+"""Localizers by the target of the original operator, for strategies without a target of their own."""
 _BY_KERNEL: dict[str, Localizer] = {
     "autopar.embedding_vocabulary": _embedding_vocabulary,
     "autopar.embedding_bag_vocabulary": _bag_vocabulary,
     "autopar.cross_entropy_vocabulary": _cross_entropy_vocabulary,
     "autopar.partial_mean": _partial_mean,
+    GATHERED: _attention,
+    RING: _attention,
     "autopar.batch_norm": _batch_norm,
     "autopar.batch_norm_running": _batch_norm,
     "autopar.total": _batch_norm,
@@ -156,17 +168,20 @@ _BY_KERNEL: dict[str, Localizer] = {
     "autopar.experts_dispatch": _split_experts,
     "autopar.experts_dispatch_split": _split_experts,
 }
-"""By the target of a strategy."""
+"""Localizers by the target of the strategy."""
 
 
 BATCH = "batch"
 """The axis of samples: micro-batches and data ranks together."""
 
-_OTHER = "Choose another degree, or another strategy here"
+_CHOOSE_ANOTHER = "Choose another degree, or another strategy here"
 
 
 def layout_before(graph: Graph, ref: Ref) -> Layout:
-    """Types on the axes applied before, where the value is used: R of parameters whose gradient is summed later."""
+    """Returns the types of a value on the axes that are applied already, as operators read it.
+
+    A parameter whose gradient is summed later is read as R.
+    """
     producer = graph.producer(ref)
     if producer is not None:
         return producer.layouts[ref.index] if producer.layouts else ()
@@ -179,24 +194,31 @@ def layout_before(graph: Graph, ref: Ref) -> Layout:
     return ((BATCH, S(leaf.batch_dim)),) if by_samples and leaf and leaf.batch_dim is not None else ()
 
 
-def part_of(spec: TensorSpec, kind: Type, typing: Typing, place: str) -> TensorSpec:
-    """What one rank of the typing's axis has of a tensor of a type.
+def part_of(spec: TensorSpec, kind: Type, size: Fraction, place: str, *, axis: str) -> TensorSpec:
+    """Returns the spec of the part of a tensor that one rank of an axis has.
+
+    Args:
+        spec: the spec of the full tensor.
+        kind: its type.
+        size: the number of ranks, or of parts of the batch.
+        place: what the tensor belongs to, for messages.
+        axis: the name of the axis, for messages.
 
     Raises:
-        RuleError: the dim does not exist or does not divide.
+        RuleError: the dim does not exist, or ``size`` does not divide it.
     """
     if not kind.is_split:
         return spec
     if kind.dim >= len(spec.shape):
         raise RuleError(
-            f"A tensor of shape {spec.shape} has no dim {kind.dim} to split ({kind})", where=place, fix=_OTHER
+            f"A tensor of shape {spec.shape} has no dim {kind.dim} to split ({kind})", where=place, fix=_CHOOSE_ANOTHER
         )
-    part, rest = divmod(spec.shape[kind.dim] * typing.size.denominator, typing.size.numerator)
-    if rest:
+    part, remainder = divmod(spec.shape[kind.dim] * size.denominator, size.numerator)
+    if remainder:
         raise RuleError(
-            f"A tensor of shape {spec.shape} cannot be split as {kind}: the dim does not divide by {typing.axis}={typing.size}",
+            f"A tensor of shape {spec.shape} cannot be split as {kind}: the dim does not divide by {axis}={size}",
             where=place,
-            fix=_OTHER,
+            fix=_CHOOSE_ANOTHER,
         )
     shape = (*spec.shape[: kind.dim], part, *spec.shape[kind.dim + 1 :])
     return TensorSpec(shape=shape, dtype=spec.dtype, requires_grad=spec.requires_grad)
@@ -207,15 +229,18 @@ class Conversion:
     """How one type becomes another on one axis.
 
     Attributes:
-        target: the operator in emitted code, ``autopar.NAME``; empty when nothing is emitted.
-        forward: the collective it runs forward, or None; sizes: see :func:`collective_bytes`.
-        backward: likewise for the gradient.
+        target: the operator in emitted code, ``autopar.NAME``; empty if nothing is emitted.
+        forward: the collective that it runs forward, or None.
+        backward: the collective that it runs backward, or None.
     """
 
     target: str
     forward: str | None
     backward: str | None
 
+
+UNCHANGED = Conversion(target="", forward=None, backward=None)
+"""The conversion between equal types, and between I and R without gradient."""
 
 _TABLE: dict[tuple[str, str], Conversion] = {
     ("I", "R"): Conversion(target="autopar.invariant_to_replicate", forward=None, backward="all_reduce"),
@@ -233,7 +258,7 @@ _TABLE: dict[tuple[str, str], Conversion] = {
 
 
 def conversion(source: Type, target: Type, *, requires_grad: bool) -> Conversion | None:
-    """The change from ``source`` to ``target``; None when there is none (R to I with a gradient, S to P).
+    """Returns the change from ``source`` to ``target``; None if there is none (R to I with a gradient, S to P).
 
     Equal types give a conversion that does nothing.
 
@@ -244,15 +269,13 @@ def conversion(source: Type, target: Type, *, requires_grad: bool) -> Conversion
     True
     """
     if source == target or (not requires_grad and {source.kind, target.kind} <= {"I", "R"}):
-        return Conversion(target="", forward=None, backward=None)
-    found = _TABLE.get((source.kind, target.kind))
-    if found is None or requires_grad:
-        return found
-    return Conversion(target=found.target, forward=found.forward, backward=None)
+        return UNCHANGED
+    change = _TABLE.get((source.kind, target.kind))
+    return change if change is None or requires_grad else replace(change, backward=None)
 
 
 def emitted_arguments(axis: str, source: Type, target: Type) -> tuple[str | int, ...]:
-    """Arguments after the tensor in emitted code: the axis, then dims, then the type at the end where it matters.
+    """Returns the arguments after the tensor in emitted code: the axis, then dims, then a type where the operator needs one.
 
     shard(x, axis, dim, from), all_gather(x, axis, dim, to), reduce_scatter(x, axis, dim),
     all_to_all(x, axis, split_dim_after, gathered_dim), all_reduce(x, axis, to),
@@ -273,8 +296,3 @@ def emitted_arguments(axis: str, source: Type, target: Type) -> tuple[str | int,
             return (axis, target.kind)
         case _:
             return (axis,)
-
-
-def collective_bytes(kind: str, *, full_num_bytes: int, size: int) -> int:
-    """The S of the cost formulas: the full tensor, except that all-to-all counts one rank's part."""
-    return full_num_bytes // size if kind == "all_to_all" else full_num_bytes

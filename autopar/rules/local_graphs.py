@@ -1,69 +1,66 @@
-"""Graphs of one rank with experts spread over data ranks.
+"""Graphs of one rank with the experts of mixtures spread over data ranks.
 
-The axis ``ep_data`` is a factor of the data ranks, applied after ``batch``: every tensor with samples is split there
-already, so the one operator that changes is the mixture itself, and the one layout that of its weights, S(0).
+The axis ``ep_data`` is a factor of the data ranks and is applied after ``batch``. Every tensor with samples is split by then, so that the
+mixture is the only operator that changes, and the type of its weights, S(0), is the only new one.
 
-Gradients of these weights are whole for the tokens of the ranks of ``ep_data``, and a pending sum over those data
-ranks that hold the same experts (``ep_outer``) alone.
+The gradients of these weights are complete for the tokens of the ranks of ``ep_data``. They are pending sums only over the data ranks
+that hold the same experts (``ep_outer``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
+from fractions import Fraction
 
 from autopar.errors import RuleError
-from autopar.graph.graph import Graph, Op, Ref, TensorSpec, digest
+from autopar.graph.graph import Graph, Op, Parameter, digest
 from autopar.graph.rewrites import signature
 from autopar.plan.mesh import S
+from autopar.rules.local_calls import part_of
 
 AXIS = "ep_data"
 EXPERTS = "autopar.experts"
 DISPATCH = "dispatch"
-"""Name of the strategy of a mixture whose experts are spread."""
+"""The name of the strategy of a mixture whose experts are spread."""
 SAMPLES = "samples"
-"""Name of that of every other operator: it works on its rank's samples."""
+"""The name of the strategy of every other operator, which works on the samples of its rank."""
 
 
 def expert_counts(graph: Graph) -> tuple[int, ...]:
-    """Experts of each mixture that can be spread: its weights are parameters that nothing else reads."""
-    return tuple(graph.spec(op.operands[-1]).shape[0] for op in graph.ops if op.target == EXPERTS and _owns(graph, op))
+    """Returns the number of experts of each mixture that can be spread."""
+    return tuple(graph.spec(op.operands[-1]).shape[0] for op in graph.ops if can_spread(graph, op))
 
 
-def _owns(graph: Graph, op: Op) -> bool:
-    held = op.operands[3:]
-    return all(graph.is_parameter(ref) and len(graph.users(ref)) == 1 for ref in held)
-
-
-def is_spread(graph: Graph, op: Op) -> bool:
-    """Whether :func:`spread` spreads the experts of ``op``, of a graph before or after it."""
-    return op.target in (EXPERTS, "autopar.experts_dispatch") and _owns(graph, op)
+def can_spread(graph: Graph, op: Op) -> bool:
+    """Returns whether ``op`` is a mixture of experts whose weights are parameters that nothing else reads."""
+    weights = op.operands[3:]
+    return op.target == EXPERTS and all(graph.is_parameter(ref) and len(graph.users(ref)) == 1 for ref in weights)
 
 
 def spread(graph: Graph, size: int, only: Collection[str] | None = None) -> Graph:
-    """One data rank's graph with the experts of its mixtures split over ``size`` data ranks.
+    """Returns the graph of one data rank with the experts of mixtures split over ``size`` data ranks.
 
     Args:
-        graph: of one micro-batch on one data rank (axis ``batch`` applied, no other).
-        only: names of the mixtures that are spread; all that can be when None.
+        graph: the graph of one micro-batch on one data rank (axis ``batch`` applied, and no other).
+        size: the number of data ranks.
+        only: the names of the mixtures that are spread; None spreads all that can be.
 
     Raises:
-        RuleError: a mixture of ``only`` cannot be spread, or its experts do not divide.
+        RuleError: a mixture of ``only`` cannot be spread, or ``size`` does not divide the number of its experts.
     """
-    chosen = [
-        op for op in graph.ops if op.target == EXPERTS and (op.name in only if only is not None else _owns(graph, op))
-    ]
-    split: set[str] = set()
-    for op in chosen:
-        count = graph.spec(op.operands[-1]).shape[0]
-        if count % size or not _owns(graph, op):
+    mixtures = [op for op in graph.ops if (can_spread(graph, op) if only is None else op.name in only)]
+    split_names: set[str] = set()
+    for op in mixtures:
+        num_experts = graph.spec(op.operands[-1]).shape[0]
+        if num_experts % size or not can_spread(graph, op):
             raise RuleError(
-                f"{count} experts cannot be spread over {size} data ranks",
+                f"{num_experts} experts cannot be spread over {size} data ranks",
                 where=f"{op.name}, {op.module or 'no module'}",
                 fix="Pin an ep that divides the experts (which share no weights), or ep=1",
             )
-        split |= {ref.name for ref in op.operands[3:]}
-    names = {op.name for op in chosen}
+        split_names |= {ref.name for ref in op.operands[3:]}
+    names = {op.name for op in mixtures}
 
     def local(op: Op) -> Op:
         if op.name not in names:
@@ -71,30 +68,17 @@ def spread(graph: Graph, size: int, only: Collection[str] | None = None) -> Grap
         args = (*op.args, AXIS, graph.spec(op.operands[-1]).shape[0])
         return replace(op, target="autopar.experts_dispatch", args=args)
 
-    parameters = tuple(
-        replace(p, spec=_share(p.spec, size), layout=(*p.layout, (AXIS, S(0)))) if p.name in split else p
-        for p in graph.parameters
-    )
-    made = replace(graph, parameters=parameters, ops=tuple(map(local, graph.ops)))
+    def part(parameter: Parameter) -> Parameter:
+        if parameter.name not in split_names:
+            return parameter
+        spec = part_of(parameter.spec, S(0), Fraction(size), parameter.fqn, axis=AXIS)
+        return replace(parameter, spec=spec, layout=(*parameter.layout, (AXIS, S(0))))
+
+    local_graph = replace(graph, parameters=tuple(map(part, graph.parameters)), ops=tuple(map(local, graph.ops)))
     blocks = tuple(
-        replace(b, hash=digest(f"{b.hash}|{AXIS}|{signature(made.block_ops(b), made.spec)}"))
+        replace(b, hash=digest(f"{b.hash}|{AXIS}|{signature(local_graph.block_ops(b), local_graph.spec)}"))
         if any(op.name in names for op in graph.block_ops(b))
         else b
         for b in graph.blocks
     )
-    return replace(made, blocks=blocks)
-
-
-def strategy_names(graph: Graph, ops: Collection[Op]) -> Iterator[str]:
-    """The typing on ``ep_data`` of operators of a graph in which all mixtures that can be are spread."""
-    return (DISPATCH if op.target == EXPERTS and _owns(graph, op) else SAMPLES for op in ops)
-
-
-def spread_parameters(graph: Graph, ops: Collection[Op]) -> frozenset[str]:
-    """Names of the parameters that are split over ``ep_data`` there."""
-    owned: list[Ref] = [ref for op in ops if op.target == EXPERTS and _owns(graph, op) for ref in op.operands[3:]]
-    return frozenset(ref.name for ref in owned)
-
-
-def _share(spec: TensorSpec, size: int) -> TensorSpec:
-    return replace(spec, shape=(spec.shape[0] // size, *spec.shape[1:]))
+    return replace(local_graph, blocks=blocks)

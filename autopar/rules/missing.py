@@ -1,56 +1,51 @@
-"""Operators that the table has no rule for: found by execution, kept, and said in the notes of a plan.
+"""Finds rules by execution for operators that the table has no rule for; the notes of a plan mention them.
 
-The operator runs at planning time on small random operands of the ranks that it has in the graph, in float64, with its
-gradient: positive ones, and ones of both signs. What is found for two ranks must hold for more as well, down to
-parts of length one, and on both draws; a dim that fails there stays whole. What a file keeps is verified again before it is used: the
-implementation behind a name can change. An operator for which nothing is found is repeated on every rank, by name.
+An operator runs at planning time on small random operands of the ranks that it has in the graph, in float64 (float32 would miss
+contractions) and with its gradient. The operands are cut in two along every combination of dims of equal length, as ShardCombine of
+EasyDist does. Where the outputs of the parts, and their gradients, make up those of the full operands, the dims get a label of a rule.
 
-The operator runs on random operands cut in two along every combination of dims of equal length
-(EasyDist's ShardCombine), in float64: float32 would miss contractions. What puts itself together to
-the dense output, and whose gradients do too, becomes a label of a rule line. Not found this way, and
-so declared by hand: a bias added to a contraction, literals that count elements, splits that need
-the rank (vocabularies), means.
+The rule is verified on more ranks, down to parts of length one, and on positive operands and on operands of both signs. A dim that fails
+is not split. Rules from a file are verified again, as the implementation behind a name can change. An operator without a rule is repeated
+on every rank. Some rules must be declared, as they are not found this way: a bias added to a contraction, literals that count elements,
+splits that depend on the rank (vocabularies), means.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from fractions import Fraction
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 from pathlib import Path
+from string import ascii_lowercase
 
 import torch
 from torch import Tensor
 
 from autopar.errors import RuleError
-from autopar.graph.graph import Argument, Graph, Op, Ref, TensorSpec, digest
+from autopar.graph.graph import Graph, Op, TensorSpec, digest
 from autopar.plan.mesh import P, R, S, Type
-from autopar.rules.by_execution import call, verify_rule
+from autopar.rules.by_execution import FAILURES, call, difference, verify_rule
 from autopar.rules.grammar import Pattern, bind, parse
 from autopar.rules.moving_patterns import unsplit
 from autopar.rules.strategy import Strategy
-from autopar.rules.table import Rule, RuleTable, default_table, torch_rules
+from autopar.rules.table import Rule, RuleTable, default_table, torch_rules, without_refs
 from autopar.util.files import write_text
 
 MAX_COMBINATIONS = 4096
+"""The most combinations of dims that are tried for one operator."""
 _RANKS = 2
-_LABELS = "abcdefghijklmnopqrstuvwxyz"
-
-
-_Dims = tuple[int | None, ...]
-"""The dim along which each operand or output is split; None: R, or P of an output."""
 
 
 def discover_rule(op: Op, operands: Sequence[Tensor]) -> str:
-    """The rule line of an operator, for operands of these ranks.
+    """Returns the rule line of an operator, for operands of these ranks.
 
     Args:
-        op: a call of it; literals stay as they are.
-        operands: small examples with every dim even; floats in float64, requiring grad where a
-            gradient is wanted. Dims that differ in length are never taken for the same.
+        op: a call of it; literals are kept.
+        operands: small examples in which every dim is even. Floats are in float64, and require grad if a gradient is wanted. Dims that
+            differ in length never get the same label.
 
     Returns:
         A line for :func:`autopar.rules.table.register_rule`; dims that cannot be split are marked ``^``.
@@ -65,260 +60,250 @@ def discover_rule(op: Op, operands: Sequence[Tensor]) -> str:
             fix='Write its rule with autopar.register_rule, and "random" after a semicolon if it draws random numbers',
         )
     op = replace(op, outputs=())
-    labels: list[list[str]] = [[""] * x.dim() for x in operands]
-    results: list[list[str]] = [[""] * y.dim() for y in dense]
-    names = iter(_LABELS)
+    input_labels: list[list[str]] = [[""] * x.dim() for x in operands]
+    output_labels: list[list[str]] = [[""] * y.dim() for y in dense]
+    free_labels = iter(ascii_lowercase)
     contracted: set[str] = set()
-    for dims, outputs in _splits(op, operands, dense):
-        places = [(labels[i], d) for i, d in enumerate(dims) if d is not None]
-        places += [(results[i], d) for i, d in enumerate(outputs) if d is not None]
-        if any(row[d] for row, d in places):
+    for inputs, outputs in _splits(op, operands, dense):
+        rows = zip((*input_labels, *output_labels), (*inputs, *outputs), strict=True)
+        marked = [(row, kind.dim) for row, kind in rows if kind.is_split]
+        if any(row[d] for row, d in marked):
             continue
-        name = next(names)
-        for row, d in places:
-            row[d] = name
-        if None in outputs:
-            contracted.add(name)
-    return _line(labels, results, contracted, names) + _linear(op, operands, dense)
+        label = next(free_labels)
+        for row, d in marked:
+            row[d] = label
+        if P in outputs:
+            contracted.add(label)
+    return _line(input_labels, output_labels, contracted, free_labels) + _linear(op, operands, dense)
 
 
-def _splits(op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor]) -> Iterator[tuple[_Dims, _Dims]]:
-    """Every split that holds, those of more operands first: they say more."""
-    choices = [[None, *(d for d, n in enumerate(x.shape) if n > 1 and n % _RANKS == 0)] for x in operands]
-    combinations = prod(map(len, choices))
-    if combinations > MAX_COMBINATIONS:
+def _splits(
+    op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor]
+) -> Iterator[tuple[Sequence[Type], Sequence[Type]]]:
+    """Yields the types of operands and outputs of every split that holds; splits of more operands come first, because they say more."""
+    choices = [[R, *(S(d) for d, n in enumerate(x.shape) if n > 1 and n % _RANKS == 0)] for x in operands]
+    num_combinations = prod(map(len, choices))
+    if num_combinations > MAX_COMBINATIONS:
         raise RuleError(
-            f"{op.target} has {combinations} combinations of dims, more than the {MAX_COMBINATIONS} that are tried",
+            f"{op.target} has {num_combinations} combinations of dims, more than the {MAX_COMBINATIONS} that are tried",
             fix="Write its rule with autopar.register_rule",
         )
-    tried = sorted(product(*choices), key=lambda dims: sum(d is None for d in dims))
-    for dims in tried:
-        lengths = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
+    for inputs in sorted(product(*choices), key=lambda kinds: kinds.count(R)):
+        lengths = {x.shape[kind.dim] for x, kind in zip(operands, inputs, strict=True) if kind.is_split}
         if len(lengths) == 1:
-            outputs = _outputs(op, operands, dense, dims)
-            if outputs is not None and _holds(op, operands, dims, outputs):
-                yield dims, outputs
+            outputs = _output_types(op, operands, dense, inputs)
+            if outputs is not None and _is_right(op, operands, inputs, outputs):
+                yield inputs, outputs
 
 
-def _outputs(op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor], dims: _Dims) -> _Dims | None:
-    """How the outputs of the parts make up the dense ones: a dim along which they join, None for a sum."""
-    pieces = [
-        [x] * _RANKS if d is None else list(x.detach().chunk(_RANKS, d)) for x, d in zip(operands, dims, strict=True)
+def _output_types(
+    op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor], inputs: Sequence[Type]
+) -> list[Type] | None:
+    """Returns how the outputs of the parts make up those of the full operands, S or P; None if an output is neither."""
+    parts = [
+        x.detach().chunk(_RANKS, kind.dim) if kind.is_split else (x,) * _RANKS
+        for x, kind in zip(operands, inputs, strict=True)
     ]
+    types: list[Type] = []
     try:
-        parts = [call(op, [piece[rank] for piece in pieces]) for rank in range(_RANKS)]
-    except (RuntimeError, IndexError, ValueError, TypeError):
+        results = [call(op, [pieces[rank] for pieces in parts]) for rank in range(_RANKS)]
+        for pieces, expected in zip(zip(*results, strict=True), dense, strict=True):
+            kinds = (*map(S, range(expected.dim())), P)
+            kind = next((kind for kind in kinds if not difference(pieces, kind, expected)), None)
+            if kind is None:
+                return None
+            types.append(kind)
+    except FAILURES:
         return None
-    found: list[int | None] = []
-    for i, whole in enumerate(dense):
-        mine = [part[i].detach() for part in parts]
-        joined = (
-            d
-            for d in range(whole.dim())
-            if all(m.dim() == whole.dim() and m.shape[d] * _RANKS == whole.shape[d] for m in mine)
-        )
-        place = next((d for d in joined if _equal(torch.cat(mine, d), whole)), None)
-        if place is None and (whole.dtype is torch.bool or not _equal(torch.stack(mine).sum(0), whole)):
-            return None
-        found.append(place)
-    return tuple(found)
+    return types
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
-    wide = torch.complex128 if b.is_complex() else torch.float64
-    return a.shape == b.shape and torch.allclose(a.to(wide), b.detach().to(wide), rtol=1e-9, atol=1e-9)
-
-
-def _holds(op: Op, operands: Sequence[Tensor], dims: Sequence[int | None], outputs: Sequence[int | None]) -> bool:
-    strategy = Strategy(
-        name="found",
-        inputs=tuple(R if d is None else S(d) for d in dims),
-        outputs=tuple(P if d is None else S(d) for d in outputs),
-        work=Fraction(1, _RANKS),
-    )
+def _is_right(op: Op, operands: Sequence[Tensor], inputs: Iterable[Type], outputs: Iterable[Type]) -> bool:
+    """Returns whether the strategy of these types gives what one device gives, on two ranks."""
+    strategy = Strategy(name="found", inputs=tuple(inputs), outputs=tuple(outputs))
     return not verify_rule(op, operands, size=_RANKS, strategies=[strategy])
 
 
 def _linear(op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor]) -> str:
-    """The clause of operands in which the operator is linear: alone, or all together."""
+    """Returns the clause of operands in which the operator is linear: in each alone, or in all together."""
     groups = [(i,) for i in range(len(operands))] + ([tuple(range(len(operands)))] if len(operands) > 1 else [])
-    found = []
+    linear_groups = []
     for group in groups:
-        inputs: tuple[Type, ...] = tuple(P if i in group else R for i in range(len(operands)))
-        strategy = Strategy(name="found", inputs=inputs, outputs=(P,) * len(dense))
-        summable = all(operands[i].dtype.is_floating_point for i in group) and all(
-            y.dtype.is_floating_point for y in dense
-        )
-        if summable and not verify_rule(op, operands, size=_RANKS, strategies=[strategy]):
-            found.append("+".join(map(str, group)))
-    return f"; linear {', '.join(found)}" if found else ""
+        inputs = [P if i in group else R for i in range(len(operands))]
+        summands = (*(operands[i] for i in group), *dense)
+        if all(x.dtype.is_floating_point for x in summands) and _is_right(op, operands, inputs, [P] * len(dense)):
+            linear_groups.append("+".join(map(str, group)))
+    return f"; linear {', '.join(linear_groups)}" if linear_groups else ""
 
 
-def _line(labels: list[list[str]], results: list[list[str]], contracted: set[str], names: Iterator[str]) -> str:
+def _line(
+    input_labels: list[list[str]], output_labels: list[list[str]], contracted: set[str], free_labels: Iterator[str]
+) -> str:
+    """Returns the text of a rule from its labels; dims without a label get one of ``free_labels``, marked ``^``."""
+
     def text(row: list[str]) -> str:
-        return " ".join(f"{n}+" if n in contracted else n or f"{next(names)}^" for n in row)
+        return " ".join(f"{n}+" if n in contracted else n or f"{next(free_labels)}^" for n in row)
 
-    return f"{', '.join(map(text, labels))} -> {', '.join(map(text, results))}"
+    return f"{', '.join(map(text, input_labels))} -> {', '.join(map(text, output_labels))}"
 
 
-VERSION = "3"
-"""Of the way rules are found; with torch's it names the file in which they are kept."""
+VERSION = "4"
+"""The version of the search for rules. With the version of torch it is part of the name of the file that keeps them."""
 
 MAX_LENGTH = 64
-"""Of a dim that is split into parts of length one in the check."""
+"""The largest length of a dim that the check splits into parts of length one."""
 MAX_ELEMENTS = 1 << 16
-_FAILURES = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)
+"""The most elements of all operands of an example."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A kind of call without a declared rule: ``line`` is empty when nothing was found, ``why`` says the reason."""
+    """What was found for one kind of call without a declared rule.
+
+    Attributes:
+        target: the operator.
+        key: the kind of call; see :func:`key_of`.
+        line: the rule line; empty if there is none.
+        why: the reason why there is none.
+    """
 
     target: str
     key: str
     line: str
-    why: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnRule:
-    """A rule that a user declared (``line``) or that execution found (``found``: lines by kind of call)."""
-
-    target: str
-    line: str = ""
-    found: tuple[tuple[str, str], ...] = ()
+    why: str = field(default="", repr=False)
 
 
 def complete(graph: Graph, *, cache_dir: Path | None = None, table: RuleTable | None = None) -> tuple[Found, ...]:
-    """Finds rules for the operators of a graph that have none and adds them to the table.
+    """Finds rules for the operators of a graph that have none, and adds them to the table.
 
     Args:
-        graph: as traced.
-        cache_dir: where to keep what is found; nothing is kept when None.
-        table: default: the default table.
+        graph: the traced graph.
+        cache_dir: the folder that keeps the rules found; None keeps nothing.
+        table: the table; None for the default one.
 
     Returns:
         One entry for each kind of call (operator, literals, ranks and types of operands), in order.
     """
     table = table or default_table()
-    kept = _Kept(cache_dir)
+    file = _RuleFile(cache_dir)
     found: dict[str, Found] = {}
     for op in (*graph.prelude, *graph.ops):
         rule = table.rules.get(op.target)  # which may have been added on the way
-        by_call = _ByCall() if rule is None else rule.make
-        if not isinstance(by_call, _ByCall):
+        by_call = _RulesByCall() if rule is None else rule.make
+        if not isinstance(by_call, _RulesByCall):
             continue
         operands = tuple(graph.spec(ref) for ref in op.operands)
         key = key_of(op, operands)
         if key in found:
             continue
-        full = f"{key} {digest(repr(_small_shapes(operands)))}"
-        one = by_call.kept.get(full) or by_call.adopted(key) or _find(op, operands, key, kept, full)
-        found[key] = one
-        if by_call.found.get(key) != one:
-            made = _ByCall({**by_call.found, key: one}, {**by_call.kept, full: one})
-            table.put(op.target, Rule(make=made, found=True))
-    kept.save()
+        key_with_lengths = f"{key} {digest(repr(_small_shapes(operands)))}"
+        entry = (
+            by_call.by_lengths.get(key_with_lengths)
+            or by_call.adopted(key)
+            or _find(op, operands, key, file, key_with_lengths)
+        )
+        found[key] = entry
+        if by_call.found.get(key) != entry:
+            rules = _RulesByCall({**by_call.found, key: entry}, {**by_call.by_lengths, key_with_lengths: entry})
+            table.put(op.target, Rule(make=rules, found=True))
+    file.save()
     return tuple(found.values())
 
 
-def own_rules(graph: Graph, *, table: RuleTable | None = None) -> tuple[OwnRule, ...]:
-    """The rules of a graph's operators that are not shipped, in the order of targets."""
-    known, shipped = (table or default_table()).rules, torch_rules()
+def extra_rules(graph: Graph, *, table: RuleTable | None = None) -> dict[str, Rule]:
+    """Returns the rules of a graph's operators that are not shipped, by target: those that a user declared, or that execution found."""
+    rules, shipped = (table or default_table()).rules, torch_rules()
     calls: dict[str, set[str]] = {}
     for op in (*graph.prelude, *graph.ops):
         calls.setdefault(op.target, set()).add(key_of(op, tuple(graph.spec(ref) for ref in op.operands)))
-    own = []
+    extra: dict[str, Rule] = {}
     for target in sorted(calls):
-        rule = known.get(target)
-        if rule is not None and isinstance(rule.make, _ByCall):
-            lines = tuple((key, one.line) for key, one in sorted(rule.make.found.items()) if key in calls[target])
-            own.append(OwnRule(target=target, found=lines))
+        rule = rules.get(target)
+        if rule is not None and isinstance(rule.make, _RulesByCall):
+            entries = rule.make.found
+            extra[target] = replace(
+                rule, make=_RulesByCall({key: entries[key] for key in sorted(entries) if key in calls[target]})
+            )
         elif rule is not None and rule.line and (target not in shipped or shipped[target].line != rule.line):
-            own.append(OwnRule(target=target, line=rule.line))
-    return tuple(own)
+            extra[target] = rule
+    return extra
 
 
-def adopt(rules: Sequence[OwnRule], *, table: RuleTable | None = None) -> None:
-    """Add rules that :func:`own_rules` gave in another process, without checking them again."""
-    table = table or default_table()
-    for rule in rules:
-        found = {key: Found(target=rule.target, key=key, line=line) for key, line in rule.found}
-        made = Rule(line=rule.line) if rule.line else Rule(make=_ByCall(found), found=True)
-        table.put(rule.target, made)
+def adopt(rules: Mapping[str, Rule], *, table: RuleTable | None = None) -> None:
+    """Adds rules that :func:`extra_rules` returned in another process, without checking them again."""
+    for target, rule in rules.items():
+        (table or default_table()).put(target, rule)
 
 
 def key_of(op: Op, operands: Sequence[TensorSpec]) -> str:
-    """Equal for calls that a found rule treats alike: literals, ranks, dtypes and what has a gradient."""
-
-    def literal(value: Argument) -> object:
-        if isinstance(value, Ref):
-            return "x"
-        return [literal(item) for item in value] if isinstance(value, tuple) else repr(value)
-
-    arguments = [literal(arg) for arg in op.args], [(name, literal(value)) for name, value in op.kwargs]
-    ranks = [(len(s.shape), [n == 1 for n in s.shape], str(s.dtype), s.requires_grad) for s in operands]
-    return f"{op.target} {digest(repr((arguments, ranks, [len(s.shape) for s in op.outputs])))}"
+    """Returns a key that is equal for calls that share a found rule: equal literals, ranks, dtypes, dims of length one and gradients."""
+    arguments = without_refs(op.args), without_refs(op.kwargs)
+    operand_kinds = [(len(s.shape), [n == 1 for n in s.shape], str(s.dtype), s.requires_grad) for s in operands]
+    return f"{op.target} {digest(repr((arguments, operand_kinds, [len(s.shape) for s in op.outputs])))}"
 
 
-class _ByCall:
-    """A rule that differs between calls: by :func:`key_of`; a call that is not known is not split.
+@dataclass(frozen=True, slots=True)
+class _RulesByCall:
+    """A rule that differs between calls of one operator; a call without an entry is not split.
 
-    ``kept``: what was found for each key and the lengths that were tried: a graph has the rules of its own lengths, whichever
-    graphs this process has seen before. Another process, which runs a plan, finds the same ones.
+    Attributes:
+        found: the entry of each kind of call, for the lengths of the graph that was completed last.
+        by_lengths: the entry of each kind of call and lengths. It makes the rules of a graph independent of the graphs that the process
+            completed before, as another process which runs the plan has not seen them.
     """
 
-    def __init__(self, found: dict[str, Found] | None = None, kept: dict[str, Found] | None = None) -> None:
-        self.found, self.kept = found or {}, kept or {}
+    found: dict[str, Found] = field(default_factory=dict)
+    by_lengths: dict[str, Found] = field(default_factory=dict)
 
     def adopted(self, key: str) -> Found | None:
-        """What another process has found for it."""
-        return None if any(full.startswith(key) for full in self.kept) else self.found.get(key)
+        """Returns the entry of another process for a kind of call; None if there is none."""
+        return None if any(full.startswith(key) for full in self.by_lengths) else self.found.get(key)
 
     def __call__(self, op: Op, operands: tuple[TensorSpec, ...]) -> Pattern:
-        one = self.found.get(key_of(op, operands))
-        if one is None or not one.line:
+        entry = self.found.get(key_of(op, operands))
+        if entry is None or not entry.line:
             return unsplit(op, operands)
-        return bind(parse(one.line), tuple(spec.shape for spec in operands), tuple(spec.shape for spec in op.outputs))
+        return bind(parse(entry.line), tuple(spec.shape for spec in operands), tuple(spec.shape for spec in op.outputs))
 
 
-def _find(op: Op, operands: tuple[TensorSpec, ...], key: str, kept: _Kept, full: str) -> Found:
-    why = "its tensors are too large to try"
+def _find(op: Op, operands: tuple[TensorSpec, ...], key: str, file: _RuleFile, key_with_lengths: str) -> Found:
+    """Returns the entry of a kind of call: the line of the file if it still holds, otherwise one that is found by execution."""
+    reason = "its tensors are too large to try"
     if operands and not any(spec.shape for spec in operands):  # which a line cannot tell from no operand at all
         return Found(target=op.target, key=key, line="", why="no operand has a dim")
     for shapes in _small_shapes(operands):
         try:
             draws = _draws(op, operands, shapes)
-            line = kept.lines.get(full) or _narrowed(op, draws)
+            line = file.lines.get(key_with_lengths) or _verified_line(op, draws)
             if _failures(op, draws, line):
-                line = _narrowed(op, draws)
-        except (RuleError, *_FAILURES) as error:
-            why = str(error).partition("\n")[0] or type(error).__name__
+                line = _verified_line(op, draws)
+        except (RuleError, *FAILURES) as error:
+            reason = str(error).partition("\n")[0] or type(error).__name__
             continue
-        useful = any(not token.endswith("^") for token in line.partition("->")[0].replace(",", " ").split())
-        if useful:
-            kept.add(full, line)
+        is_useful = any(not token.endswith("^") for token in line.partition("->")[0].replace(",", " ").split())
+        if is_useful:
+            file.lines[key_with_lengths] = line
             return Found(target=op.target, key=key, line=line)
-        why = "no dim can be split"
-    return Found(target=op.target, key=key, line="", why=why)
+        reason = "no dim can be split"
+    return Found(target=op.target, key=key, line="", why=reason)
 
 
 def _small_shapes(operands: tuple[TensorSpec, ...]) -> list[list[tuple[int, ...]]]:
-    """Shapes to try: every length another multiple of eight, then the shapes as they are where those are short."""
+    """Returns the shapes to try: first every length becomes another multiple of eight; then the original shapes, if they are short."""
     lengths = sorted({n for spec in operands for n in spec.shape if n > 1})
-    small = {n: 8 * (i + 1) for i, n in enumerate(lengths)} | {1: 1, 0: 0}
-    tried = [[tuple(small[n] for n in spec.shape) for spec in operands]]
+    small_length = {n: 8 * (i + 1) for i, n in enumerate(lengths)} | {1: 1, 0: 0}
+    candidates = [[tuple(small_length[n] for n in spec.shape) for spec in operands]]
     if all(n <= MAX_LENGTH for n in lengths):
-        tried.append([spec.shape for spec in operands])
-    return [shapes for shapes in tried if sum(torch.Size(s).numel() for s in shapes) <= MAX_ELEMENTS]
+        candidates.append([spec.shape for spec in operands])
+    return [shapes for shapes in candidates if sum(torch.Size(s).numel() for s in shapes) <= MAX_ELEMENTS]
 
 
 def _draws(op: Op, operands: tuple[TensorSpec, ...], shapes: Sequence[tuple[int, ...]]) -> list[list[Tensor]]:
-    """Examples that are positive, and of both signs; of them those that the operator takes and that tell something.
+    """Returns an example with positive operands and one with both signs, if the operator takes it and its results are informative.
 
     Raises:
-        RuleError: none tells anything.
-        RuntimeError, IndexError, ValueError, TypeError, NotImplementedError: the operator takes none.
+        RuleError: none is informative.
+        RuntimeError, IndexError, ValueError, TypeError: the operator refuses both.
     """
     draws: list[list[Tensor]] = []
     refusal: Exception | None = None
@@ -327,10 +312,10 @@ def _draws(op: Op, operands: tuple[TensorSpec, ...], shapes: Sequence[tuple[int,
         examples = [_example(spec, shape, seed, is_signed=is_signed) for seed, (spec, shape) in enumerate(pairs)]
         try:
             results = call(op, [x.detach().requires_grad_(x.requires_grad) for x in examples])
-        except _FAILURES as error:
+        except FAILURES as error:
             refusal = refusal or error
             continue
-        if all(map(_tells, results)):
+        if all(map(_is_informative, results)):
             draws.append(examples)
     if draws:
         return draws
@@ -341,9 +326,9 @@ def _draws(op: Op, operands: tuple[TensorSpec, ...], shapes: Sequence[tuple[int,
 
 
 def _example(spec: TensorSpec, shape: tuple[int, ...], seed: int, *, is_signed: bool) -> Tensor:
-    """Each operand has a ``seed`` of its own: of equal ones a distance is zero, and zeros add up along any dim.
+    """Returns one operand; every operand has another ``seed``, as the distance of equal ones is zero, and zeros add up along any dim.
 
-    ``is_signed``: what has no gradient is 1 and -1, as targets of losses by margins are.
+    With ``is_signed`` an operand without gradient has elements 1 and -1, as the targets of margin losses do.
     """
     generator = torch.Generator().manual_seed(seed)
     if not spec.dtype.is_floating_point:
@@ -356,41 +341,35 @@ def _example(spec: TensorSpec, shape: tuple[int, ...], seed: int, *, is_signed: 
     return x.requires_grad_(spec.requires_grad)
 
 
-def _tells(result: Tensor) -> bool:
-    """Whether a result is finite and depends on something: parts of zeros, or of one number, put themselves together in any way."""
+def _is_informative(result: Tensor) -> bool:
+    """Returns whether a result is finite and depends on the operands.
+
+    Zeros, or copies of one number, can be put together from parts in any way.
+    """
     if not result.dtype.is_floating_point or not result.numel():
         return True
     value = result.detach()
-    same = bool((value == value.flatten()[0]).all()) if value.numel() > 1 else bool((value == 0).all())
-    return bool(value.isfinite().all()) and not same
+    is_one_number = bool((value == value.flatten()[0]).all()) if value.numel() > 1 else bool((value == 0).all())
+    return bool(value.isfinite().all()) and not is_one_number
 
 
-def _narrowed(op: Op, draws: Sequence[Sequence[Tensor]]) -> str:
-    """The line found for two ranks without what does not hold for more."""
+def _verified_line(op: Op, draws: Sequence[Sequence[Tensor]]) -> str:
+    """Returns the line that is found for two ranks, without what fails on more ranks or other draws."""
     line = discover_rule(op, draws[0])
     for _ in range(1 + line.count(" ")):
         failed = _failures(op, draws, line)
         if not failed:
             return line
-        body, *clauses = line.split(";")
         label = failed[0].partition(" split ")[2].partition(" ")[0]
-        if label:
-            body = " ".join(_frozen(token, label) for token in body.replace(",", " ,").split()).replace(" ,", ",")
-            line = ";".join([body, *clauses])
-        else:
-            line = body.strip()
+        line = re.sub(rf"\b{label}\b[+^]?", f"{label}^", line) if label else line.partition(";")[0].strip()
     raise RuleError(
         f"The rule '{line}' that was found for {op.target} does not hold for every number of ranks",
         fix="Write its rule with autopar.register_rule",
     )
 
 
-def _frozen(token: str, label: str) -> str:
-    return f"{label}^" if token.rstrip("+^") == label else token
-
-
 def _failures(op: Op, draws: Sequence[Sequence[Tensor]], line: str) -> list[str]:
-    """Strategies of a line that do not hold, on few ranks and on as many as a dim is long: parts of length one."""
+    """Returns the failures of a line on two and four ranks, and on as many ranks as a dim is long, where parts have length one."""
     table = RuleTable(rules={op.target: Rule(line=line)})
     bare = replace(op, outputs=())
     return [
@@ -401,25 +380,21 @@ def _failures(op: Op, draws: Sequence[Sequence[Tensor]], line: str) -> list[str]
     ]
 
 
-class _Kept:
-    """The file of rules found earlier on this machine."""
+class _RuleFile:
+    """The file of rules that were found earlier on this machine."""
 
     def __init__(self, folder: Path | None) -> None:
         version = digest(f"{VERSION} {torch.__version__}")
         self.path = None if folder is None else folder / f"rules-{version}.json"
         self.lines: dict[str, str] = {}
-        self.changed = False
         if self.path is not None and self.path.is_file():
             try:
                 self.lines = {str(key): str(line) for key, line in json.loads(self.path.read_text()).items()}
             except (json.JSONDecodeError, AttributeError):
                 self.lines = {}  # a file cut short: everything is found again
-
-    def add(self, key: str, line: str) -> None:
-        self.changed |= self.lines.get(key) != line
-        self.lines[key] = line
+        self.saved = dict(self.lines)
 
     def save(self) -> None:
-        """Writes what is new, whole or not at all."""
-        if self.path is not None and self.changed:
+        """Writes the file if there are new rules, completely or not at all."""
+        if self.path is not None and self.lines != self.saved:
             write_text(self.path, json.dumps(self.lines, indent=1, sort_keys=True) + "\n", make_folder=True)

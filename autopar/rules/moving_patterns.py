@@ -1,12 +1,13 @@
-"""Patterns of operators that move data about: views, slices, joins, indexing and factories.
+"""Patterns of operators that move data: views, slices, joins, indexing and factories.
 
-What the grammar cannot say, because it depends on literals of the call: each function reads one
-call and gives its :class:`~autopar.rules.grammar.Pattern`. Functions take the operator and the specs
-of its operands; they raise :class:`~autopar.errors.RuleError` for calls that no pattern covers.
+The grammar cannot describe them, as their dims depend on literals of the call. Each function takes an operator and the specs of its
+operands and returns the :class:`~autopar.rules.grammar.Pattern` of the call. It raises :class:`~autopar.errors.RuleError` for a call that
+no pattern describes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import cast
 
@@ -20,29 +21,58 @@ from autopar.plan.mesh import parse_type
 from autopar.rules.grammar import Labels, Pattern
 
 Specs = tuple[TensorSpec, ...]
+"""The specs of the operands of a call, in order."""
 NAMES: Labels = tuple(f"d{i}" for i in range(64))
-"""Labels of dims that stand where they stood."""
+"""Labels of dims by position, for operators that keep the order of dims."""
 
 
 def argument(op: Op, position: int, name: str, default: Argument = None) -> Argument:
-    """An argument of a call by position or by name."""
+    """Returns an argument of a call by position or by name."""
     if position < len(op.args):
         return op.args[position]
     return next((value for key, value in op.kwargs if key == name), default)
 
 
 def integer(op: Op, position: int, name: str, default: int = 0) -> int:
-    """An integer argument."""
+    """Returns an integer argument of a call by position or by name."""
     return cast("int", argument(op, position, name, default))
 
 
 def dims_of(op: Op, position: int, name: str, rank: int, default: Argument = None) -> tuple[int, ...]:
-    """A dim or list of dims, not negative; all dims where it is None or empty."""
+    """Returns a dim or a list of dims among the arguments, as numbers from 0; all dims if it is None or empty."""
     value = argument(op, position, name, default)
     if value is None or value == ():
         return tuple(range(rank))
     dims = value if isinstance(value, tuple) else (value,)
     return tuple(cast("int", dim) % max(rank, 1) for dim in dims)
+
+
+def same_dims(op: Op, operands: Specs, whole: Iterable[int] = (), *, linear: bool = True) -> Pattern:
+    """Returns the pattern of a call whose operands and outputs all have the same dims.
+
+    Without further arguments it is that of ``autopar.total``, and of pixel_shuffle and pixel_unshuffle, where a label is the outermost part
+    of a dim.
+
+    Args:
+        op: the call.
+        operands: its operands, all of one rank.
+        whole: the dims that cannot be split.
+        linear: whether the operator is jointly linear in all operands.
+    """
+    labels = NAMES[: len(operands[0].shape)]
+    return Pattern(
+        inputs=(labels,) * len(operands),
+        outputs=(labels,) * len(op.outputs),
+        frozen=frozenset(labels[dim] for dim in whole),
+        linear=(tuple(range(len(operands))),) if linear else (),
+    )
+
+
+def aligned(labels: Labels, shape: tuple[int, ...]) -> Labels:
+    """Returns the labels of a tensor that broadcasts: they are aligned to the right, and a dim of size 1 has the empty label."""
+    return tuple(
+        label if length > 1 else "" for label, length in zip(labels[len(labels) - len(shape) :], shape, strict=True)
+    )
 
 
 # --- views ---------------------------------------------------------------------------------------
@@ -54,18 +84,18 @@ def view(op: Op, operands: Specs) -> Pattern:
     Of each group only the outermost dim larger than one is split, on both sides.
     """
     before, after = operands[0].shape, op.spec.shape
-    left, right = [""] * len(before), [""] * len(after)
+    labels, results = [""] * len(before), [""] * len(after)
     if operands[0].numel:
-        for ins, outs in dim_groups(before, after):
-            first = next((i for i in ins if before[i] > 1), None)
-            into = next((j for j in outs if after[j] > 1), None)
-            if first is not None and into is not None:
-                left[first] = right[into] = NAMES[first]
-    return Pattern(inputs=(tuple(left),), outputs=(tuple(right),), linear=((0,),))
+        for input_dims, output_dims in dim_groups(before, after):
+            source = next((i for i in input_dims if before[i] > 1), None)
+            target = next((j for j in output_dims if after[j] > 1), None)
+            if source is not None and target is not None:
+                labels[source] = results[target] = NAMES[source]
+    return Pattern(inputs=(tuple(labels),), outputs=(tuple(results),), linear=((0,),))
 
 
 def permute(op: Op, operands: Specs) -> Pattern:
-    """Transpositions and permutations: labels move along."""
+    """Transpositions and permutations: labels move with their dims."""
     rank = len(operands[0].shape)
     order = list(range(rank))
     if op.target.startswith("aten.permute"):
@@ -77,85 +107,83 @@ def permute(op: Op, operands: Specs) -> Pattern:
 
 
 def expand(op: Op, operands: Specs) -> Pattern:
-    """A dim that appears is split on the output alone: every rank makes its part of the copies."""
+    """Expand: a new or enlarged dim is split in the output only, as every rank makes its part of the copies."""
     before, after = operands[0].shape, op.spec.shape
-    lead = len(after) - len(before)
-    right = tuple(f"e{j}" if j < lead or before[j - lead] != after[j] else NAMES[j] for j in range(len(after)))
-    left = tuple("" if right[lead + i].startswith("e") else NAMES[lead + i] for i in range(len(before)))
-    return Pattern(inputs=(left,), outputs=(right,), linear=((0,),))
+    num_new = len(after) - len(before)
+    results = tuple(f"e{j}" if j < num_new or before[j - num_new] != after[j] else NAMES[j] for j in range(len(after)))
+    labels = tuple("" if results[num_new + i].startswith("e") else NAMES[num_new + i] for i in range(len(before)))
+    return Pattern(inputs=(labels,), outputs=(results,), linear=((0,),))
 
 
 def repeat(op: Op, operands: Specs) -> Pattern:
-    """Dims repeated once are split, repeated ones are not."""
+    """Repeat: only dims that are repeated once are split."""
     before, after = operands[0].shape, op.spec.shape
-    lead = len(after) - len(before)
-    right = tuple("" if j < lead or before[j - lead] != after[j] else NAMES[j] for j in range(len(after)))
-    return Pattern(inputs=(right[lead:],), outputs=(right,), linear=((0,),))
+    num_new = len(after) - len(before)
+    results = tuple("" if j < num_new or before[j - num_new] != after[j] else NAMES[j] for j in range(len(after)))
+    return Pattern(inputs=(results[num_new:],), outputs=(results,), linear=((0,),))
 
 
 def one_hot(op: Op, operands: Specs) -> Pattern:
-    """A new last dim of classes, which stays whole."""
+    """One-hot: the new last dim of classes is not split."""
     labels = NAMES[: len(operands[0].shape)]
     return Pattern(inputs=(labels,), outputs=((*labels, ""),))
 
 
 def repeat_interleave(op: Op, operands: Specs) -> Pattern:
-    """Each element of a vector, or each slice along a dim, some times: parts stay parts."""
-    rank = len(operands[0].shape)
-    labels = NAMES[:rank]
-    if rank > 1 and argument(op, 2, "dim") is None:
+    """repeat_interleave with a number, of a vector or along a dim: the copies of an element stay on its rank."""
+    if len(operands[0].shape) > 1 and argument(op, 2, "dim") is None:
         raise RuleError.unsupported(
             "A repeat_interleave of more than a vector without a dim", where=op.name, instead="Give it dim="
         )
-    return Pattern(inputs=(labels,), outputs=(labels,), linear=((0,),))
+    return same_dims(op, operands)
 
 
 def recurrent(op: Op, operands: Specs) -> Pattern:
-    """LSTM, GRU and plain networks: every sample by itself; time, widths and layers stay whole.
+    """LSTM, GRU and plain recurrent networks: samples are independent; time, widths and layers are not split.
 
-    A graph has the dropout between layers as operators of its own.
+    The dropout between layers is a separate operator of the graph.
     """
-    states = 2 if "lstm" in op.target else 1
+    num_states = 2 if "lstm" in op.target else 1
     batched = len(operands[0].shape) == 3
     sample = "b" if batched else ""
-    across: Labels = (sample, "", "") if argument(op, 8, "batch_first", False) else ("", sample, "")
-    x: Labels = across if batched else ("",) * len(operands[0].shape)
+    sequence: Labels = (sample, "", "") if argument(op, 8, "batch_first", False) else ("", sample, "")
+    x: Labels = sequence if batched else ("",) * len(operands[0].shape)
     state: Labels = ("", sample, "") if batched else ("",) * len(operands[1].shape)
-    parameters = tuple(("",) * len(spec.shape) for spec in operands[1 + states :])
-    return Pattern(inputs=(x, *(state,) * states, *parameters), outputs=(x, *(state,) * states))
+    parameters = tuple(("",) * len(spec.shape) for spec in operands[1 + num_states :])
+    return Pattern(inputs=(x, *(state,) * num_states, *parameters), outputs=(x, *(state,) * num_states))
 
 
 # --- slices and joins ----------------------------------------------------------------------------
 
 
 def take(op: Op, operands: Specs) -> Pattern:
-    """slice(x, dim, start, end, step), select(x, dim, index), narrow: only along dims that stay whole."""
+    """slice(x, dim, start, end, step), select(x, dim, index), narrow: ``dim`` is not split unless a slice takes all of it."""
     before, after = operands[0].shape, op.spec.shape
     dim = integer(op, 1, "dim") % len(before)
-    left = NAMES[: len(before)]
-    if len(after) < len(before):
-        return Pattern(
-            inputs=(left,), outputs=(left[:dim] + left[dim + 1 :],), frozen=frozenset((left[dim],)), linear=((0,),)
-        )
-    frozen = frozenset() if before == after else frozenset((left[dim],))
-    return Pattern(inputs=(left,), outputs=(left,), frozen=frozen, linear=((0,),))
+    if before == after:
+        return same_dims(op, operands)
+    kept = same_dims(op, operands, (dim,))
+    labels = kept.inputs[0]
+    return kept if len(after) == len(before) else replace(kept, outputs=(labels[:dim] + labels[dim + 1 :],))
 
 
 def divide(op: Op, operands: Specs) -> Pattern:
-    """split, split_with_sizes, chunk, unbind: several outputs along a dim that stays whole."""
+    """split, split_with_sizes, chunk, unbind: several outputs along a dim that is not split."""
     rank = len(operands[0].shape)
     unbind = op.target.startswith("aten.unbind")
     dim = (integer(op, 1, "dim") if unbind else integer(op, 2, "dim")) % rank
-    left = NAMES[:rank]
-    right = left[:dim] + left[dim + 1 :] if unbind else left
-    return Pattern(inputs=(left,), outputs=(right,) * len(op.outputs), frozen=frozenset((left[dim],)), linear=((0,),))
+    labels = NAMES[:rank]
+    results = labels[:dim] + labels[dim + 1 :] if unbind else labels
+    return Pattern(
+        inputs=(labels,), outputs=(results,) * len(op.outputs), frozen=frozenset((labels[dim],)), linear=((0,),)
+    )
 
 
 def cat(op: Op, operands: Specs) -> Pattern:
-    """Joined tensors: split along the other dims; partial if all are. Empty ones of one dim add nothing."""
+    """Concatenation: the other dims are split, and the result is partial if all operands are. Empty tensors of one dim add nothing."""
     rank = len(op.spec.shape)
-    full = tuple(i for i, spec in enumerate(operands) if spec.shape != (0,) or rank == 1)
-    if any(len(operands[i].shape) != rank for i in full):
+    joined = tuple(i for i, spec in enumerate(operands) if spec.shape != (0,) or rank == 1)
+    if any(len(operands[i].shape) != rank for i in joined):
         raise RuleError.unsupported(
             f"Joining tensors of different ranks ({[s.shape for s in operands]})",
             where=op.name,
@@ -163,15 +191,15 @@ def cat(op: Op, operands: Specs) -> Pattern:
         )
     labels = NAMES[:rank]
     return Pattern(
-        inputs=tuple(labels if i in full else ("",) for i in range(len(operands))),
+        inputs=tuple(labels if i in joined else ("",) for i in range(len(operands))),
         outputs=(labels,),
         frozen=frozenset((labels[integer(op, 1, "dim") % rank],)),
-        linear=(full,),
+        linear=(joined,),
     )
 
 
 def stack(op: Op, operands: Specs) -> Pattern:
-    """Stacked tensors: the new dim is not split."""
+    """Stack: the new dim is not split."""
     rank = len(op.spec.shape)
     dim = integer(op, 1, "dim") % rank
     labels = NAMES[: rank - 1]
@@ -191,94 +219,69 @@ def paste(op: Op, operands: Specs) -> Pattern:
 
 
 def change_over_data(op: Op, operands: Specs) -> Pattern:
-    """A change of type over the data axes: linear; dims that it cuts or joins stay whole on others."""
-    labels = NAMES[: len(op.spec.shape)]
+    """A change of type over the data axes: it is linear, and other axes do not split the dims that it splits or gathers."""
     kinds = (parse_type(cast("str", argument(op, i, ""))) for i in (1, 2))
-    frozen = frozenset(labels[kind.dim] for kind in kinds if kind.is_split)
-    return Pattern(inputs=(labels,), outputs=(labels,), frozen=frozen, linear=((0,),))
+    return same_dims(op, operands, [kind.dim for kind in kinds if kind.is_split])
 
 
 def pad(op: Op, operands: Specs) -> Pattern:
-    """Padding, constant_pad_nd too: dims that are not padded are split."""
+    """Padding, also constant_pad_nd: dims that are padded are not split."""
     constant = op.target.startswith("aten.constant_pad_nd")
     rank = len(operands[0].shape)
     widths = cast("tuple[int, ...]", argument(op, 1, "pad"))
-    labels = NAMES[:rank]
-    padded = {labels[rank - 1 - i // 2] for i, width in enumerate(widths) if width}
+    padded = [rank - 1 - i // 2 for i, width in enumerate(widths) if width]
     value = argument(op, 2, "value", 0) if constant else argument(op, 3, "value")
     linear = not constant and argument(op, 2, "mode", "constant") != "constant"
-    return Pattern(
-        inputs=(labels,), outputs=(labels,), frozen=frozenset(padded), linear=((0,),) if linear or not value else ()
-    )
+    return same_dims(op, operands, padded, linear=linear or not value)
 
 
 # --- dims that must stay whole -------------------------------------------------------------------
 
 _LINEAR = aten_targets("cumsum.default flip.default roll.default diff.default fft_fftn.default fft_ifftn.default")
-_WHOLE_DIM = {
-    "aten.softmax.int": (1, "dim"),
-    "aten._softmax.default": (1, "dim"),
-    "aten.log_softmax.int": (1, "dim"),
-    "aten._log_softmax.default": (1, "dim"),
-    "aten.cumsum.default": (1, "dim"),
-    "aten.cumprod.default": (1, "dim"),
-    "aten.logcumsumexp.default": (1, "dim"),
-    "aten.glu.default": (1, "dim"),
-    "aten.flip.default": (1, "dims"),
-    "aten.roll.default": (2, "dims"),
-    "aten.topk.default": (2, "dim"),
-    "aten.sort.default": (1, "dim"),
-    "aten.sort.stable": (2, "dim"),
-    "aten.argsort.default": (1, "dim"),
-    "aten.diff.default": (2, "dim"),
-    "aten.fft_fftn.default": (2, "dim"),
-    "aten.fft_ifftn.default": (2, "dim"),
+_WHOLE_DIM: dict[str, tuple[int, str, int | None]] = {
+    "aten.softmax.int": (1, "dim", None),
+    "aten._softmax.default": (1, "dim", None),
+    "aten.log_softmax.int": (1, "dim", None),
+    "aten._log_softmax.default": (1, "dim", None),
+    "aten.cumsum.default": (1, "dim", None),
+    "aten.cumprod.default": (1, "dim", None),
+    "aten.logcumsumexp.default": (1, "dim", None),
+    "aten.glu.default": (1, "dim", -1),
+    "aten.flip.default": (1, "dims", None),
+    "aten.roll.default": (2, "dims", None),
+    "aten.topk.default": (2, "dim", -1),
+    "aten.sort.default": (1, "dim", -1),
+    "aten.sort.stable": (2, "dim", -1),
+    "aten.argsort.default": (1, "dim", -1),
+    "aten.diff.default": (2, "dim", -1),
+    "aten.fft_fftn.default": (2, "dim", None),
+    "aten.fft_ifftn.default": (2, "dim", None),
 }
+"""By target: position, name and default of the argument that gives the dims which are not split (default None: all dims)."""
 WHOLE_DIM_TARGETS = tuple(_WHOLE_DIM)
 
 
 def whole_dim(op: Op, operands: Specs) -> Pattern:
-    """softmax(x, dim), cumsum, topk, sort, flip, roll and their like: every dim but ``dim`` is split.
+    """softmax(x, dim), cumsum, topk, sort, flip, roll and the like: every dim but ``dim`` is split.
 
     Further operands (``prepend`` of diff) have the same dims.
     """
     rank = len(operands[0].shape)
-    position, name = _WHOLE_DIM[op.target]
-    last = op.target in (
-        "aten.topk.default", "aten.sort.default", "aten.sort.stable", "aten.argsort.default", "aten.diff.default",
-        "aten.glu.default",
-    )  # fmt: skip
-    dims = dims_of(op, position, name, rank, -1 if last else None)
-    labels = NAMES[:rank]
-    linear = (tuple(range(len(operands))),) if op.target in _LINEAR else ()
-    return Pattern(
-        inputs=(labels,) * len(operands),
-        outputs=(labels,) * len(op.outputs),
-        frozen=frozenset(labels[dim] for dim in dims if dim < rank),
-        linear=linear,
-    )
-
-
-def same_dims(op: Op, operands: Specs) -> Pattern:
-    """Every dim is where it was: a total over samples, and the outermost part of what pixel_shuffle or pixel_unshuffle makes of it.
-
-    A sum over samples comes out whole by :func:`autopar.rules.other_kernels.total_statistics`.
-    """
-    labels = NAMES[: len(operands[0].shape)]
-    return Pattern(inputs=(labels,), outputs=(labels,), linear=((0,),))
+    position, name, default = _WHOLE_DIM[op.target]
+    dims = dims_of(op, position, name, rank, default)
+    return same_dims(op, operands, [dim for dim in dims if dim < rank], linear=op.target in _LINEAR)
 
 
 def triangle(op: Op, operands: Specs) -> Pattern:
-    """tril(x, diagonal), triu: the last two dims stay whole."""
-    labels = NAMES[: len(operands[0].shape)]
-    return Pattern(inputs=(labels,), outputs=(labels,), frozen=frozenset(labels[-2:]), linear=((0,),))
+    """tril(x, diagonal), triu: the last two dims are not split."""
+    return same_dims(op, operands, (-2, -1))
 
 
 # --- indexing ------------------------------------------------------------------------------------
 
 
 def index(op: Op, operands: Specs) -> Pattern:
-    """x[None or index, ...]: dims of x without an index, and the dims of the indices, are split."""
+    """x[None or index, ...]: the dims of x without an index and the dims of the indices are split."""
     indices = cast("tuple[Argument, ...]", argument(op, 1, "indices"))
     if any(not spec.dtype.is_floating_point and spec.dtype.itemsize == 1 for spec in operands[1:]):
         raise RuleError.unsupported(
@@ -287,24 +290,20 @@ def index(op: Op, operands: Specs) -> Pattern:
     rank = len(operands[0].shape)
     indexed = [dim for dim, item in enumerate(indices) if isinstance(item, Ref)]
     sizes = torch.broadcast_shapes(*(spec.shape for spec in operands[1:]))  # type: ignore[no-untyped-call]
-    taken = tuple(f"j{k}" if size > 1 else "" for k, size in enumerate(sizes))
-    inputs: list[Labels] = [NAMES[:rank]]
-    for spec in operands[1:]:
-        own = taken[len(taken) - len(spec.shape) :]
-        inputs.append(tuple(name if length > 1 else "" for name, length in zip(own, spec.shape, strict=True)))
+    index_labels = aligned(tuple(f"j{k}" for k in range(len(sizes))), sizes)
     adjacent = indexed == list(range(indexed[0], indexed[0] + len(indexed)))
     start = indexed[0] if adjacent else 0
-    rest = [NAMES[dim] for dim in range(rank) if dim not in indexed]
+    other_labels = [NAMES[dim] for dim in range(rank) if dim not in indexed]
     return Pattern(
-        inputs=tuple(inputs),
-        outputs=((*rest[:start], *taken, *rest[start:]),),
+        inputs=(NAMES[:rank], *(aligned(index_labels, spec.shape) for spec in operands[1:])),
+        outputs=((*other_labels[:start], *index_labels, *other_labels[start:]),),
         frozen=frozenset(NAMES[dim] for dim in indexed),
         linear=((0,),),
     )
 
 
 def index_select(op: Op, operands: Specs) -> Pattern:
-    """x[:, index]: the other dims, and the index."""
+    """x[:, index]: the other dims and the index are split."""
     labels = NAMES[: len(operands[0].shape)]
     dim = integer(op, 1, "dim") % len(labels)
     return Pattern(
@@ -316,18 +315,18 @@ def index_select(op: Op, operands: Specs) -> Pattern:
 
 
 def gather(op: Op, operands: Specs) -> Pattern:
-    """Dims of equal size in x and index are split, and ``dim`` of the index."""
-    x, at = operands[0].shape, operands[1].shape
-    dim = integer(op, 1, "dim") % max(len(x), 1)
-    left = ["g" if i == dim else NAMES[i] if x[i] == at[i] else "" for i in range(len(x))]
-    right = ["j" if i == dim else left[i] for i in range(len(x))]
+    """Gather: dims that have one size in x and index are split, and ``dim`` of the index."""
+    shape, index_shape = operands[0].shape, operands[1].shape
+    dim = integer(op, 1, "dim") % max(len(shape), 1)
+    labels = ["g" if i == dim else NAMES[i] if shape[i] == index_shape[i] else "" for i in range(len(shape))]
+    results = ["j" if i == dim else labels[i] for i in range(len(shape))]
     return Pattern(
-        inputs=(tuple(left), tuple(right)), outputs=(tuple(right),), frozen=frozenset(("g",)), linear=((0,),)
+        inputs=(tuple(labels), tuple(results)), outputs=(tuple(results),), frozen=frozenset(("g",)), linear=((0,),)
     )
 
 
 def scatter(op: Op, operands: Specs) -> Pattern:
-    """Scatter of a source or a value, and its adding kinds: dims of equal size everywhere, save ``dim``."""
+    """Scatter of a tensor or a number, and the kinds that add: dims that have one size in all operands are split, except ``dim``."""
     x = operands[0].shape
     dim = integer(op, 1, "dim") % max(len(x), 1)
     labels = tuple(NAMES[i] if i != dim and all(s.shape[i] == x[i] for s in operands) else "" for i in range(len(x)))
@@ -336,7 +335,7 @@ def scatter(op: Op, operands: Specs) -> Pattern:
 
 
 def scatter_sum(op: Op, operands: Specs) -> Pattern:
-    """Pattern of ``autopar.scatter_sum``: what is scattered along its dim adds up."""
+    """``autopar.scatter_sum``: ``dim`` of index and source is contracted, as their elements are added up."""
     shape, dim = op.spec.shape, integer(op, 2, "dim")
     kept = tuple(
         "" if i == dim or any(s.shape[i] != shape[i] for s in operands) else NAMES[i] for i in range(len(shape))
@@ -348,8 +347,20 @@ def scatter_sum(op: Op, operands: Specs) -> Pattern:
     )
 
 
+def spectra(op: Op, operands: Specs) -> Pattern:
+    """stft, istft: the dim of the signals is split, if there is one; a window is whole."""
+    has_signals = len(operands[0].shape) > (2 if op.target == "aten.istft.default" else 1)
+
+    def labels(spec: TensorSpec, lead: Labels) -> Labels:
+        return (*lead, *("",) * (len(spec.shape) - len(lead)))
+
+    first = NAMES[:has_signals]
+    windows = tuple(labels(spec, ()) for spec in operands[1:])
+    return Pattern(inputs=(labels(operands[0], first), *windows), outputs=(labels(op.spec, first),), linear=((0,),))
+
+
 def index_put(op: Op, operands: Specs) -> Pattern:
-    """Pattern of ``x[None or index, ...] = value``: dims of x without an index are split; none where an index is a mask."""
+    """x[None or index, ...] = value: the dims of x without an index are split; none where an index is a mask."""
     *indexed, value = operands
     if any(spec.dtype == torch.bool for spec in indexed):
         return unsplit(op, operands)
@@ -364,7 +375,7 @@ def index_put(op: Op, operands: Specs) -> Pattern:
 
 
 def unsplit(op: Op, operands: Specs) -> Pattern:
-    """Nothing is split: calls of which nothing is known."""
+    """No dim is split: values that are put at the places of a mask, and calls of which nothing is known."""
     inputs, outputs = (tuple(("",) * len(spec.shape) for spec in specs) for specs in (operands, op.outputs))
     return Pattern(inputs=inputs, outputs=outputs)
 
@@ -373,22 +384,21 @@ def unsplit(op: Op, operands: Specs) -> Pattern:
 
 
 def factory(op: Op, operands: Specs) -> Pattern:
-    """full, zeros, ones, empty, new_*: all values are equal, so that every dim is split freely."""
+    """full, zeros, ones, empty, new_*: every dim is split, as all values are equal."""
     return Pattern(inputs=tuple(("",) * len(spec.shape) for spec in operands), outputs=(NAMES[: len(op.spec.shape)],))
 
 
 def random_factory(op: Op, operands: Specs) -> Pattern:
-    """rand, randn, randint: no value depends on another, so that ranks draw their parts."""
+    """rand, randn, randint: every dim is split, as values are independent."""
     return replace(factory(op, operands), random=True)
 
 
 def random_order(op: Op, operands: Specs) -> Pattern:
-    """randperm: every rank draws the same order."""
+    """randperm: every rank draws the same permutation."""
     return replace(whole_factory(op, operands), random=True)
 
 
 def whole_factory(op: Op, operands: Specs) -> Pattern:
-    """arange, eye and their like: a value depends on its position, so that every rank makes all of them."""
-    labels = NAMES[: len(op.spec.shape)]
-    inputs = tuple(("",) * len(spec.shape) for spec in operands)
-    return Pattern(inputs=inputs, outputs=(labels,), frozen=frozenset(labels))
+    """arange, eye and the like: no dim is split, as a value depends on its position."""
+    splittable = factory(op, operands)
+    return replace(splittable, frozen=frozenset(splittable.outputs[0]))

@@ -1,16 +1,14 @@
-"""Strategies that call something else than the operator on local shapes (:mod:`autopar.ops.sharded`), those on images among them.
+"""Strategies that call another operator on local shapes (:mod:`autopar.ops.sharded`); patterns of experts, pooling and channel norms.
 
-An operator of the table may have, besides the strategies of its pattern, further ones from here.
-The axis ``batch`` is no group of ranks (micro-batches lie on it too), so that nothing which has to
-know its rank is offered there.
+These strategies are offered besides those of the pattern of an operator. Axis ``batch`` is not a group of ranks, as it also stands for
+micro-batches. Strategies that depend on the rank are therefore not offered there.
 
-Functions are like those of :mod:`autopar.rules.moving_patterns`.
+Functions have the forms of ``PatternMaker`` and ``MoreStrategies`` in :mod:`autopar.rules.table`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from fractions import Fraction
 
 from autopar.errors import RuleError
@@ -18,26 +16,20 @@ from autopar.graph.graph import Op
 from autopar.ops.kernels import Form, region_of
 from autopar.plan.mesh import I, P, R, S
 from autopar.rules.computing_patterns import reduction
-from autopar.rules.grammar import Pattern, bind, parse, positional
+from autopar.rules.grammar import Pattern, divides, invariant, pattern_of, replicate
 from autopar.rules.local_calls import BATCH
-from autopar.rules.moving_patterns import NAMES, Specs, argument
-from autopar.rules.strategy import FORM_AT, RING, Communication, Strategy
+from autopar.rules.moving_patterns import NAMES, Specs, argument, same_dims
+from autopar.rules.strategy import FORM_AT, GATHERED, RING, Strategy
 
 SEQUENCE_AXIS = "cp"
-"""The one axis that may be in zig-zag order."""
-GATHERED = "autopar.attention_gathered"
+"""The only axis on which split dims may be in zig-zag order."""
 
 EXPERT_TARGETS = frozenset(("autopar.experts_split", "autopar.experts_dispatch", "autopar.experts_dispatch_split"))
-"""What runs a mixture whose experts are split over the axis."""
-
-
-def divides(length: int, size: Fraction) -> bool:
-    """True when a dim of this length splits evenly."""
-    return length > 1 and length * size.denominator % size.numerator == 0
+"""The operators that run a mixture whose experts are split over ranks."""
 
 
 def embedding_vocabulary(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
-    """embedding(weight, ids) with the rows of the table split: foreign ids give zeros, the sum is pending."""
+    """embedding(weight, ids) with split rows: ids of other ranks give zeros, and the sum is pending."""
     if axis == BATCH or not divides(operands[0].shape[0], size):
         return
     if argument(op, 3, "scale_grad_by_freq", False) or argument(op, 4, "sparse", False):
@@ -48,71 +40,57 @@ def embedding_vocabulary(op: Op, operands: Specs, axis: str, size: Fraction) -> 
 
 
 def bag_vocabulary(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
-    """embedding_bag(weight, ids, weights) with the rows of the table split: foreign ids count nothing, the sum is pending."""
+    """embedding_bag(weight, ids, weights) with split rows: ids of other ranks do not count, and the sum is pending."""
     if axis == BATCH or not divides(operands[0].shape[0], size) or op.args[3] == "max" or op.args[5]:
         return
-    others = (R,) * (len(operands) - 1)
+    other_types = (R,) * (len(operands) - 1)
     target = "autopar.embedding_bag_vocabulary"
-    yield Strategy(name="vocabulary", inputs=(S(0), *others), outputs=(P,), work=1 / size, target=target)
+    yield Strategy(name="vocabulary", inputs=(S(0), *other_types), outputs=(P,), work=1 / size, target=target)
 
 
 def cross_entropy_vocabulary(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
-    """cross_entropy_sum(logits, target) with the classes split: Megatron's vocabulary-parallel loss.
-
-    Moves per token, in fp32: the maximum in one all-reduce, then the sums of exponentials and the
-    target's logit (and the sum of logits under label smoothing) in a second one.
-    """
-    logits, target = operands[:2]
-    if axis == BATCH or not divides(logits.shape[-1], size):
+    """cross_entropy_sum(logits, target) with split classes: the vocabulary-parallel loss of Megatron."""
+    shape = operands[0].shape
+    if axis == BATCH or not divides(shape[-1], size):
         return
-    token_bytes = target.numel * max(4, logits.dtype.itemsize)
-    sums = 3 if argument(op, 3, "label_smoothing", 0.0) else 2
     yield Strategy(
         name="vocabulary",
-        inputs=(S(len(logits.shape) - 1), R),
+        inputs=(S(len(shape) - 1), R),
         outputs=(I if op.spec.requires_grad else R,),
         work=1 / size,
         target="autopar.cross_entropy_vocabulary",
-        communication=(
-            Communication(kind="all_reduce", num_bytes=token_bytes),
-            Communication(kind="all_reduce", num_bytes=sums * token_bytes),
-        ),
     )
 
 
 def opaque(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
-    """A region of unknown code: whole on every rank of an axis, or its samples split where they were seen to be apart.
+    """A region of untraced code, which runs on complete tensors, or on axis ``batch`` on a part of the samples if these are independent.
 
-    Where its backward is not linear (it clips gradients, say) a pending sum of gradients must not pass.
+    If its backward is not linear (because it clips gradients, for example), pending sums of gradients must not pass through it.
     """
     region = region_of(str(op.args[0]))
-    flows = any(spec.requires_grad for spec in operands)
-    if flows and axis != BATCH:
-        yield Strategy(
-            name="invariant",
-            inputs=tuple(I if spec.requires_grad else R for spec in operands),
-            outputs=tuple(I if spec.requires_grad else R for spec in op.outputs),
-        )
-    if not flows or region.is_linear_backward:
-        yield Strategy(name="replicate", inputs=(R,) * len(operands), outputs=(R,) * len(op.outputs))
+    has_gradient = any(spec.requires_grad for spec in operands)
+    if has_gradient and axis != BATCH:
+        yield invariant(operands, op.outputs)
+    if not has_gradient or region.is_linear_backward:
+        yield replicate(operands, op.outputs)
     if axis != BATCH or region.splits is None:
         return
-    inside, outside = region.splits
-    split = [(operands[i].shape[d], d) for i, d in enumerate(inside) if d is not None]
-    split += [(spec.shape[d], d) for spec, d in zip(op.outputs, outside, strict=True)]
-    if all(length * size.denominator % size.numerator == 0 for length, _ in split):
-        state = (R,) * (len(operands) - len(inside))
+    input_dims, output_dims = region.splits
+    split_dims = [(operands[i].shape[d], d) for i, d in enumerate(input_dims) if d is not None]
+    split_dims += [(spec.shape[d], d) for spec, d in zip(op.outputs, output_dims, strict=True)]
+    if all(length * size.denominator % size.numerator == 0 for length, _ in split_dims):
+        state_types = (R,) * (len(operands) - len(input_dims))
         yield Strategy(
             name="split samples",
-            inputs=(*(R if d is None else S(d) for d in inside), *state),
-            outputs=tuple(S(d) for d in outside),
+            inputs=(*(R if d is None else S(d) for d in input_dims), *state_types),
+            outputs=tuple(S(d) for d in output_dims),
             work=1 / size,
             random=True,
         )
 
 
 def partial_mean(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
-    """Mean over a split dim: the local sum over the global count, a pending sum."""
+    """A mean over a split dim: the local sum over the global count, which is a pending sum."""
     pattern = reduction(op, operands)
     for position, label in enumerate(pattern.inputs[0]):
         if label in pattern.frozen and divides(operands[0].shape[position], size):
@@ -126,92 +104,83 @@ def partial_mean(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator
 
 
 def experts_pattern(op: Op, operands: Specs) -> Pattern:
-    """A mixture of experts (hidden, weights, indices, gate, up, down, gate_bias, up_bias, form), whose width is summed over.
+    """A mixture of experts (hidden, weights, indices, gate, up, down, gate_bias, up_bias, form): its inner width f is contracted.
 
-    Where gate and up lie in one tensor their pairs are split by :func:`experts`.
+    If gate and up are interleaved in one tensor, :func:`experts` splits their pairs instead.
     """
     form = Form.parse(str(op.args[FORM_AT]))
-    inside, pairs = ("f^", "g^") if form.is_interleaved else ("f+", "f+")
-    up, down = f"{pairs} h^", f"h^ {inside}"
+    f_dim, pair_dim = ("f^", "g^") if form.is_interleaved else ("f+", "f+")
+    up, down = f"{pair_dim} h^", f"h^ {f_dim}"
     if form.is_transposed:
-        up, down = f"h^ {pairs}", f"{inside} h^"
-    held = f"e^ {up}, e^ {up}, e^ {down}, e^ {pairs}, e^ {pairs}"
-    line = parse(f"b... h^, b... k+, b... k+, {held} -> b... h^; linear 1")
-    return bind(line, positional(op, operands), (op.spec.shape,))
+        up, down = f"h^ {pair_dim}", f"{f_dim} h^"
+    weight_dims = f"e^ {up}, e^ {up}, e^ {down}, e^ {pair_dim}, e^ {pair_dim}"
+    return pattern_of(f"b... h^, b... k+, b... k+, {weight_dims} -> b... h^; linear 1", op, operands)
 
 
 def experts(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
-    """A mixture of experts with the experts split, or the pairs of what gate and up give.
+    """A mixture of experts with split experts, or with split pairs of interleaved gate and up.
 
-    *experts*: every rank sees all tokens and computes what its experts add, a pending sum; nothing moves
-    inside. *dispatch d*: tokens are split along dim d and travel to the ranks of their experts and back, k
-    rows for each token in both directions (as many again for the gradients); how many leave a rank is in
-    the routing, priced as if it were even.
+    Under *experts* every rank has all tokens and computes what its experts contribute, a pending sum. Under *dispatch d* tokens are split
+    along dim d and travel to the ranks of their experts and back: k rows for each token in both directions, and as many for gradients.
 
-    Of experts that are spread over data ranks already each rank's share is split once more: under *experts* tokens go
-    to the data ranks that hold the same part of a share, under *dispatch* over both axes at once.
+    If experts are spread over data ranks already, the experts of each rank are split once more. Under *experts* tokens then travel between
+    the data ranks that hold the same part, and under *dispatch* over both axes at once.
     """
-    hidden, _, indices = operands[:3]
-    num_experts = operands[-1].shape[0]
-    if axis in (BATCH, SEQUENCE_AXIS):  # parameters are whole on both
+    if axis in (BATCH, SEQUENCE_AXIS):  # parameters are complete on both
         return
     form = Form.parse(str(op.args[FORM_AT]))
     if form.is_interleaved:
         down, *biases = operands[4:]
         if divides(down.shape[1 if form.is_transposed else 2], size):
-            split = (S(2), S(1)) if form.is_transposed else (S(1), S(2))
-            inputs = (R, R, R, *split, *(S(1) for _ in biases))
+            weight_types = (S(2), S(1)) if form.is_transposed else (S(1), S(2))
+            inputs = (R, R, R, *weight_types, *(S(1) for _ in biases))
             yield Strategy(name="split f", inputs=inputs, outputs=(P,), work=1 / size)
-    if not divides(num_experts, size):
+    if not divides(operands[-1].shape[0], size):
         return
-    owned = (S(0),) * (len(operands) - 3)
-    rank_bytes = int(hidden.num_bytes * indices.shape[-1] / size)  # an all-to-all counts one rank's part
-    sent = Communication(kind="all_to_all", num_bytes=rank_bytes)
-    directions = (sent, sent, *(replace(sent, backward=True),) * (2 if hidden.requires_grad else 1))
+    split_by_expert = (S(0),) * (len(operands) - 3)
     is_spread = op.target == "autopar.experts_dispatch"
     yield Strategy(
         name="experts",
-        inputs=(R, R, R, *owned),
+        inputs=(R, R, R, *split_by_expert),
         outputs=(P,),
         work=1 / size,
         target="autopar.experts_dispatch_split" if is_spread else "autopar.experts_split",
     )
-    for dim, length in enumerate(hidden.shape[:-1]):
+    for dim, length in enumerate(operands[0].shape[:-1]):
         if divides(length, size):
             yield Strategy(
                 name=f"dispatch {dim}",
-                inputs=(S(dim), S(dim), S(dim), *owned),
+                inputs=(S(dim), S(dim), S(dim), *split_by_expert),
                 outputs=(S(dim),),
                 work=1 / size,
                 target="autopar.experts_dispatch",
-                communication=directions,
             )
 
 
 def attention_sequence(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
     """Attention whose queries are split along the sequence.
 
-    ``gather``: keys and values whole (the change S to R gathers them, its backward scatters their gradients); a causal
-    mask begins at this rank's first query. Without a causal mask it is ``split s`` of the pattern.
-    ``ring``: keys and values are split too and go round; every split dim is in zig-zag order (see ``rules.apply``).
+    ``gather``: keys and values are complete. The change from S to R gathers them, and its backward scatters their gradients. A causal mask
+    begins at the first query of the rank. Without a causal mask this is ``split s`` of the pattern.
+
+    ``ring``: keys and values are split too and go round the ring. Every split dim is in zig-zag order (:mod:`autopar.rules.strategy`).
     """
     rank = len(operands[0].shape)
     if axis == BATCH or op.target in (GATHERED, RING) or size.denominator != 1:
         return
     rows, sequence = operands[0].shape[-2], S(rank - 2)
-    causal = bool(argument(op, 5, "is_causal", False))
-    if not divides(rows, size) or (causal and operands[1].shape[-2] != rows):
+    is_causal = bool(argument(op, 5, "is_causal", False))
+    if not divides(rows, size) or (is_causal and operands[1].shape[-2] != rows):
         return
-    random = bool(argument(op, 4, "dropout_p", 0.0))
-    if causal:
+    is_random = bool(argument(op, 4, "dropout_p", 0.0))
+    if is_causal:
         yield Strategy(
             name="gather",
             inputs=(sequence, R, R),
             outputs=(sequence,),
             work=1 / size,
             target=GATHERED,
-            extra=(("axis", axis),),
-            random=random,
+            random=is_random,
         )
     columns, ranks = operands[1].shape[-2], size.numerator
     if axis != SEQUENCE_AXIS or rank != 4:
@@ -220,30 +189,15 @@ def attention_sequence(op: Op, operands: Specs, axis: str, size: Fraction) -> It
         return
     if any(not m.shape or m.shape[-1] != columns for m in operands[3:]):
         return
-    masks = tuple(S(len(m.shape) - 2) if len(m.shape) > 1 and m.shape[-2] == rows else R for m in operands[3:])
-    moved = sum(spec.num_bytes for spec in operands[1:3])
+    mask_types = tuple(S(len(m.shape) - 2) if len(m.shape) > 1 and m.shape[-2] == rows else R for m in operands[3:])
     yield Strategy(
         name="ring",
-        inputs=(sequence, sequence, sequence, *masks),
+        inputs=(sequence, sequence, sequence, *mask_types),
         outputs=(sequence,),
         work=1 / size,
         target=RING,
-        extra=(("axis", axis), ("ranks", ranks)),
-        communication=ring_messages(moved, backward=op.spec.requires_grad),
-        random=random,
+        random=is_random,
     )
-
-
-def ring_messages(num_bytes: int, *, backward: bool) -> tuple[Communication, ...]:
-    """What a ring moves, priced as collectives of the same volume: ``num_bytes`` of all keys and values.
-
-    Backward sends them round again, and their gradients along.
-    """
-    forward = Communication(kind="all_gather", num_bytes=num_bytes)
-    if not backward:
-        return (forward,)
-    again = Communication(kind="all_gather", num_bytes=num_bytes, backward=True)
-    return (forward, again, Communication(kind="reduce_scatter", num_bytes=num_bytes, backward=True))
 
 
 _POOLS = ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool")
@@ -262,80 +216,59 @@ WINDOW_TARGETS: dict[str, int] = {
     **{f"aten.max_pool{n}d_with_indices.default": n for n in (2, 3)},
     **{f"aten.upsample_{name}{n}d.vec": n for name, n in _RESAMPLED},
 }
-"""Dims of space by target."""
+"""The number of dims of space by target."""
 
 
 def window(op: Op, operands: Specs) -> Pattern:
-    """Pooling and resampling: every channel of every sample by itself, space stays whole."""
-    space = WINDOW_TARGETS[op.target]
-    rank = len(operands[0].shape)
-    labels = NAMES[:rank]
-    return Pattern(
-        inputs=(labels,),
-        outputs=(labels,) * len(op.outputs),
-        frozen=frozenset(labels[rank - space :]),
-        linear=((0,),) if any(name in op.target for name in _LINEAR) else (),
-    )
+    """Pooling and resampling: samples and channels are split, dims of space are not."""
+    is_linear = any(name in op.target for name in _LINEAR)
+    return same_dims(op, operands, range(-WINDOW_TARGETS[op.target], 0), linear=is_linear)
 
 
-def instance_norm(op: Op, operands: Specs) -> Pattern:
-    """Every sample and channel by itself; weight and bias have the channels."""
-    if not argument(op, 5, "use_input_stats", True):
+def channel_norm(op: Op, operands: Specs) -> Pattern:
+    """Batch, instance and group norm of x [samples, channels, *space], whose weight, bias and statistics have the channels.
+
+    ``aten.batch_norm`` has known statistics and is elementwise but for the channels. The dims over which the others take statistics are not
+    split.
+
+    Raises:
+        RuleError: an instance norm has running statistics.
+    """
+    if op.target == "aten.instance_norm.default" and not argument(op, 5, "use_input_stats", True):
         raise RuleError.unsupported(
             "An instance norm with running statistics", where=op.name, instead="Leave track_running_stats out"
         )
-    plain = batch_norm_at_rest(op, operands)
-    return replace(plain, frozen=frozenset(plain.outputs[0][2:]))
-
-
-def group_norm(op: Op, operands: Specs) -> Pattern:
-    """Group norm of x [samples, channels, ...]: samples alone are split."""
-    plain = batch_norm_at_rest(op, operands)
-    return replace(plain, frozen=frozenset(plain.outputs[0][1:]))
-
-
-def batch_norm(op: Op, operands: Specs) -> Pattern:
-    """Channels alone split freely."""
-    plain = batch_norm_at_rest(op, operands)
-    return replace(plain, frozen=frozenset(plain.outputs[0]) - {NAMES[1]})
-
-
-def batch_norm_at_rest(op: Op, operands: Specs) -> Pattern:
-    """Elementwise but for the channels that weight, bias, mean and variance have: x is [samples, channels, *space]."""
     labels = NAMES[: len(operands[0].shape)]
-    return Pattern(inputs=(labels, *(labels[1:2] for _ in operands[1:])), outputs=(labels,))
-
-
-def batch_norm_running(op: Op, operands: Specs) -> Pattern:
-    """As :func:`batch_norm`, with running mean and variance among operands and results, by channels."""
-    plain = batch_norm(op, operands)
-    return replace(plain, outputs=(*plain.outputs, NAMES[1:2], NAMES[1:2]))
+    samples, channels, space = labels[:1], labels[1:2], labels[2:]
+    whole = {
+        "aten.batch_norm.default": (),
+        "aten.instance_norm.default": space,
+        "aten.group_norm.default": (*channels, *space),
+    }.get(op.target, (*samples, *space))
+    return Pattern(
+        inputs=(labels, *(channels for _ in operands[1:])),
+        outputs=(labels, *(channels for _ in op.outputs[1:])),
+        frozen=frozenset(whole),
+    )
 
 
 def total_statistics(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
-    """A pending sum over samples, over all of the data ranks, each of which has all its samples in one micro-batch."""
+    """A sum over samples, pending over all data ranks, each of which has all its samples in one micro-batch."""
     if axis == BATCH and operands[0].dtype.is_floating_point:
-        moved = (Communication(kind="all_reduce", num_bytes=operands[0].num_bytes),)
-        yield Strategy(name="statistics", inputs=(P,), outputs=(R,), target="autopar.total", communication=moved)
+        yield Strategy(name="statistics", inputs=(P,), outputs=(R,), target="autopar.total")
 
 
 def batch_statistics(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
-    """Samples, or a dim of space, split: two all-reduces of one number a channel give the statistics of the whole.
+    """Batch norm with split samples or space: two all-reduces of one number for each channel give the statistics of the complete batch.
 
     On axis ``batch`` the ranks are those of the data axes, and each has all its samples in one micro-batch.
     """
-    shape = operands[0].shape
-    num_bytes = shape[1] * max(4, operands[0].dtype.itemsize)
-    moved: tuple[Communication, ...] = (Communication(kind="all_reduce", num_bytes=num_bytes),) * 2
-    if op.spec.requires_grad:
-        moved += (Communication(kind="all_reduce", num_bytes=num_bytes, backward=True),) * 2
-    for dim in (d for d in range(len(shape)) if d != 1):
-        if divides(shape[dim], size):
+    for dim, length in enumerate(operands[0].shape):
+        if dim != 1 and divides(length, size):
             yield Strategy(
                 name="statistics" if dim == 0 else f"statistics {NAMES[dim]}",
                 inputs=(S(dim), *(R for _ in operands[1:])),
                 outputs=(S(dim), *(R for _ in op.outputs[1:])),
                 work=1 / size,
                 target=op.target,
-                communication=moved,
             )

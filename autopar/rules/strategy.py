@@ -1,21 +1,15 @@
-"""What a rule gives and a solver chooses, strategies and typings of one mesh axis; and what must hold of a typing as a whole.
+"""Strategies and typings on one mesh axis, and the conditions that a typing as a whole must meet.
 
-On an axis with a ring every split dim that an operator reads or makes is in *zig-zag order*: of 2 n chunks rank r has
-chunks r and 2 n - 1 - r, so that a causal mask leaves every rank the same work. It holds for all operators of the axis and
-for every dim that is split there, the sequence or not, so that operands of one operator agree:
+On an axis with ring attention, every split dim that an operator reads or produces is in *zig-zag order*: the dim is cut into 2 n chunks,
+and rank r of n holds chunks r and 2 n - 1 - r. Under a causal mask all ranks then have the same work. The order holds for every split
+dim on the axis, so that the operands of an operator agree:
 
-- *values of operators* (sequence, samples, hidden, heads, channels, classes): a strategy without a target of its own runs
-  the same operator on a part, whichever part it is. That it is right for any set of chunks, not for neighbours alone, is
-  checked by execution for every rule (``verify_rule(..., zigzag=True)``). A contracted dim is a sum, whose order is free,
-  as both operands have it in the same order. Where dims are merged or cut (views), chunks of one are chunks of the other,
-  since both divide by 2 n;
-- *inputs, buffers and parameters at rest* are in their own order, as a checkpoint has them: a part of theirs becomes whole
-  by a plain all-gather, and split in zig-zag order from the whole (``_Sharding._from_own_order``). Weights of norms and
-  linears, tables split by columns and experts split by width are such parameters;
-- *whole values* (R, I, P) are in their own order;
-- *strategies that know which part their rank has* are refused: look-up in a table split by rows, cross entropy over split
-  classes, experts by rank, batch statistics, gathered attention;
-- *a dim that does not divide by 2 n* is refused.
+- A strategy without a target of its own runs the same operator on any set of chunks. ``verify_rule(..., zigzag=True)`` checks this by
+  execution for every rule. A contracted dim is a sum, whose order is free. A view maps chunks of one dim to chunks of the other.
+- Inputs, buffers and parameters at rest are in the order of the checkpoint. A plain all-gather completes them, and the complete tensor
+  is split in zig-zag order (``_Sharding._from_checkpoint_order`` of :mod:`autopar.rules.apply`). Complete values (R, I, P) have this
+  order too.
+- Strategies that depend on the rank's part are refused: :func:`check_strategy`. So are dims that 2 n does not divide: :func:`check_part`.
 """
 
 from __future__ import annotations
@@ -25,21 +19,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from autopar.errors import InternalError, RuleError
-from autopar.graph.graph import Argument, Graph, Op, Ref, TensorSpec
+from autopar.graph.graph import Graph, Op, Ref, TensorSpec
 from autopar.plan.mesh import I, P, R, Type
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Communication:
-    """Bytes that an operator's own implementation moves inside (vocabulary-parallel cross entropy).
-
-    ``kind`` is a collective (``all_reduce`` ...); ``num_bytes`` that of the full tensor, for an all-to-all
-    that of one rank's part (as ``rules.local_calls.collective_bytes``).
-    """
-
-    kind: str
-    num_bytes: int
-    backward: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +28,13 @@ class Strategy:
     """One way to run an operator on one axis.
 
     Attributes:
-        name: unique among the strategies of the operator and stable between versions: it stands in
-            plans (``split n``, ``invariant``, ``replicate``, ``linear 0``, ``vocabulary``).
-        inputs: required type of each of ``Op.operands``.
-        outputs: type of each output.
-        work: part of the operator's work that one rank does (1/size when split, 1 when repeated).
-        target: what to call instead of the operator's own target; empty: the same operator on local
-            shapes.
-        extra: keyword arguments to add to the call.
-        communication: what ``target`` moves inside.
-        random: True where ranks must draw distinct random numbers.
+        name: unique among the strategies of the operator and stable between versions, because plans contain it
+            (``split n``, ``invariant``, ``replicate``, ``linear 0``, ``vocabulary``).
+        inputs: the required type of each of ``Op.operands``.
+        outputs: the type of each output.
+        work: the fraction of the operator's work that one rank does: 1/size if it is split, 1 if every rank repeats it.
+        target: the operator that a rank calls instead of the original one; empty for the original one.
+        random: whether ranks must draw different random numbers.
     """
 
     name: str
@@ -64,23 +42,20 @@ class Strategy:
     outputs: tuple[Type, ...]
     work: Fraction = Fraction(1)
     target: str = ""
-    extra: tuple[tuple[str, Argument], ...] = ()
-    communication: tuple[Communication, ...] = ()
     random: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Typing:
-    """The types of a whole graph on one axis: what a solver chooses and a pass applies.
+    """The types of a whole graph on one axis: a solver chooses them, and :func:`autopar.rules.apply.shard` applies them.
 
     Attributes:
-        axis: mesh axis (``tp``), or ``batch`` for everything that splits samples: micro-batches
-            and the data axes together.
-        size: ranks on the axis; for ``batch`` parts of the traced batch (may be a fraction below
-            one when the micro-batch is larger than the traced batch).
-        strategies: by operator name, for every operator of ``prelude`` and ``ops``.
-        parameters: at rest, by parameter name: I or S(d).
-        inputs: by name of input or buffer: R, or S(d) for inputs that arrive split. Missing: R.
+        axis: the mesh axis (``tp``), or ``batch``, which stands for micro-batches and the data axes together.
+        size: the number of ranks on the axis. For ``batch`` it is the number of parts of the traced batch, a fraction below one if the
+            micro-batch is larger than the traced batch.
+        strategies: the strategy of every operator of ``prelude`` and ``ops``, by the operator's name.
+        parameters: the type of each parameter at rest, by name: I or S(d).
+        inputs: the type of each input or buffer, by name: R, or S(d) for inputs that arrive split. Those that are missing are R.
     """
 
     axis: str
@@ -92,15 +67,14 @@ class Typing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Local:
-    """What a rule needs to write one rank's call: see ``local_calls.localize``.
+    """What :func:`autopar.rules.local_calls.localize` needs to write the call of one rank.
 
     Attributes:
         axis, size: as in :class:`Typing`.
-        operands: local specs of the operands, in order.
-        outputs: local specs of the outputs.
-        count_scale: global batch over traced batch: by what a count of samples that stands as a
-            literal must be multiplied (a mean over the batch dim divides by the global count). 1 on
-            every axis but ``batch``.
+        operands: the local specs of the operands, in order.
+        outputs: the local specs of the outputs.
+        count_scale: the global batch size over the traced batch size, 1 on every axis but ``batch``. Literals that count samples are
+            multiplied by it: a mean over the batch dim divides by the global count.
     """
 
     axis: str
@@ -110,24 +84,25 @@ class Local:
     count_scale: Fraction = Fraction(1)
 
 
+GATHERED = "autopar.attention_gathered"
 RING = "autopar.attention_ring"
 ZIGZAG_SAFE = ("", "autopar.partial_mean", RING)
-"""What strategies may call where split dims are in zig-zag order: else nothing that knows which part its rank has."""
+"""The targets that strategies may have where split dims are in zig-zag order; none of them depends on the part that its rank holds."""
 
 FORM_AT, AXIS_AT, COUNT_AT, PARTS_AT = 8, 9, 10, 12
-"""Positions in a mixture of experts (:mod:`autopar.ops.experts`) of its form, axis, number of experts of all ranks, and parts."""
+"""Positions among the arguments of a mixture of experts (:mod:`autopar.ops.experts`): form, axis, number of experts of all ranks, parts."""
 
 
 def is_zigzag(strategies: Iterable[Strategy]) -> bool:
-    """Whether split dims are in zig-zag order beside these strategies of one axis."""
+    """Returns whether the strategies of one axis put its split dims in zig-zag order: one of them is ring attention."""
     return any(strategy.target == RING for strategy in strategies)
 
 
 def check_strategy(strategy: Strategy, place: str) -> None:
-    """Refuses what cannot stand beside a ring.
+    """Refuses a strategy that cannot run in zig-zag order.
 
     Raises:
-        RuleError: the strategy depends on which part of a split dim its rank has.
+        RuleError: the strategy depends on the part of a split dim that its rank holds.
     """
     if strategy.target not in ZIGZAG_SAFE:
         raise RuleError(
@@ -138,10 +113,10 @@ def check_strategy(strategy: Strategy, place: str) -> None:
 
 
 def check_part(spec: TensorSpec, kind: Type, size: int, place: str, *, axis: str) -> None:
-    """Refuses a split dim that is not made of 2 n equal chunks.
+    """Refuses a split dim that does not consist of 2 n equal chunks on n ranks.
 
     Raises:
-        RuleError: it does not divide.
+        RuleError: twice ``size`` does not divide the dim.
     """
     if spec.shape[kind.dim] % (2 * size):
         raise RuleError(
@@ -153,37 +128,42 @@ def check_part(spec: TensorSpec, kind: Type, size: int, place: str, *, axis: str
 
 @dataclass(slots=True, kw_only=True)
 class SampleSums:
-    """Sums over all samples that prelude values make before the step, as they are found.
+    """Collects the sums over all samples that the prelude computes before the step (``Graph.sums``), for one typing of axis ``batch``.
 
     Attributes:
-        sums: the values that are summed, in order.
-        read_as_partial: values of which some operator reads a part, with its place.
+        graph: the graph that the typing is applied to.
+        sums: the values that are summed, in the order in which they were found.
+        read_as_partial: the values of which an operator reads this rank's summand, with the place of that operator.
     """
 
     graph: Graph
     sums: dict[Ref, None] = field(default_factory=dict)
     read_as_partial: dict[Ref, str] = field(default_factory=dict)
 
-    def crosses(self, ref: Ref, found: Type, wanted: Type, *, same: bool) -> bool:
-        """A sum over samples that the model itself reads as a total, or a whole value that becomes a summand.
+    def crosses(self, ref: Ref, current: Type, wanted: Type, *, same: bool) -> bool:
+        """Returns whether a value changes its type within the step, so that samples of different data ranks meet.
 
-        Where samples meet, whatever becomes another type; totals of the prelude are made before the step.
+        This is a sum over samples that the model itself reads as a total, a complete value that becomes a summand, or any change of type if
+        ``Graph.mixing`` is set. Totals of the prelude are not among these, as they are summed before the step.
 
         Args:
-            same: the types are equal for this value.
+            ref: the value.
+            current: its type.
+            wanted: the type in which an operator reads it.
+            same: whether the two types are equal for this value.
         """
         if same or self.graph.is_parameter(ref):
             return False
-        if ref in self.sums or (found == P and not wanted.is_split and self.graph.is_prelude(ref)):
+        if ref in self.sums or (current == P and not wanted.is_split and self.graph.is_prelude(ref)):
             return False
-        return bool(self.graph.mixing) or (P in (found, wanted) and not found.is_split and not wanted.is_split)
+        return bool(self.graph.mixing) or (P in (current, wanted) and not current.is_split and not wanted.is_split)
 
-    def check(self, ref: Ref, found: Type, wanted: Type, op: Op, *, same: bool) -> None:
-        """Whether ``op`` can read a value that does not cross samples.
+    def check(self, ref: Ref, current: Type, wanted: Type, op: Op, *, same: bool) -> None:
+        """Checks that ``op`` can read a value that does not change its type within the step, and records the sum if it is one.
 
         Raises:
-            RuleError: it cannot, as samples meet.
-            InternalError: it cannot, as the strategy is wrong.
+            RuleError: the samples of the batch depend on each other.
+            InternalError: the strategy of the operator is wrong.
         """
         place = f"{op.name} ({op.target})"
         if self.graph.is_parameter(ref):
@@ -194,28 +174,28 @@ class SampleSums:
             self.read_as_partial[ref] = place
         if same:
             conflict = ref in self.sums and wanted == P
-        elif found == P and wanted in (R, I) and self.graph.is_prelude(ref):
+        elif current == P and wanted in (R, I) and self.graph.is_prelude(ref):
             self.sums[ref] = None
             conflict = ref in self.read_as_partial
         else:
             raise RuleError(
-                f"Samples of the batch depend on each other ({ref} is {found} where {wanted} is needed), so it cannot be split",
+                f"Samples of the batch depend on each other ({ref} is {current} where {wanted} is needed), so it cannot be split",
                 where=f"{place}, {op.module or 'no module'}{f', {op.source}' if op.source else ''}",
                 fix="Statistics over the batch (batch normalisation) need one data rank and one micro-batch: pin them",
             )
         if conflict:
             raise InternalError(f"The sum {ref} over samples is read both as a total and as a part", where=place)
 
-    def new_value(self, ref: Ref, found: Type, *, in_prelude: bool) -> None:
-        """The new value of a buffer, which is not whole, becomes a sum over all samples.
+    def new_value(self, ref: Ref, current: Type, *, in_prelude: bool) -> None:
+        """Records that the new value of a buffer, which is not complete on a rank, becomes a sum over all samples.
 
         Raises:
-            RuleError: it is none.
+            RuleError: the value is not such a sum.
         """
-        if found != P or not in_prelude or ref in self.read_as_partial:
+        if current != P or not in_prelude or ref in self.read_as_partial:
             producer = self.graph.producer(ref)
             raise RuleError(
-                f"The new value of this buffer is not the same for all samples ({found}), so the batch cannot be split",
+                f"The new value of this buffer is not the same for all samples ({current}), so the batch cannot be split",
                 where=f"{ref.name} ({producer.module if producer is not None else ''})",
                 fix="Keep sums or means over the batch in buffers, not values of single samples",
             )

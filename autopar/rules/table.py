@@ -1,7 +1,7 @@
-"""The rules of torch's operators, the table that holds them with a user's own, and what others ask: the strategies of an operator.
+"""The table of rules: those for torch's operators, those that users register, and the strategies that they offer.
 
-One line an operator, or one function where literals of the call matter. An operator whose dims no
-line can describe, and that is not here, has no rule: it is reported by name, never guessed.
+A rule is one line of the grammar, or a function where literals of the call matter. An operator that is not in the table and whose dims no
+line can describe has no rule: it is reported by name, and nothing is guessed.
 """
 
 from __future__ import annotations
@@ -13,22 +13,28 @@ from functools import cache
 
 from autopar.errors import RuleError
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec
-from autopar.rules import computing_patterns as compute
-from autopar.rules import moving_patterns as special
+from autopar.rules import computing_patterns as computing
+from autopar.rules import moving_patterns as moving
 from autopar.rules import other_kernels, strategy
-from autopar.rules.grammar import Pattern, bind, enumerate_strategies, parse, positional
+from autopar.rules.grammar import Pattern, enumerate_strategies, parse, pattern_of
 from autopar.rules.strategy import Strategy
 
 PatternMaker = Callable[[Op, tuple[TensorSpec, ...]], Pattern]
+"""Returns the pattern of a call from the operator and the specs of its operands."""
 MoreStrategies = Callable[[Op, tuple[TensorSpec, ...], str, Fraction], Iterator[Strategy]]
+"""Yields further strategies of a call from the operator, the specs of its operands, the axis and its size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """How one target is split: a line or a function, and strategies of its own besides.
+    """How the calls of one operator are split.
 
-    One with strategies of its own alone is of an operator that no pattern describes. ``found``: nobody declared it, a
-    search by execution did.
+    Attributes:
+        line: the rule as a line of the grammar; empty if ``make`` or ``more`` describe the operator.
+        make: the function that returns the pattern of a call; None if ``line`` describes it.
+        more: the function that yields strategies besides those of the pattern. A rule that has nothing else is for an operator that no
+            pattern describes.
+        found: whether the rule was found by execution (:mod:`autopar.rules.missing`) rather than declared.
     """
 
     line: str = ""
@@ -39,26 +45,19 @@ class Rule:
 
 @dataclass(slots=True, kw_only=True)
 class RuleTable:
-    """Rules by target, and the strategies worked out so far.
-
-    ``default_table()`` is what everything uses that is not given another one.
-    """
+    """Rules by target, and a cache of the strategies that follow from them. :func:`default_table` is the one that is used by default."""
 
     rules: dict[str, Rule]
     version: int = 0
-    """Rises where a rule is added or replaced."""
-    _known: dict[object, tuple[Strategy, ...]] = field(default_factory=dict)
-
-    def copy(self) -> RuleTable:
-        """An independent table with the same rules."""
-        return RuleTable(rules=dict(self.rules))
+    """Increases when a rule is added or replaced."""
+    _cache: dict[object, tuple[Strategy, ...]] = field(default_factory=dict)
 
     def register(self, target: str, line: str) -> None:
         """Adds or replaces a rule; see :mod:`autopar.rules.grammar`.
 
         Args:
-            target: ``mylib::fused_mlp``, ``mylib::fused_mlp.overload`` or as torch prints it.
-            line: for example ``"b s k+, f k+ -> b s f"``.
+            target: ``mylib::fused_mlp``, ``mylib::fused_mlp.overload``, or the name that torch prints.
+            line: the rule, for example ``"b s k+, f k+ -> b s f"``.
 
         Raises:
             RuleError: the line is malformed.
@@ -70,13 +69,13 @@ class RuleTable:
         """Adds or replaces a rule, by the target as graphs name it."""
         self.rules[target] = rule
         self.version += 1
-        self._known.clear()
+        self._cache.clear()
 
     def pattern(self, op: Op, operands: tuple[TensorSpec, ...]) -> Pattern:
-        """The labels of one call.
+        """Returns the labels of one call.
 
         Raises:
-            RuleError: no rule, or the call does not fit it.
+            RuleError: there is no rule, or the call does not fit it.
         """
         rule = self.rules.get(op.target)
         if rule is None:
@@ -87,28 +86,27 @@ class RuleTable:
             )
         if rule.make is not None:
             return rule.make(op, operands)
-        shapes = positional(op, operands)
         try:
-            return bind(parse(rule.line), shapes, tuple(spec.shape for spec in op.outputs))
+            return pattern_of(rule.line, op, operands)
         except RuleError as error:
             raise error.within(f"{op.name} ({op.target})") from None
 
     def strategies(
         self, op: Op, operands: tuple[TensorSpec, ...], *, axis: str, size: Fraction, fallback: bool = False
     ) -> tuple[Strategy, ...]:
-        """All ways to run one operator on one mesh axis.
+        """Returns all ways to run one operator on one mesh axis.
 
         Args:
-            op: the call; names and layouts do not matter, literals do.
-            operands: specs of ``op.operands``, in order, before the axis is applied. Where one has no
-                gradient, every I is written R, which is the same for it.
-            axis: mesh axis, or ``batch``.
-            size: by what the axis divides a dim; only dims that divide evenly are split.
-            fallback: an operator without a rule gives ``invariant`` and ``replicate`` only, and the
-                caller records it by name, instead of an error.
+            op: the call. Literals matter; names and layouts do not.
+            operands: the specs of ``op.operands``, in order, before the axis is applied. If none has a gradient, every I is written R,
+                which is the same for them.
+            axis: a mesh axis, or ``batch``.
+            size: the number that the axis divides a dim by. Only dims that it divides are split.
+            fallback: whether an operator without a rule has the strategies ``invariant`` and ``replicate``; otherwise it raises an error.
+                The caller then records the operator by name.
 
         Raises:
-            RuleError: no rule, or the call does not fit it.
+            RuleError: there is no rule, or the call does not fit it.
         """
         key = (
             op.target,
@@ -120,22 +118,22 @@ class RuleTable:
             size.numerator,
             size.denominator,
         )
-        known = self._known.get(key)
-        if known is None:
+        cached = self._cache.get(key)
+        if cached is None:
             rule = self.rules.get(op.target)
             if rule is None and fallback:
-                return tuple(enumerate_strategies(special.unsplit(op, operands), operands, op.outputs, size))
-            found: list[Strategy] = []
+                return tuple(enumerate_strategies(moving.unsplit(op, operands), operands, op.outputs, size))
+            offered: list[Strategy] = []
             if rule is None or rule.line or rule.make is not None:
-                found += enumerate_strategies(self.pattern(op, operands), operands, op.outputs, size)
+                offered += enumerate_strategies(self.pattern(op, operands), operands, op.outputs, size)
             if rule is not None and rule.more is not None:
-                found += rule.more(op, operands, axis, size)
-            known = self._known[key] = tuple(found)
-        return known
+                offered += rule.more(op, operands, axis, size)
+            cached = self._cache[key] = tuple(offered)
+        return cached
 
 
 def full_target(target: str) -> str:
-    """A target as graphs name it.
+    """Returns a target as graphs name it.
 
     >>> full_target("mylib::fused_mlp")
     'mylib.fused_mlp.default'
@@ -144,13 +142,13 @@ def full_target(target: str) -> str:
     return name if name.count(".") > 1 or "::" not in target else f"{name}.default"
 
 
-_ANYWHERE = Ref("")
+_ANY_REF = Ref("")
 
 
 def without_refs(value: tuple[Argument, ...] | tuple[tuple[str, Argument], ...]) -> tuple[object, ...]:
-    """Arguments with one and the same mark for every tensor among them."""
+    """Returns arguments with one mark in place of every tensor, so that calls that differ in operands only become equal."""
     return tuple(
-        [_ANYWHERE if type(item) is Ref else without_refs(item) if type(item) is tuple else item for item in value]
+        [_ANY_REF if type(item) is Ref else without_refs(item) if type(item) is tuple else item for item in value]
     )
 
 
@@ -180,11 +178,12 @@ _BINARY = (
 
 
 def _full(name: str) -> str:
+    """Returns the target of an operator of torch; its overload is ``default`` if the name has none."""
     return f"aten.{name}" if "." in name else f"aten.{name}.default"
 
 
 def _lines() -> dict[str, str]:
-    """Rules that one line says."""
+    """Returns the rules that one line describes, by target."""
     lines = {_full(name): "x... -> x..." for name in _UNARY.split()}
     lines |= {_full(name): "x... -> x...; random" for name in _RANDOM.split()}
     lines |= {_full(name): "x... -> x...; linear 0" for name in _LINEAR_UNARY.split()}
@@ -215,8 +214,13 @@ def _lines() -> dict[str, str]:
         "aten.baddbmm.default": "~b n m, b n k+, b k+ m -> b n m; linear 0+1, 0+2",
         "aten.outer.default": "n, m -> n m; linear 0, 1",
         "autopar.embedding_vocabulary": "v^ n, b... -> b... n; linear 0",
+        "autopar.embedding_bag_vocabulary": "v^ n, b k^, b k^ -> b n; linear 0",
         "aten.view_as_complex.default": "b... t^ -> b...; linear 0",
         "aten.view_as_real.default": "b... -> b... t^; linear 0",
+        "aten.linalg_cholesky.default": "b... n^ m^ -> b... n^ m^",
+        "aten.cholesky_inverse.default": "b... n^ m^ -> b... n^ m^",
+        "aten.cholesky_solve.default": "b... n^ k, b... n^ m^ -> b... n^ k; linear 0",
+        "aten.logdet.default": "b... n^ m^ -> b...",
         "aten.im2col.default": "b c^ h^ w^ -> b k^ l^; linear 0",
         "aten.col2im.default": "b k^ l^ -> b c^ h^ w^; linear 0",
         "autopar.cross_entropy_sum": "b...+ c^, b...+ -> ",
@@ -226,73 +230,69 @@ def _lines() -> dict[str, str]:
     return lines
 
 
-_NAMES: dict[PatternMaker, str] = {
-    special.view: "view _unsafe_view reshape flatten.using_ints unflatten.int squeeze squeeze.dim squeeze.dims unsqueeze",
-    special.permute: "transpose.int t permute",
-    special.expand: "expand",
-    special.repeat: "repeat",
-    special.one_hot: "one_hot",
-    special.repeat_interleave: "repeat_interleave.self_int",
-    special.take: "slice.Tensor select.int narrow",
-    special.divide: "split.Tensor split_with_sizes split.sizes chunk unbind.int tensor_split.sections",
-    special.cat: "cat",
-    special.stack: "stack",
-    special.pad: "pad constant_pad_nd",
-    special.paste: "slice_scatter select_scatter",
-    special.triangle: "tril triu",
-    special.index: "index.Tensor",
-    special.index_put: "index_put",
-    special.index_select: "index_select",
-    special.gather: "gather",
-    special.scatter: "scatter.src scatter.value scatter_add scatter_reduce.two",
-    special.scatter_sum: "autopar.scatter_sum",
-    special.change_over_data: "autopar.change_over_data",
-    special.factory: "full zeros ones empty.memory_format new_zeros new_ones new_full new_empty scalar_tensor",
-    special.random_factory: "rand randn randint randint.low normal.float_float",
-    special.random_order: "randperm",
-    special.recurrent: "lstm.input gru.input rnn_tanh.input rnn_relu.input",
-    special.whole_factory: "arange arange.start arange.start_step eye eye.m linspace",
-    compute.cast_dtype: "to.dtype _to_copy to.dtype_layout",
-    compute.fill: "masked_fill.Scalar where.ScalarOther where.ScalarSelf",
-    compute.matmul: "matmul mv dot",
-    compute.einsum: "einsum",
-    compute.attention: "scaled_dot_product_attention",
-    compute.convolution: "conv1d conv2d conv3d convolution conv1d.padding conv2d.padding conv3d.padding"
+_OPERATORS_OF: dict[PatternMaker, str] = {
+    moving.view: "view _unsafe_view reshape flatten.using_ints unflatten.int squeeze squeeze.dim squeeze.dims unsqueeze",
+    moving.permute: "transpose.int t permute",
+    moving.expand: "expand",
+    moving.repeat: "repeat",
+    moving.one_hot: "one_hot",
+    moving.repeat_interleave: "repeat_interleave.self_int",
+    moving.take: "slice.Tensor select.int narrow",
+    moving.divide: "split.Tensor split_with_sizes split.sizes chunk unbind.int tensor_split.sections",
+    moving.cat: "cat",
+    moving.stack: "stack",
+    moving.pad: "pad constant_pad_nd",
+    moving.paste: "slice_scatter select_scatter",
+    moving.triangle: "tril triu",
+    moving.spectra: "stft istft",
+    moving.index: "index.Tensor",
+    moving.index_put: "index_put",
+    moving.index_select: "index_select",
+    moving.gather: "gather",
+    moving.scatter: "scatter.src scatter.value scatter_add scatter_reduce.two",
+    moving.scatter_sum: "autopar.scatter_sum",
+    moving.change_over_data: "autopar.change_over_data",
+    moving.factory: "full zeros ones empty.memory_format new_zeros new_ones new_full new_empty scalar_tensor",
+    moving.random_factory: "rand randn randint randint.low normal.float_float",
+    moving.random_order: "randperm",
+    moving.recurrent: "lstm.input gru.input rnn_tanh.input rnn_relu.input",
+    moving.whole_factory: "arange arange.start arange.start_step eye eye.m linspace",
+    computing.cast_dtype: "to.dtype _to_copy to.dtype_layout",
+    computing.fill: "masked_fill.Scalar where.ScalarOther where.ScalarSelf",
+    computing.matmul: "matmul mv dot",
+    computing.einsum: "einsum",
+    computing.attention: "scaled_dot_product_attention",
+    computing.convolution: "conv1d conv2d conv3d convolution conv1d.padding conv2d.padding conv3d.padding"
     " conv_transpose1d conv_transpose2d.input conv_transpose3d.input",
-    compute.histogram: "histc",
-    compute.embedding: "embedding",
-    compute.embedding_bag: "autopar.embedding_bag",
-    compute.embedding_bag_ragged: "autopar.embedding_bag_ragged",
-    compute.bag_vocabulary: "autopar.embedding_bag_vocabulary",
-    compute.layer_norm: "layer_norm native_layer_norm rms_norm",
-    other_kernels.group_norm: "group_norm",
-    other_kernels.instance_norm: "instance_norm",
-    other_kernels.batch_norm: "autopar.batch_norm",
-    other_kernels.batch_norm_at_rest: "batch_norm",
-    other_kernels.batch_norm_running: "autopar.batch_norm_running",
-    special.same_dims: "pixel_shuffle pixel_unshuffle autopar.total",
-    compute.cross_entropy: "cross_entropy_loss",
+    computing.histogram: "histc",
+    computing.embedding: "embedding",
+    computing.embedding_bag: "autopar.embedding_bag",
+    computing.embedding_bag_ragged: "autopar.embedding_bag_ragged",
+    computing.layer_norm: "layer_norm native_layer_norm rms_norm",
+    other_kernels.channel_norm: "group_norm instance_norm batch_norm autopar.batch_norm autopar.batch_norm_running",
+    moving.same_dims: "pixel_shuffle pixel_unshuffle autopar.total",
+    computing.cross_entropy: "cross_entropy_loss",
 }
-"""By function the operators whose calls it reads: of aten by what follows that word, of autopar in full."""
+"""The operators whose calls each function reads: names of torch's operators without ``aten.``, those of autopar in full."""
 
 
 def _functions() -> dict[str, PatternMaker]:
-    """Rules that depend on literals of the call."""
-    found = {
+    """Returns the functions for operators whose pattern depends on literals of the call, by target."""
+    makers = {
         name if name.startswith("autopar.") else _full(name): make
-        for make, names in _NAMES.items()
+        for make, names in _OPERATORS_OF.items()
         for name in names.split()
     }
-    found |= dict.fromkeys(special.WHOLE_DIM_TARGETS, special.whole_dim)
-    found |= dict.fromkeys(compute.REDUCTION_TARGETS, compute.reduction)
-    found |= dict.fromkeys(compute.LOSS_TARGETS, compute.loss)
-    found |= dict.fromkeys(other_kernels.WINDOW_TARGETS, other_kernels.window)
-    found |= dict.fromkeys(("autopar.experts", "autopar.experts_dispatch"), other_kernels.experts_pattern)
-    found |= dict.fromkeys(("autopar.attention", other_kernels.GATHERED, strategy.RING), compute.attention)
-    return found
+    makers |= dict.fromkeys(moving.WHOLE_DIM_TARGETS, moving.whole_dim)
+    makers |= dict.fromkeys(computing.REDUCTION_TARGETS, computing.reduction)
+    makers |= dict.fromkeys(computing.LOSS_TARGETS, computing.loss)
+    makers |= dict.fromkeys(other_kernels.WINDOW_TARGETS, other_kernels.window)
+    makers |= dict.fromkeys(("autopar.experts", "autopar.experts_dispatch"), other_kernels.experts_pattern)
+    makers |= dict.fromkeys(("autopar.attention", strategy.GATHERED, strategy.RING), computing.attention)
+    return makers
 
 
-_MORE: dict[str, MoreStrategies] = {
+_FURTHER_STRATEGIES: dict[str, MoreStrategies] = {
     "aten.embedding.default": other_kernels.embedding_vocabulary,
     "autopar.embedding_bag": other_kernels.bag_vocabulary,
     "autopar.cross_entropy_sum": other_kernels.cross_entropy_vocabulary,
@@ -306,23 +306,24 @@ _MORE: dict[str, MoreStrategies] = {
     "aten.scaled_dot_product_attention.default": other_kernels.attention_sequence,
     "autopar.attention": other_kernels.attention_sequence,
 }
+"""The functions that yield strategies besides those of the pattern, by target."""
 
 
 def torch_rules() -> dict[str, Rule]:
-    """A fresh copy of the rules for torch's and autopar's operators."""
-    rules = {target: Rule(line=line, more=_MORE.get(target)) for target, line in _lines().items()}
-    rules |= {target: Rule(make=make, more=_MORE.get(target)) for target, make in _functions().items()}
+    """Returns a new copy of the rules for the operators of torch and autopar."""
+    rules = {target: Rule(line=line, more=_FURTHER_STRATEGIES.get(target)) for target, line in _lines().items()}
+    rules |= {target: Rule(make=make, more=_FURTHER_STRATEGIES.get(target)) for target, make in _functions().items()}
     return rules | {"autopar.opaque": Rule(more=other_kernels.opaque)}
 
 
 @cache
 def default_table() -> RuleTable:
-    """The one table that users extend by :func:`register_rule` and that is used unless another is given."""
+    """Returns the table that is used by default, and that :func:`register_rule` extends."""
     return RuleTable(rules=torch_rules())
 
 
 def has_rule(target: str, *, table: RuleTable | None = None) -> bool:
-    """True when the table has a declared rule for an operator, by its target."""
+    """Returns whether the table has a declared rule for a target; a rule that was found by execution is not declared."""
     rule = (default_table() if table is None else table).rules.get(target)
     return rule is not None and not rule.found
 
@@ -337,20 +338,20 @@ def register_rule(
 ) -> None:
     """Adds a rule for an operator in one line: ``register_rule("mylib::fused_mlp", "b s k+, f k+ -> b s f")``.
 
-    The rule is checked by execution before it is added: every strategy on two and on four ranks, forward and
-    gradient, against one device. See :mod:`autopar.rules.grammar` for the language.
+    The rule is checked by execution before it is added: every strategy runs forward and backward on two and on four ranks and is
+    compared with one device. See :mod:`autopar.rules.grammar` for the language.
 
     Args:
         target: ``mylib::fused_mlp`` or ``mylib::fused_mlp.overload``.
         line: the rule.
-        example: arguments of one call for the check, tensors (float64 where they are floats) and others; made from
-            the line when None: a tensor for each operand, every dim another length.
-        check: False for an operator that cannot run here in float64: the rule is then taken on trust.
-        table: default: the one that everything uses.
+        example: the arguments of one call for the check: tensors (float64 if they are floats) and others. None makes them from the line,
+            one tensor for each operand and a different length for every dim.
+        check: False accepts the rule without a check, for an operator that cannot run here in float64.
+        table: the table; None for the default one.
 
     Raises:
-        RuleError: the line is malformed, the operator does not run on the example, or a strategy gives
-            another result than one device; names the strategies.
+        RuleError: the line is malformed, the operator does not run on the example, or a strategy gives another result than one device;
+            the error names the strategies.
     """
     from autopar.rules.by_execution import check_rule
 

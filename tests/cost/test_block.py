@@ -98,6 +98,15 @@ def test_messages_of_the_split_loss() -> None:
     assert [m.num_bytes for m in messages(op, graph.spec)] == [32 * 4, 2 * 32 * 4]
 
 
+@pytest.mark.parametrize(("axes", "count"), [((), 0), (("tp",), 4), (("dp_replicate", "dp_shard", "tp"), 4)])
+def test_messages_of_a_batch_norm_whose_space_is_split(axes: tuple[str, ...], count: int) -> None:
+    image = TensorSpec(shape=(4, 8, 6, 6), dtype=torch.bfloat16, requires_grad=True)
+    op = Op(name="y", target="autopar.batch_norm", args=(Ref("x"), None, None, 1e-5, *axes), outputs=(image,))
+    graph = graph_of_ops("g", [op], {}, [Parameter(name="x", fqn="x", spec=image)])
+    sent = [(m.kind, m.axis, m.num_bytes, m.backward) for m in messages(op, graph.spec)]
+    assert sent == [("all_reduce", "tp", 8 * 4, back) for back in (False, False, True, True)][:count]
+
+
 def experts_graph(target: str, tail: tuple[object, ...] = ()) -> tuple[Graph, Op]:
     """Four experts of 16 x 8 x 16, two for each of 32 tokens; ``tail``: arguments of the split kinds."""
     shapes = {"x": (32, 16), "w": (32, 2), "gate": (4, 8, 16), "up": (4, 8, 16), "down": (4, 16, 8)}

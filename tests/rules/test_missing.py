@@ -11,7 +11,7 @@ from autopar.errors import RuleError
 from autopar.graph.graph import Graph, Op, Parameter, Ref, TensorSpec
 from autopar.rules import missing as found_rules
 from autopar.rules.by_execution import verify_rule
-from autopar.rules.missing import adopt, complete, discover_rule, own_rules
+from autopar.rules.missing import adopt, complete, discover_rule, extra_rules
 from autopar.rules.table import RuleTable, has_rule, register_rule, torch_rules
 from tests.support.graphs_by_hand import graph_of_ops
 from tests.support.rule_examples import Maker
@@ -143,16 +143,16 @@ def test_a_declared_rule_is_checked_by_execution() -> None:
 def test_rules_that_are_not_shipped_reach_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = graph_of("autopar_test.gated.default", (2, 12, 20), (20,))
     found, declared = RuleTable(rules=torch_rules()), RuleTable(rules=torch_rules())
-    assert own_rules(graph, table=found) == ()
+    assert extra_rules(graph, table=found) == {}
     complete(graph, table=found)
     declared.register("autopar_test::gated", "b c a, a -> b c a")
     monkeypatch.setattr(found_rules, "discover_rule", None)
     for table in (found, declared):
         elsewhere = RuleTable(rules=torch_rules())
-        adopt(pickle.loads(pickle.dumps(own_rules(graph, table=table))), table=elsewhere)
+        adopt(pickle.loads(pickle.dumps(extra_rules(graph, table=table))), table=elsewhere)
         complete(graph, table=elsewhere)
         assert names(elsewhere, graph, 2) == names(table, graph, 2)
-        assert own_rules(graph, table=elsewhere) == own_rules(graph, table=table)
+        assert extra_rules(graph, table=elsewhere) == extra_rules(graph, table=table)
     assert names(found, graph, 2) != names(declared, graph, 2)
 
 

@@ -64,8 +64,8 @@ def test_mutants_are_caught() -> None:
     (causal, _), *_ = attentions(Maker(0))
     known = offered(causal, 2)
     mutants = {
-        "the rank's first query is forgotten": replace(known["gather"], target="", extra=()),
-        "a part is taken for the whole": replace(known["ring"], target="", extra=()),
+        "the rank's first query is forgotten": replace(known["gather"], target=""),
+        "a part is taken for the whole": replace(known["ring"], target=""),
         "a ring in the order of ranks": replace(known["gather"], inputs=known["ring"].inputs),
     }
     for name, mutant in mutants.items():

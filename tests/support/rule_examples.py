@@ -439,6 +439,26 @@ def every(table: RuleTable, seed: int = 0) -> Iterator[Example]:
         yield from family(make)
 
 
+def matrices(make: Maker) -> Iterator[Example]:
+    """Functions of positive definite matrices, and spectra of signals."""
+    c, r = make.call, make.real
+
+    def positive() -> Tensor:
+        x = r(4, 3, 3).detach()
+        return (x @ x.mT + 3 * torch.eye(3, dtype=x.dtype)).requires_grad_()
+
+    for name in ("linalg_cholesky", "cholesky_inverse", "logdet"):
+        yield c(f"aten.{name}.default", positive())
+    yield c("aten.cholesky_solve.default", r(4, 3, 2), positive())
+    yield c("aten.logdet.default", positive().detach()[0])
+    window = r(8).detach()
+    stft = (8, 2, None, window, False, None, True)
+    yield c("aten.stft.default", r(4, 16), *stft)
+    yield c("aten.stft.default", r(16), *stft)
+    spectrum = torch.stft(r(4, 16).detach(), 8, 2, window=window, return_complex=True).detach().requires_grad_()
+    yield c("aten.istft.default", spectrum, 8, 2, None, window, True)
+
+
 def experts(make: Maker) -> Iterator[Example]:
     """Mixtures of experts: even routing, all tokens to one expert, none to most, one expert twice, no gate."""
     c, r, w = make.call, make.real, make.whole
@@ -463,4 +483,4 @@ def experts(make: Maker) -> Iterator[Example]:
     yield c("autopar.scatter_sum", w(8, 4, high=4), r(8, 4, grad=False), 0, (4, 4))
 
 
-FAMILIES = (moved, whole, reductions, products, losses, experts)
+FAMILIES = (moved, whole, reductions, products, losses, experts, matrices)

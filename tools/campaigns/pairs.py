@@ -135,7 +135,7 @@ def _sharded_data(choose: Choose, mesh: Mesh) -> Mesh:
 
 def draw_spread(choose: Choose, graph: Graph, data: int) -> Typing | None:
     """Mixtures whose experts are spread over data ranks, any of those that can be; None: none is."""
-    able = [op for op in graph.ops if op.target == local_graphs.EXPERTS and local_graphs.is_spread(graph, op)]
+    able = [op for op in graph.ops if local_graphs.can_spread(graph, op)]
     counts = {op.name: graph.spec(op.operands[-1]).shape[0] for op in able}
     sizes = [n for n in (2, 4, 8) if data % n == 0 and any(count % n == 0 for count in counts.values())]
     if not sizes or choose(4) == 3:

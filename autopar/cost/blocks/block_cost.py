@@ -14,8 +14,7 @@ from autopar.plan.mesh import DATA_AXES, parse_type
 from autopar.plan.plan import Recompute
 from autopar.rules.apply import OVER_DATA
 from autopar.rules.local_calls import conversion
-from autopar.rules.other_kernels import ring_messages
-from autopar.rules.strategy import AXIS_AT, PARTS_AT
+from autopar.rules.strategy import AXIS_AT, PARTS_AT, RING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +24,7 @@ class Message:
     Attributes:
         kind: a name of ``autopar.cost.network.collectives.KINDS``.
         axis: the mesh axis that it runs over.
-        num_bytes: its bytes as :func:`autopar.rules.local_calls.collective_bytes` counts them.
+        num_bytes: the bytes of the full tensor; of an all-to-all those of one rank's part.
         backward: whether it runs in backward.
         repeated: for a forward collective, whether recompute runs it again; torch's checkpoint stops after the last operator that keeps
             something.
@@ -41,7 +40,9 @@ class Message:
 TRAVELLING = frozenset(("autopar.experts_dispatch", "autopar.experts_dispatch_split"))
 """Mixtures of experts whose tokens travel to other ranks."""
 
-SENDING = COLLECTIVES | TRAVELLING | {"autopar.cross_entropy_vocabulary", "autopar.attention_ring", OVER_DATA}
+_STATISTICS = frozenset(("autopar.batch_norm", "autopar.batch_norm_running"))
+
+SENDING = COLLECTIVES | TRAVELLING | _STATISTICS | {"autopar.cross_entropy_vocabulary", RING, OVER_DATA}
 """Operators for which :func:`messages` yields collectives."""
 
 
@@ -62,11 +63,11 @@ def messages(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message]:
     if op.target in TRAVELLING:
         yield from _travels(op, spec_of)
         return
-    if op.target == "autopar.attention_ring":
-        kwargs = dict(op.kwargs)
-        whole = sum(spec_of(ref).num_bytes for ref in op.operands[1:3]) * cast("int", kwargs["ranks"])
-        for hop in ring_messages(whole, backward=op.spec.requires_grad):
-            yield Message(kind=hop.kind, axis=str(kwargs["axis"]), num_bytes=whole, backward=hop.backward)
+    if op.target == RING:
+        yield from _goes_round(op, spec_of)
+        return
+    if op.target in _STATISTICS:
+        yield from _of_statistics(op, spec_of)
         return
     if op.target == OVER_DATA:
         yield from _over_data(op, spec_of)
@@ -81,6 +82,30 @@ def messages(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message]:
         yield Message(kind=forward, axis=axis, num_bytes=size, backward=False)
     if backward and op.spec.requires_grad and end in ("", op.args[-1]):
         yield Message(kind=backward, axis=axis, num_bytes=size, backward=True)
+
+
+def _goes_round(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message]:
+    """Yields what ring attention sends, priced as collectives that move as much: all keys and values go round.
+
+    Backward sends them round again, together with their gradients.
+    """
+    kwargs = dict(op.kwargs)
+    whole = sum(spec_of(ref).num_bytes for ref in op.operands[1:3]) * cast("int", kwargs["ranks"])
+    hops = (("all_gather", False), ("all_gather", True), ("reduce_scatter", True))
+    for kind, is_backward in hops if op.spec.requires_grad else hops[:1]:
+        yield Message(kind=kind, axis=str(kwargs["axis"]), num_bytes=whole, backward=is_backward)
+
+
+def _of_statistics(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message]:
+    """Yields the sums of a batch norm over the axes that split space: one number for each channel, twice in each direction.
+
+    The sums over the data axes are not priced.
+    """
+    x = spec_of(op.operands[0])
+    for axis in [arg for arg in op.args if isinstance(arg, str) and arg not in DATA_AXES]:
+        for is_backward in (False, False, True, True) if op.spec.requires_grad else (False, False):
+            num_bytes = x.shape[1] * max(4, x.dtype.itemsize)
+            yield Message(kind="all_reduce", axis=axis, num_bytes=num_bytes, backward=is_backward)
 
 
 def _over_data(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message]:

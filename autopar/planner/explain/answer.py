@@ -41,7 +41,7 @@ from autopar.planner.space.pins import Pins
 from autopar.planner.space.variants import against, offloaded, rank_groups
 from autopar.planner.stages.recompute import MOVED, none_if_moved
 from autopar.rules.local_graphs import AXIS as SPREAD
-from autopar.rules.local_graphs import DISPATCH, EXPERTS, spread_parameters, strategy_names
+from autopar.rules.local_graphs import DISPATCH, EXPERTS, SAMPLES, can_spread
 from autopar.rules.missing import Found, key_of
 from autopar.rules.strategy import Strategy
 
@@ -181,7 +181,7 @@ def mixtures(layouts: Layouts, option: PricedLayout) -> tuple[str, ...]:
     for op, count in calls(graph, layouts):
         if op.target != EXPERTS:
             continue
-        is_spread = option.key.ep_data > 1 and DISPATCH in strategy_names(graph, (op,))
+        is_spread = option.key.ep_data > 1 and can_spread(graph, op)
         parts = [f"experts spread and tokens sent over {option.key.ep_data} data ranks"] if is_spread else []
         for axis, solution in ((CP, option.sequence), (TP, option.solution)):
             if solution is not None:
@@ -227,10 +227,10 @@ def _batch_layout(graph: Graph, block: Block, strategies: Mapping[str, Strategy]
 def _spread_layout(graph: Graph, block: Block) -> AxisTyping:
     """Return the typing on ``ep_data``: experts are split, all other operators run on the rank's samples."""
     ops = graph.block_ops(block)
-    split = spread_parameters(graph, ops)
+    split = {ref.name for op in ops if can_spread(graph, op) for ref in op.operands[3:]}
     return AxisTyping(
         axis=SPREAD,
-        strategies=tuple(strategy_names(graph, ops)),
+        strategies=tuple(DISPATCH if can_spread(graph, op) else SAMPLES for op in ops),
         parameters=tuple(S(0) if p.name in split else I for p in graph.block_parameters(block)),
         parameter_names=_names(graph, block),
     )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import prod
 
-from autopar.cost.blocks.block_cost import SENDING, messages
+from autopar.cost.blocks.block_cost import messages
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.operators.operator_times import OperatorTimes, time_of_work
 from autopar.cost.operators.work import VIEWS, is_elementwise, work
@@ -30,7 +30,7 @@ from autopar.planner.sharding.input_axes import BATCH
 from autopar.planner.sharding.resharding import Structures
 from autopar.planner.sharding.strategy_energy import MAX_EXTRAS, Problem, rests_of, types_of
 from autopar.rules import table as rules
-from autopar.rules.local_calls import collective_bytes, conversion, emitted_arguments, localize
+from autopar.rules.local_calls import conversion, emitted_arguments, localize
 from autopar.rules.strategy import Local, Strategy
 from autopar.rules.table import without_refs
 
@@ -209,11 +209,8 @@ class AxisCosts:
         local = Local(axis=self.axis, size=self.parts, operands=operands, outputs=outputs)
         local_op = localize(op, strategy, local)
         cost = self.pricing.op_cost(local_op, operands)
-        if op.target in SENDING:  # over axes that were applied before, or over these and this one
-            collectives = messages(local_op, dict(zip(local_op.operands, operands, strict=True)).__getitem__)
-            sent_s = [self.pricing.collective_time_s(c.kind, c.num_bytes, c.axis) for c in collectives]
-        else:
-            sent_s = [self.pricing.collective_time_s(c.kind, c.num_bytes) for c in strategy.communication]
+        collectives = messages(local_op, dict(zip(local_op.operands, operands, strict=True)).__getitem__)
+        sent_s = [self.pricing.collective_time_s(c.kind, c.num_bytes, c.axis) for c in collectives]
         return Cost(cost.time_s + sum(sent_s), 0.0, cost.saved_bytes)
 
     def local(self, spec: TensorSpec, kind: Type) -> TensorSpec:
@@ -262,8 +259,7 @@ class AxisCosts:
         """Return the seconds of the collective of a change of type; 0 where it needs none."""
         if kind is None:
             return 0.0
-        num_bytes = collective_bytes(kind, full_num_bytes=spec.num_bytes, size=self.size)
-        return self.pricing.collective_time_s(kind, num_bytes)
+        return self.pricing.collective_time_s(kind, spec.num_bytes // (self.size if kind == "all_to_all" else 1))
 
     # --- parameters
 
@@ -285,7 +281,7 @@ class AxisCosts:
 
 def _local_class(strategy: Strategy, by_bytes: bool) -> Hashable:
     """Return a key that is equal for strategies of one call whose local operators have equal shapes, or equal bytes if ``by_bytes``."""
-    if strategy.target or strategy.extra or strategy.communication:
+    if strategy.target:
         return strategy.name
     split_dims = [kind.dim for kind in (*strategy.inputs, *strategy.outputs)]
     return tuple([dim >= 0 for dim in split_dims] if by_bytes else split_dims)

@@ -22,7 +22,8 @@ from autopar.graph.graph import Graph, digest
 from autopar.planner.branch_and_bound.process_group import available
 from autopar.planner.search import Limits, Task
 from autopar.planner.space.candidates import Candidate
-from autopar.rules.missing import OwnRule, own_rules
+from autopar.rules.missing import extra_rules
+from autopar.rules.table import Rule
 from autopar.util.files import child_environment, sources
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Job:
     """
 
     task: Task
-    rules: tuple[OwnRule, ...]
+    rules: Mapping[str, Rule]
     limits: Limits
     storage: str
     study_name: str
@@ -110,7 +111,7 @@ def helpers(task: Task, pool: Sequence[Candidate], sharing: Sharing, limits: Lim
     with tempfile.TemporaryDirectory(prefix="autopar-", ignore_cleanup_errors=True) as folder:
         job = Job(
             task=replace(task, graph=replace(task.graph)),  # without the graph's cached look-ups
-            rules=own_rules(task.graph),
+            rules=extra_rules(task.graph),
             limits=limits,
             storage=sharing.storage or f"sqlite:///{Path(folder) / 'study.db'}",
             study_name=sharing.study_name or study_name(task),
@@ -176,7 +177,7 @@ def identity(task: Task) -> dict[str, str]:
         "optimizer": task.optimizer,
         "pins": ", ".join(task.pins.texts),
         "space": f"{task.space.name} {digest(repr(task.space))}",
-        "rules": digest(repr(own_rules(graph))),
+        "rules": digest(repr(extra_rules(graph))),
         "version of autopar": sources(),
     }
 

@@ -45,7 +45,7 @@ class SimplePrices:
     def op_cost(self, op: Op, operands: Sequence[TensorSpec]) -> Cost:
         return Cost(time_s=float(sum(prod(spec.shape) for spec in (*operands, *op.outputs))))
 
-    def collective_time_s(self, kind: str, num_bytes: int) -> float:
+    def collective_time_s(self, kind: str, num_bytes: int, axis: str | None = None) -> float:
         return 10.0 + self.byte_price * num_bytes
 
     def saves(self, op: Op, operands: Sequence[TensorSpec]) -> Sequence[Ref]:

@@ -36,7 +36,7 @@ class ToyPricing:
             return FREE
         return Cost(time_s=max(flops / self.flops_per_s, 2 * moved / self.memory_bytes_per_s) + self.launch_s)
 
-    def collective_time_s(self, kind: str, num_bytes: int) -> float:
+    def collective_time_s(self, kind: str, num_bytes: int, axis: str | None = None) -> float:
         share = (self.size - 1) / self.size * (2 if kind == "all_reduce" else 1)
         return self.latency_s + share * num_bytes / self.link_bytes_per_s
 
