@@ -332,7 +332,7 @@ class _Moves:
         self.chains: list[Chain] = []
         kinds = list(dict.fromkeys(problem.block_options))
         self.kind = np.array([kinds.index(row) for row in problem.block_options * problem.candidate.virtual_stages])
-        self.quickest_s = np.stack([row.quickest_s for row in kinds], axis=1)
+        self.quickest_s = np.stack([row.quickest_prefixes_s for row in kinds], axis=1)
         self.begin(fitting)
         self.add(fitting)
 
