@@ -260,14 +260,12 @@ def minimise_by_milp(energy: Energy, *, fixed: Mapping[int, int] | None = None) 
     """Return the exact minimum with the variables of ``fixed`` held at their states; None when every assignment is forbidden.
 
     The program has a binary column (an unknown) for each state of each variable, and a column in [0, 1] for each allowed entry of each
-    table of two or more variables. Marginalisation constraints tie these entries to the states (the local polytope of Wainwright and Jordan).
+    table of two or more variables. Marginalisation constraints tie these entries to the states (the local polytope of Wainwright, Jordan).
 
     Raises:
         InternalError: the solver stops without an answer.
     """
-    first = np.concatenate([[0], np.cumsum(energy.sizes)]).astype(
-        int
-    )  # the column of the first state of each variable, and the end
+    first = np.concatenate([[0], np.cumsum(energy.sizes)]).astype(int)  # the first column of each variable
     cost: list[float] = [0.0] * int(first[-1])
     upper = [1.0] * int(first[-1])
     rows: list[_Row] = [([(int(first[v]) + s, 1.0) for s in range(n)], 1.0) for v, n in enumerate(energy.sizes)]
