@@ -239,7 +239,7 @@ def remedies(problem: Problem, pins: Pins, names: Iterable[str]) -> tuple[str, .
 def _conflict_domain(problem: Problem, pins: Pins) -> tuple[dict[str, Sequence[int]], list[dict[str, Column]]]:
     """Return the combinations among which a conflict is searched: the values of each choice, and the tables to which they are joined.
 
-    Joined to the empty table, degrees take all of their values, whatever the product: the constraint on it is one of those that are dropped.
+    Joined to the empty table, degrees take all of their values, whatever the product, as a conflict may be without the constraint on it.
     """
     world, degrees = problem.world_size, mesh_degrees(problem, pins)
     is_small = world <= MAX_FREE_WORLD
