@@ -108,7 +108,7 @@ def search(  # noqa: PLR0913  keywords of the public call
     from autopar.planner.branch_and_bound.process_group import idle_cores
     from autopar.planner.planner import Planner
     from autopar.planner.search import Limits, task_of
-    from autopar.planner.studies.workers import shared
+    from autopar.planner.studies.workers import sharing_of
 
     request = Request(
         cluster=cluster, global_batch_size=global_batch_size, example_inputs=example_inputs, pins=pins, precision=precision,
@@ -116,7 +116,7 @@ def search(  # noqa: PLR0913  keywords of the public call
         sampler_seed=sampler_seed, cache_dir=cache_dir,
     )  # fmt: skip
     limits = Limits(trials=trials, search_timeout_s=search_timeout_s, max_step_time_s=max_step_time_s)
-    sharing = shared(storage, study_name, 1 if workers is None else workers)
+    sharing = sharing_of(storage, study_name, 1 if workers is None else workers)
     planner = Planner(task_of(model, request, progress))
     processes = idle_cores() if workers is None else workers
     return planner.search(limits=limits, sharing=sharing, progress=progress, processes=processes)

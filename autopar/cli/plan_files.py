@@ -67,8 +67,8 @@ def compare(
     )
 
 
-SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
-"""Words after SCRIPT are arguments of the script."""
+RUN_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+"""Context settings of ``run``: all words after SCRIPT are arguments of the script, also those that look like options."""
 
 
 def run(
@@ -140,7 +140,7 @@ def verify(
     For a MODEL a plan is made first, under the pins and as if links were free, so that it splits what it can.
     """
     from autopar.plan.plan import PRECISIONS
-    from autopar.verification.against_one_device import verify as compare
+    from autopar.verification.against_one_device import verify as verify_plan
     from autopar.verification.compared_models import is_plan, of_file, of_model
     from autopar.verification.results import render_verification, verification
 
@@ -153,7 +153,7 @@ def verify(
                 global_batch_size=global_batch, sequence=seq, opaque=opaque or (), progress=advance,
             )  # fmt: skip
     with progress(f"running {plan.mesh.world_size} ranks"):
-        report = compare(
+        report = verify_plan(
             subject,
             plan,
             graph,

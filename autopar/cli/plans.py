@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 def make_plan(verb: Literal["search", "estimate"], plan_options: PlanOptions, **options: Any) -> Plan:
-    """Resolve the model and the cluster, and search or estimate a plan by ``autopar.api``.
+    """Trace the model, read the cluster, and search or estimate a plan by ``autopar.api``.
 
     Args:
         verb: the function of ``autopar.api``.
-        plan_options: options of the command.
+        plan_options: the options that commands have in common.
         options: further arguments of that function.
 
     Raises:
@@ -60,7 +60,7 @@ def make_plan(verb: Literal["search", "estimate"], plan_options: PlanOptions, **
 
 
 def check_output(output: Path | None) -> None:
-    """Check before a search that its plan can be written.
+    """Check before a search that its plan can be written to this file; None is no file.
 
     Raises:
         UsageError: it cannot.
@@ -234,9 +234,9 @@ Step = Annotated[int, typer.Option(min=1, metavar="N", help="Tokens by which seq
 @takes_plan_options(cluster=LargestCluster)
 def smallest_cluster(plan_options: PlanOptions) -> None:
     """Find the fewest devices with a plan within --max-step-time."""
-    from autopar.questions.sizing import smallest_cluster as answer
+    from autopar.questions.sizing import smallest_cluster as smallest
 
-    _answer(answer, plan_options)
+    _answer(smallest, plan_options)
 
 
 @takes_plan_options(cluster=LargestCluster)
@@ -266,9 +266,9 @@ def longest_sequence(plan_options: PlanOptions, step: Step = 1024) -> None:
 @takes_plan_options(global_batch=LargestBatch)
 def largest_batch(plan_options: PlanOptions) -> None:
     """Find the largest batch that fits without gradient accumulation, of divisors and multiples of the number of devices."""
-    from autopar.questions.sizing import largest_batch as answer
+    from autopar.questions.sizing import largest_batch as largest
 
-    _answer(answer, plan_options)
+    _answer(largest, plan_options)
 
 
 @takes_plan_options(without=("output",))
@@ -306,19 +306,19 @@ def pareto(
     save(points[0].plan, plan_options.output)
 
 
-def _answer(answer: Callable[[Ask], Answer], plan_options: PlanOptions) -> None:
-    """Answer a question, print the answer and write its plan."""
+def _answer(question: Callable[[Ask], Answer], plan_options: PlanOptions) -> None:
+    """Answer a question of :mod:`autopar.questions.sizing`, print the answer and write its plan if a file is given."""
     from autopar.questions.answers_as_text import answer_summary, render_answer
 
     check_output(plan_options.output)
     with progress("reading the model") as advance:
-        result = answer(_ask(advance, plan_options))
+        result = question(_ask(advance, plan_options))
     print_result(plan_options.as_json, lambda: answer_summary(result), lambda: render_answer(result))
     save(result.plan, plan_options.output)
 
 
 def _ask(advance: Callable[[str, int, int], None], options: PlanOptions) -> Ask:
-    """Return the request that questions have in common."""
+    """Return the options of a command as the questions of :mod:`autopar.questions` take them."""
     from autopar.planner.branch_and_bound.process_group import cores
     from autopar.questions.sizing import Ask, tracer
 

@@ -1,7 +1,7 @@
 """Timers for one device: rates of products by size, copy bandwidth, the overhead of one operator, and what else a CPU spends.
 
-On a CPU the clock is CPU time of the calling thread, and PyTorch must run one thread; other processes then hardly affect the times. On a
-GPU the time is that between events on the stream.
+On a CPU the clock is CPU time of the calling thread. The caller must have set PyTorch to one thread; other processes then hardly affect the
+times. On a GPU the time is that between events on the stream.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ import torch
 
 from autopar.errors import UsageError
 
-OTHER_DIM = {"cpu": 1024, "cuda": 8192}
-"""The two large dims of measured products, by kind of device."""
+LARGE_DIM = {"cpu": 1024, "cuda": 8192}
+"""The length of the two large dims of measured products, by kind of device."""
 SMALLEST_DIMS = {"cpu": (1, 16, 64, 256, 1024), "cuda": (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)}
-"""Sizes of their third dim, the rows."""
+"""The lengths of their third dim, the rows (tokens), by kind of device."""
 HOST_COPY_BYTES = 256 * 2**20
+"""Bytes of a copy between a device and its host."""
 REPEATS = 5
+"""The number of batches of calls of which a time is the median."""
 COPY_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
-"""Bytes of a copy on a device, by its kind."""
+"""Bytes of a copy within a device, by kind of device."""
 
 
 def timer(device: torch.device) -> Callable[[Callable[[], object]], float]:
@@ -67,7 +69,7 @@ def median_and_spread(samples: Iterable[float]) -> tuple[float, float]:
 
 
 def median_time_s(function: Callable[[], object], device: torch.device, *, min_time_s: float = 1e-3) -> float:
-    """Return the median seconds of one call. Calls are batched so that a batch takes at least ``min_time_s``."""
+    """Return the median seconds of one call. Calls are batched so that a batch takes at least ``min_time_s``, which also warms up."""
     clock = timer(device)
     calls = 1
 
@@ -83,8 +85,8 @@ def median_time_s(function: Callable[[], object], device: torch.device, *, min_t
 def matmul_rates(
     device: torch.device, dtype: torch.dtype, *, smallest_dims: Iterable[int] | None = None
 ) -> list[dict[str, float]]:
-    """Return the FLOP/s of ``[m, k] @ [k, n]`` with fixed n = k and rising m, the smallest dim: a linear over more and more tokens."""
-    dim = OTHER_DIM[device.type]
+    """Return the FLOP/s of ``[m, k] @ [k, k]`` for rising m, the smallest dim, and fixed k: a linear over more and more tokens."""
+    dim = LARGE_DIM[device.type]
     weight = torch.randn(dim, dim, device=device).to(dtype)  # constants draw less power: too fast on a GPU
     rates: list[dict[str, float]] = []
     for m in smallest_dims or SMALLEST_DIMS[device.type]:
@@ -102,7 +104,7 @@ def copy_bandwidth_bytes_per_s(device: torch.device) -> float:
 
 
 def host_link(device: torch.device) -> dict[str, float]:
-    """Return the rates of ``[device.host]``: copies of 256 MiB from and to page-locked memory, and of 4 bytes for the latency.
+    """Return the table ``[device.host]`` of a profile: rates of large copies from and to page-locked memory, and the latency of small ones.
 
     One device copies at a time. Devices of a node that copy at once may share these rates.
 
@@ -127,6 +129,7 @@ def host_link(device: torch.device) -> dict[str, float]:
 
 
 _LAYERS = 10
+"""Layers of a chain of operators that is timed as a whole."""
 _LAUNCHES, _GRADIENTS = 4, 8
 """Launches and gradients of one layer of :func:`_chain`, as ``autopar.cost.operators.work`` counts them."""
 
@@ -155,22 +158,24 @@ def launch_s(device: torch.device) -> float:
 # --- a CPU: the host's time around operators, and functions whose time is computation rather than memory traffic
 
 _TENSOR_ROWS, _TENSOR_WIDTH = 64, 512
-_REPEATED = 8
+"""The shape of the tensors of :func:`function_times`."""
+_TENSORS = 8
+"""The number of these tensors, on each of which a function is called once."""
 
 
 def gradient_s(device: torch.device) -> float:
-    """Return the host's seconds for one gradient in the backward of operators with negligible work."""
+    """Return the host's seconds for one gradient that backward computes, of operators with negligible work."""
     return _backward_s(*_chain(device), device) / (_LAYERS * _GRADIENTS)
 
 
 def view_s(device: torch.device) -> float:
-    """Return the host's seconds for a view, forward or backward (half of both)."""
+    """Return the host's seconds for a view, in forward or in backward: the mean of both."""
     start = torch.ones(8, 8, device=device, requires_grad=True)
 
     def chain() -> torch.Tensor:
         x = start
         for _ in range(_LAYERS):
-            x = x.transpose(0, 1).unsqueeze(0).transpose(0, 2).squeeze(2).unsqueeze(1).squeeze(1)
+            x = x.transpose(0, 1).unsqueeze(0).transpose(0, 2).squeeze(2).unsqueeze(1).squeeze(1)  # six views
         return x
 
     forward = median_time_s(chain, device, min_time_s=5e-3)
@@ -184,11 +189,11 @@ def product_s(device: torch.device, flops_per_s: float, backward_flops_per_s: fl
     """Return the seconds of a product of small matrices beyond its FLOPs and its launch: in forward, and for each product in backward.
 
     They are measured on eight linears over 64 tokens, from 64 features to 256 and back, so that the smallest dim is 64 throughout. The
-    curve of :func:`matmul_rates` has one small dim and two large ones.
+    rates of :func:`matmul_rates` are of products with one small dim and two large ones.
 
     Args:
         device: the CPU.
-        flops_per_s, backward_flops_per_s: rates of the curve at 64.
+        flops_per_s, backward_flops_per_s: those rates where the smallest dim is 64.
     """
     tokens = torch.randn(_NARROW, _NARROW, device=device, requires_grad=True)
     shapes = [(_NARROW, _WIDE), (_WIDE, _NARROW)] * 4
@@ -210,10 +215,10 @@ def product_s(device: torch.device, flops_per_s: float, backward_flops_per_s: fl
 
 
 def function_times(device: torch.device) -> dict[str, tuple[float, float]]:
-    """Return seconds per element of elementwise functions, forward and backward, on tensors that stay in the cache."""
+    """Return the seconds for an element of some functions, forward and backward, on tensors that stay in the cache."""
     functional = torch.nn.functional
     weight, bias = (torch.ones(_TENSOR_WIDTH, device=device, requires_grad=True) for _ in range(2))
-    makers: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "tanh": torch.tanh,
         "gelu": functional.gelu,
         "silu": functional.silu,
@@ -224,8 +229,8 @@ def function_times(device: torch.device) -> dict[str, tuple[float, float]]:
     }
     times_s = {}
     host, host_backward = launch_s(device), gradient_s(device)
-    for name, function in makers.items():
-        inputs = [torch.randn(_TENSOR_ROWS, _TENSOR_WIDTH, device=device, requires_grad=True) for _ in range(_REPEATED)]
+    for name, function in functions.items():
+        inputs = [torch.randn(_TENSOR_ROWS, _TENSOR_WIDTH, device=device, requires_grad=True) for _ in range(_TENSORS)]
 
         def stacked(function: Any = function, inputs: Any = inputs) -> torch.Tensor:
             return torch.stack([function(x) for x in inputs])
@@ -235,16 +240,16 @@ def function_times(device: torch.device) -> dict[str, tuple[float, float]]:
 
         forward = median_time_s(stacked, device) - median_time_s(copied, device)
         backward = _backward_s(stacked, inputs, device) - _backward_s(copied, inputs, device)
-        elements = _REPEATED * _TENSOR_ROWS * _TENSOR_WIDTH
+        elements = _TENSORS * _TENSOR_ROWS * _TENSOR_WIDTH
         times_s[name] = (
-            max(forward - _REPEATED * host, 0.0) / elements,
-            max(backward - _REPEATED * host_backward, 0.0) / elements,
+            max(forward - _TENSORS * host, 0.0) / elements,
+            max(backward - _TENSORS * host_backward, 0.0) / elements,
         )
     return times_s
 
 
 def attention_times(device: torch.device, dtype: torch.dtype) -> list[tuple[int, float, float]]:
-    """Return (width of a head, FLOP/s forward, FLOP/s backward) of causal fused attention. Masked scores do not count as FLOPs."""
+    """Return (width of a head, FLOP/s forward, FLOP/s backward) of causal fused attention for two widths; masked scores do not count."""
     rates = []
     for width, rows in ((32, 64), (64, 256)):
         query, key, value = (torch.randn(4, 4, rows, width, device=device).to(dtype).requires_grad_() for _ in range(3))
@@ -252,7 +257,7 @@ def attention_times(device: torch.device, dtype: torch.dtype) -> list[tuple[int,
         def attend(query: Any = query, key: Any = key, value: Any = value) -> torch.Tensor:
             return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
-        flops = 4.0 * query.numel() * rows * (rows + 1) / (2 * rows)
+        flops = 4.0 * query.numel() * rows * (rows + 1) / (2 * rows)  # two products with half of the keys on average
         forward = median_time_s(attend, device)
         backward = _backward_s(attend, (query, key, value), device)
         rates.append((width, flops / forward, 2.5 * flops / backward))
@@ -261,7 +266,7 @@ def attention_times(device: torch.device, dtype: torch.dtype) -> list[tuple[int,
 
 def linear_backward_flops_per_s(device: torch.device, dtype: torch.dtype, rows: int) -> float:
     """Return the FLOP/s of both products in the backward of a linear over ``rows`` tokens."""
-    large_dim = OTHER_DIM[device.type]
+    large_dim = LARGE_DIM[device.type]
     weight = torch.randn(large_dim, large_dim, device=device).to(dtype).requires_grad_()
     tokens = torch.randn(rows, large_dim, device=device).to(dtype).requires_grad_()
     backward = _backward_s(lambda: torch.nn.functional.linear(tokens, weight), (tokens, weight), device)
@@ -269,14 +274,14 @@ def linear_backward_flops_per_s(device: torch.device, dtype: torch.dtype, rows: 
 
 
 def _backward_s(function: Callable[[], torch.Tensor], inputs: Iterable[torch.Tensor], device: torch.device) -> float:
-    """Return the median seconds of the backward of a function's output."""
+    """Return the median seconds of the backward from a function's output to the inputs."""
     output, inputs_of_output = function(), tuple(inputs)
     gradient = torch.ones_like(output)
     return median_time_s(lambda: torch.autograd.grad(output, inputs_of_output, gradient, retain_graph=True), device)
 
 
 class Layers:
-    """Forward and backward of small layers: a computation by which the speeds of a machine at two moments are compared.
+    """Forward and backward of small layers: a fixed computation whose time shows how fast the machine is at the moment.
 
     A shared machine may be a third faster at one moment than at another, depending on the load of its host.
     """

@@ -48,7 +48,7 @@ from autopar.planner.space.pin_syntax import EQUAL
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.preferences import leanness, seeds, usual
 from autopar.planner.space.variants import SHARES, in_orders, offloaded, shared
-from autopar.planner.studies.workers import Sharing, helpers
+from autopar.planner.studies.workers import Sharing, shared_study
 from autopar.rules.local_graphs import expert_counts
 from autopar.rules.missing import complete
 
@@ -248,7 +248,7 @@ class Planner:
         group: ProcessGroup | None = None,
     ) -> Outcome:
         with ExitStack() as stack:
-            ledger = stack.enter_context(helpers(self.task, self.pool, sharing, limits)) if sharing else None
+            ledger = stack.enter_context(shared_study(self.task, self.pool, sharing, limits)) if sharing else None
             return self.branch_and_bound(limits, ledger=ledger, progress=progress, group=group).run()
 
     def _may_fit(self, pins: Pins, problem: Problem) -> bool:

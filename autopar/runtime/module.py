@@ -252,8 +252,8 @@ class PlannedModule(nn.Module):
                 if name in _ASKED_BY:
                     asker, instead = _ASKED_BY[name]
                     raise UsageError(f"A parallel model was given to {asker}", fix=f"Use {instead}") from None
-                given = self.__dict__.get("_given")
-                raise absent(name, None if given is None else given.model) from None
+                original = self.__dict__.get("_original")
+                raise absent(name, None if original is None else original.model) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute; modules and parameters do not become parts of this module.

@@ -50,7 +50,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _not_compiled(method: _Method) -> _Method:
-    """Excludes a method from ``torch.compile``, which would take its counters and random seeds for constants."""
+    """Excludes a method from ``torch.compile``, which would compile its counters and random seeds as constants."""
     reason = "steps are programs that a plan has made, with collectives between them"
     return cast("_Method", torch.compiler.disable(method, reason=reason))  # type: ignore[no-untyped-call]
 
@@ -58,7 +58,8 @@ def _not_compiled(method: _Method) -> _Method:
 class ParallelModel(PlannedModule):
     """One rank's part of a model under a plan; every rank of the job makes one and calls the same methods.
 
-    It is a ``torch.nn.Module``; :mod:`autopar.runtime.module` says how it differs from others.
+    It is a ``torch.nn.Module``; :mod:`autopar.runtime.module` says how it differs from others. The methods here check their arguments, keep
+    ranks together (:class:`~autopar.runtime.failure_watch.Calls`) and call the parts of the runtime that do the work.
 
     Attributes:
         plan: the plan that it executes.
@@ -87,7 +88,7 @@ class ParallelModel(PlannedModule):
         self.samples = self.plan.samples_of(self.data_rank)
         self._shared = SharedSamples(world, program.graph.inputs)
         held = self._assembly.held
-        self._memory = Parameters(held)
+        self._parameter_checks = Parameters(held)
         self._gradients = StepGradients(self._assembly, self.plan, self.monitor)
         self._loss = GlobalLoss(self.plan, world, self.monitor)
         self._norm = Norm(held, world.sums_group(), world.device, self._loss.dtype)
@@ -100,12 +101,12 @@ class ParallelModel(PlannedModule):
         self._batches = Batches(program, world, self._shared, self._alarm, self._calls)
         self._scaler = scaler = ParallelScaler(self.plan.precision, held, self._calls, self._norm.group, world.device)
         stages = self._assembly.stages
-        self._state = State(program, world, weights, stages)
+        self._changing_buffers = State(program, world, weights, stages)
         self._untrained = Untrained(program, world, weights)
         self._facts = ModelFacts.of(weights.model)
-        self._checkpointed = Checkpointed(self.plan, world, held, self._state, self._untrained)
-        inputs, is_single = program.graph.inputs, len(program.stages) == 1
-        self._accumulation = Accumulation(stages[0], self.plan, inputs, scaler.of) if is_single else None
+        self._checkpointed = Checkpointed(self.plan, world, held, self._changing_buffers, self._untrained)
+        inputs, has_one_stage = program.graph.inputs, len(program.stages) == 1
+        self._accumulation = Accumulation(stages[0], self.plan, inputs, scaler.of) if has_one_stage else None
         self._runner = self._accumulation or Pipeline(stages, program, world, self.monitor, scaler.of)
         self._local_steps = LocalSteps(
             (h.parameter for h in held),
@@ -117,22 +118,22 @@ class ParallelModel(PlannedModule):
         )
         weakref.finalize(self, self._local_steps.remove)
         self._memory_report = self._calls.memory = MemoryReport(self.plan, world, held, self._local_steps)
-        self._given = Given(weights.model)
+        self._original = Given(weights.model)
         self._unknown_in_eval = unknown_in_eval(program, weights.model)
-        weakref.finalize(self, self._given.remove)
+        weakref.finalize(self, self._original.remove)
         self._module_state = ModuleState(program.graph.parameters, names_of(weights.model), held)
         self._names_of_inputs = positional(weights.model)
         self._outputs = ModelOutputs(program, world, weights, stages, held)
         if self.plan.mesh.pp > 1 or self.plan.mesh.ep_data > 1:
             refuse_clipping(h.parameter for h in held)
         self._show(held)
-        self._show_buffers(self._state.named())
+        self._show_buffers(self._changing_buffers.named())
         self.monitor.holds(p for h in held for p in (h.parameter, self._local_steps.plain(h.parameter)))
 
     @property
     def original_model(self) -> nn.Module | None:
         """The model that was given to ``autopar.parallelize``, while it exists; it has the config and the signature of forward."""
-        return self._given.model
+        return self._original.model
 
     # --- parameters
 
@@ -143,11 +144,11 @@ class ParallelModel(PlannedModule):
 
         It is for models that fit one rank; others are saved by :meth:`save` and :meth:`save_pretrained`.
         """
-        self._given.knows_weights()
+        self._original.knows_weights()
         with self._calls.at_once("full_state_dict"):
-            self._memory.check_memory()
-            state = self._state.named(self._state.own)
-            trained = full_state_dict(self._program, self._world, self._assembly.held, state)
+            self._parameter_checks.check_memory()
+            buffers = self._changing_buffers.named(self._changing_buffers.own)
+            trained = full_state_dict(self._program, self._world, self._assembly.held, buffers)
             return self._untrained.completed(trained, self._checkpointed.meeting.all_gather)
 
     def full_gradients(self) -> dict[str, Tensor]:
@@ -184,6 +185,7 @@ class ParallelModel(PlannedModule):
             return self._train_step(batch).as_subclass(StepLoss)
 
     def _train_step(self, batch: Batch) -> Tensor:
+        """The step itself, inside the context of all ranks; returns the loss of the global batch."""
         check_modes(self.plan, self._world.device, learns=True)
         self._scaler.check()
         self._local_steps.restore()
@@ -216,7 +218,7 @@ class ParallelModel(PlannedModule):
             return self._loss.of(self._evaluation_forward(batch, "evaluate")[0])
 
     def _evaluation_forward(self, batch: Batch, purpose: str) -> tuple[Tensor | None, PartialBatch | None]:
-        """This rank's part of the loss, as in ``eval()``."""
+        """This rank's part of the loss (None if its stages do not compute it), with all stages in ``eval()`` meanwhile."""
         check_evaluates(self._program, self._unknown_in_eval)
         check_modes(self.plan, self._world.device, learns=False)
         self._local_steps.restore()
@@ -256,6 +258,7 @@ class ParallelModel(PlannedModule):
             return self._predict(batch, gather=gather)
 
     def _predict(self, batch: Batch, *, gather: bool) -> Any:
+        """The prediction itself, inside the context of all ranks."""
         full, missing = self._outputs.filled(batch)
         if self._outputs.is_loss_alone:
             return self._loss.of(self._evaluation_forward(full, "predict")[0])
@@ -286,6 +289,7 @@ class ParallelModel(PlannedModule):
             return self._call(batch)
 
     def _call(self, batch: Batch) -> Any:
+        """The output of the model in training, inside the context of all ranks."""
         if self._outputs.is_loss_alone or not self._outputs.has_loss:
             return self._called_loss(batch)[0]
         with self._outputs.taking():
@@ -293,6 +297,7 @@ class ParallelModel(PlannedModule):
             return self._outputs.made(batch, partial, loss=loss, gather=False, communicates=False)
 
     def _called_loss(self, batch: Batch) -> tuple[Tensor, PartialBatch | None]:
+        """The loss of the global batch, whose backward the user calls; if gradients are on, a step begins here and ends with it."""
         if self._accumulation is None:
             raise UsageError(
                 f"A model of {len(self._program.stages)} pipeline stages cannot be called in training: forward and backward run together",
@@ -358,6 +363,7 @@ class ParallelModel(PlannedModule):
         clip(self._assembly.held, norm, max_norm)
 
     def _norm_of(self, call: str) -> Tensor:
+        """The norm of all gradients, for a call of this name."""
         self._scaler.check_unscaled()
         with self._calls.at_once(call, meets=False):  # the norm's sum synchronises the ranks
             return self._norm()
@@ -375,7 +381,7 @@ class ParallelModel(PlannedModule):
             return [max(found) for found in zip(*self._checkpointed.meeting.all_gather(values), strict=True)]
 
     def memory_error(self, error: BaseException) -> AutoparError:
-        """The error for one of torch's that there is no memory left; it compares what was predicted with what is used."""
+        """The error to raise in place of torch's out-of-memory error; it compares what was predicted with what is used."""
         return self._memory_report.error()
 
     def dataloader(self, dataset: Dataset[Any], **options: Any) -> PlannedLoader:
@@ -427,7 +433,8 @@ class ParallelModel(PlannedModule):
             save.write(self._checkpointed.meeting)
 
     def _begin_save(self, path: str | Path, optimizer: Optimizer | None, given: CallerStates) -> Save:
-        self._memory.check_memory()
+        """Collects what a checkpoint is to have; nothing is written yet."""
+        self._parameter_checks.check_memory()
         self._replicas.check_now()
         progress = {"seed": self.seed, "step": self.step_count, "scaler": self._scaler.numbers}
         return self._checkpointed.save(path, progress, optimizer, given)
@@ -442,11 +449,11 @@ class ParallelModel(PlannedModule):
             UsageError: the folder cannot be written; raised on all ranks.
         """
         with self._calls.at_once("save_pretrained"):
-            self._memory.check_memory()
+            self._parameter_checks.check_memory()
             export = Export(
                 graph=self._program.graph,
                 held=self._assembly.held,
-                buffers=self._state.named(self._state.own),
+                buffers=self._changing_buffers.named(self._changing_buffers.own),
                 untrained=self._untrained,
                 facts=self._facts,
                 meeting=self._checkpointed.meeting,
@@ -476,7 +483,7 @@ class ParallelModel(PlannedModule):
             PlanError: the checkpoint is of another model, optimizer or number of data ranks; raised on all ranks.
         """
         with self._calls.at_once("load"):
-            self._memory.check_memory()
+            self._parameter_checks.check_memory()
             given = {SCHEDULER: scheduler, LOADER: dataloader}
             progress, extra = self._checkpointed.load(path, optimizer, given, allow_pickle=allow_pickle)
         self.seed, self.step_count = progress["seed"], progress["step"]
@@ -492,7 +499,7 @@ class ParallelModel(PlannedModule):
         All ranks call it if the plan has lengthened a vocabulary, which is saved at the model's length.
         """
         with self._calls.at_once("state_dict", meets=self._module_state.is_lengthened):
-            self._memory.check_memory()
+            self._parameter_checks.check_memory()
             super()._save_to_state_dict(destination, prefix, keep_vars)
             self._module_state.complete(destination, prefix, self._parameters.keys())
 
@@ -510,8 +517,8 @@ class ParallelModel(PlannedModule):
         if local_metadata.get("assign_to_params_buffers"):
             error_msgs.append("load_state_dict(assign=True) would replace the memory that steps read: leave assign out")
             return
-        self._memory.check_memory()
-        missing, problems = self._module_state.put(state_dict, prefix, self._state.named())
+        self._parameter_checks.check_memory()
+        missing, problems = self._module_state.put(state_dict, prefix, self._changing_buffers.named())
         missing_keys += missing
         error_msgs += problems
         self._untrained.take(state_dict, prefix)
@@ -536,39 +543,42 @@ class ParallelModel(PlannedModule):
 
     def _commit(self) -> None:
         """Gives the buffers that a step changes their new values, after its last micro-batch."""
-        self._state.commit()
-        self._show_buffers(self._state.named())
+        self._changing_buffers.commit()
+        self._show_buffers(self._changing_buffers.named())
 
     def _begin_forward(self, local: Batch, partial: PartialBatch | None) -> None:
-        """Computes totals of the global batch and sets the random streams, before the first micro-batch."""
-        self._memory.check()
-        self._given.check(self.step_count)
+        """Checks parameters, computes totals of the global batch and sets the random streams, before the first micro-batch."""
+        self._parameter_checks.check()
+        self._original.check(self.step_count)
         self._alarm.runs()
         self._replicas.check(self.step_count)
-        totals = self._batches.totals(local, partial, self._state.values)
-        base = (self.seed * 1_000_003 + self.step_count) * (self.plan.num_micro_batches + 1)
+        totals = self._batches.totals(local, partial, self._changing_buffers.values)
+        first_seed = (self.seed * 1_000_003 + self.step_count) * (self.plan.num_micro_batches + 1)
         for stage in self._assembly.stages:
             forget_gathered(stage)
-            stage.totals, stage.seed = totals, base
+            stage.totals, stage.seed = totals, first_seed  # each micro-batch adds its number to the seed
             stage.share = 1.0 if partial is None else partial.share
             stage.weights = None if partial is None else partial.weights
 
     def _begin_backward(self) -> None:
-        """Begins a backward that the user called."""
+        """Begins a backward that the user called on a loss of :meth:`forward`."""
         self._scaler.check_called()
         if not self._gradients.is_open:
             self._alarm.begin("backward")
         self._gradients.begin(1)
 
     def _finish_backward(self) -> None:
-        """Ends it."""
+        """Ends a backward that the user called, and with it the step."""
         self._gradients.finish()
         self._scaler.done()
         self._alarm.end()
         self.monitor.end_step()
 
     def _begin_step(self, batch: Batch, purpose: str) -> PartialBatch | None:
-        """Begins a step with gradients. It is timed only if it has the plan's number of samples."""
+        """Begins a step with gradients; returns how a batch smaller than the plan's is computed, None for one of the plan's size.
+
+        Only steps of the plan's size are timed, as the prediction is of these.
+        """
         partial = self._batches.partial(batch, purpose)
         self.monitor.begin_step(is_timed=partial is None)
         return partial

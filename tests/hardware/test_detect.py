@@ -27,7 +27,7 @@ def interpreter(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> N
 SMALLER = """
 import runpy
 from autopar.measure import timers
-timers.SMALLEST_DIMS["cpu"], timers.OTHER_DIM["cpu"], timers.COPY_BYTES["cpu"] = (1, 16, 64), 64, 2**20
+timers.SMALLEST_DIMS["cpu"], timers.LARGE_DIM["cpu"], timers.COPY_BYTES["cpu"] = (1, 16, 64), 64, 2**20
 runpy.run_module("autopar.measure.worker", run_name="__main__", alter_sys=True)
 """
 """All that workers measure, of small matrices and copies."""

@@ -12,7 +12,7 @@ import autopar
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.describe import with_free_links
-from autopar.planner.branch_and_bound.process_group import ProcessGroup, available
+from autopar.planner.branch_and_bound.process_group import ProcessGroup, can_fork
 from autopar.planner.explain.reasons import compare
 from autopar.planner.layouts.layout import layout_key_of
 from autopar.planner.planner import Planner, objects_set_aside
@@ -79,7 +79,7 @@ def test_the_plan_of_pins_stays_though_others_are_faster(graph: Graph) -> None:
     assert not any("took its place" in reason for reason in estimated.search.reasons)
 
 
-@pytest.mark.skipif(not available(), reason="processes are copied on Linux alone")
+@pytest.mark.skipif(not can_fork(), reason="processes are copied on Linux alone")
 def test_several_processes_put_the_same_plan_in_its_place(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     plans = []
     for size in (1, 3):

@@ -69,13 +69,15 @@ def test_where_samples_meet_no_gradient_of_a_parameter_is_taken_for_whole(monkey
 
     model = model_of(forward, bias=torch.nn.Parameter(torch.ones(8, 4)), linear=torch.nn.Linear(4, 4))
     graph = replace(trace(model, (torch.zeros(8, 4),), exact=True), mixing="sort")
-    usual = batch._BatchCosts.operators
+    usual = batch._BatchCosts.operator_costs
 
-    def operators(self: batch._BatchCosts, op: Op, strategies: Sequence[Strategy], saved: Sequence[Ref]) -> list[Cost]:
+    def operator_costs(
+        self: batch._BatchCosts, op: Op, strategies: Sequence[Strategy], saved: Sequence[Ref]
+    ) -> list[Cost]:
         found = zip(strategies, usual(self, op, strategies, saved), strict=True)
         return [Cost() if strategy.name == "invariant" else cost for strategy, cost in found]
 
-    monkeypatch.setattr(batch._BatchCosts, "operators", operators)
+    monkeypatch.setattr(batch._BatchCosts, "operator_costs", operator_costs)
     typing = solve_batch(compact(graph))
     for one in graph.ops:
         for ref, kind in zip(one.operands, typing.strategies[one.name].inputs, strict=True):

@@ -11,11 +11,10 @@ from autopar.graph.graph import Graph, Op, Ref
 from autopar.graph.rewrites import compact
 from autopar.plan.mesh import I, P, R, S, Type
 from autopar.planner.sharding import block_chain as chain
-from autopar.planner.sharding import block_table as intra
 from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver, owners_of
-from autopar.planner.sharding.block_table import AxisCosts, repeated
+from autopar.planner.sharding.block_table import AxisCosts
 from autopar.planner.sharding.energy import Weights
-from autopar.planner.sharding.strategy_energy import Problem, rests_of
+from autopar.planner.sharding.strategy_energy import TypingProblem, repetition_classes, rests_of
 from autopar.rules import table as rules
 from autopar.rules.apply import shard
 from autopar.rules.local_calls import conversion
@@ -60,7 +59,7 @@ def energy(graph: Graph, size: int, chosen: dict[str, Strategy], rests: dict[str
             strategy = chosen[one.name]
             new = [r for r in costs.saves(one) if r not in saved]
             saved.update(new)
-            pay(costs.operators(one, [strategy], new)[0])
+            pay(costs.operator_costs(one, [strategy], new)[0])
             for ref, wanted in zip(one.operands, strategy.inputs, strict=True):
                 if (ref, wanted) in changed or graph.is_prelude(ref):
                     continue
@@ -196,7 +195,7 @@ def test_a_value_is_offered_the_same_types_by_every_block_that_it_touches(monkey
     """Where a boundary has too many states, its values are narrowed; the block on their other side has to follow."""
     graph = mlp(layers=2)
     free = solver(graph, 2).solve(Weights())
-    monkeypatch.setattr(intra, "MAX_BOUNDARY_STATES", 10)  # more than one value's types, fewer than those of two
+    monkeypatch.setattr(chain, "MAX_BOUNDARY_STATES", 10)  # more than one value's types, fewer than those of two
     narrow = solver(graph, 2)
     assert all(t.is_split or t == I for types in narrow.types.values() for t in types)
     found = narrow.solve(Weights())
@@ -207,7 +206,7 @@ def test_a_value_is_offered_the_same_types_by_every_block_that_it_touches(monkey
 def test_a_block_that_is_too_wide_changes_a_value_to_fewer_types(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = attention(seq=4, heads=2)
     free = solver(graph, 2).solve(Weights())
-    monkeypatch.setattr(Problem, "is_wide", lambda self, keep: self.max_extras > 1)
+    monkeypatch.setattr(TypingProblem, "is_wide", lambda self, keep: self.max_extras > 1)
     found = solver(graph, 2)
     assert all(problem.problem.max_extras == 1 for problem in found.problems.values())
     assert found.solve(Weights()).value >= free.value
@@ -234,8 +233,8 @@ def test_where_tables_are_too_large_values_stay_as_they_are(monkeypatch: pytest.
     """
     graph = attention(seq=4, heads=2) if model == "attention" else scan()
     free = solver(graph, 2).solve(Weights())
-    monkeypatch.setattr(Problem, "is_wide", lambda self, keep: True)
-    monkeypatch.setattr(Problem, "is_eliminated", lambda self, keep: self.max_extras == 0)
+    monkeypatch.setattr(TypingProblem, "is_wide", lambda self, keep: True)
+    monkeypatch.setattr(TypingProblem, "is_eliminated", lambda self, keep: self.max_extras == 0)
     narrow = solver(graph, 2)
     assert all(problem.problem.max_extras == 0 for problem in narrow.problems.values())
     for problem in narrow.problems.values():
@@ -255,9 +254,9 @@ def test_where_tables_are_too_large_values_stay_as_they_are(monkeypatch: pytest.
 def test_the_steps_of_a_loop_in_a_wide_block_have_one_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = scan()
     free = solver(graph, 2).solve(Weights())
-    monkeypatch.setattr(Problem, "is_wide", lambda self, keep: not self.op_classes)
+    monkeypatch.setattr(TypingProblem, "is_wide", lambda self, keep: not self.op_classes)
     found = solver(graph, 2).solve(Weights())
-    keys = {name: key for block in graph.blocks for name, key in repeated(graph, block).items()}
+    keys = {name: key for block in graph.blocks for name, key in repetition_classes(graph, block).items()}
     steps = [o for o in graph.ops if o.target == "aten.tanh.default"]
     assert len(steps) == 6
     assert len({keys[o.name] for o in steps}) <= 3, "the first steps begin from zeros"
@@ -313,7 +312,7 @@ def test_tables_stay_small_where_a_block_reads_many_values(monkeypatch: pytest.M
     model = model_of(_meeting, towers=towers, shared=nn.Linear(8, 8), layers=layers)
     graph = trace(model, (torch.zeros(4, 6, 8),))
     free = solver(graph, 2).solve(Weights(state_byte=1e-3))
-    monkeypatch.setattr(intra, "MAX_BOUNDARY_STATES", limit)
+    monkeypatch.setattr(chain, "MAX_BOUNDARY_STATES", limit)
     narrow = solver(graph, 2)
     sizes = [problem.solve_all([Weights()]).tables[0].size for problem in narrow.problems.values()]
     assert max(sizes) <= limit

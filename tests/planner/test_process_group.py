@@ -20,7 +20,7 @@ from autopar.plan.plan import Plan
 from autopar.planner import planner as planning
 from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
-from autopar.planner.branch_and_bound.process_group import LostProcessError, ProcessGroup, available
+from autopar.planner.branch_and_bound.process_group import LostProcessError, ProcessGroup, can_fork
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.explain.reasons import compare
 from autopar.planner.planner import Planner
@@ -31,7 +31,7 @@ from tests.support.planner.graphs import mlp
 from tests.support.planner.interleaved import Known, candidate
 from tests.support.planner.tasks import task_of
 
-pytestmark = pytest.mark.skipif(not available(), reason="processes are copied on Linux alone")
+pytestmark = pytest.mark.skipif(not can_fork(), reason="processes are copied on Linux alone")
 
 
 def planner(**fields: Any) -> Planner:

@@ -75,7 +75,7 @@ def test_the_size_of_buckets_is_the_best_of_the_space(graph: Graph) -> None:
 
 @pytest.mark.parametrize(("layers", "virtual_stages"), [(8, 2), (10, 3), (9, 3)])
 def test_virtual_stages_are_cut_evenly_unless_stages_are_pinned(layers: int, virtual_stages: int) -> None:
-    """No stage has more equal blocks than an even split of the time, rounded up; the law gives way to pins."""
+    """No stage has more equal blocks than an even split of the time, rounded up; the limit gives way to pins."""
     stages = 2 * virtual_stages
     big = mlp(layers=layers, batch=2, width=64, hidden=256)
     pins = ["pp=2", f"virtual_stages={virtual_stages}", "tp=1", "micro_batch=1"]

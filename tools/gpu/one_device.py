@@ -90,7 +90,7 @@ def measured_tables(machine: MachineProfile, device: torch.device, where: str) -
     tables = profile_to_dict(replace(machine, device=replace(machine.device, operators=None)))
     own = tables["device"]
     for dtype in DTYPES[device.type]:
-        name, other = str(dtype).removeprefix("torch."), measure.OTHER_DIM[device.type]
+        name, other = str(dtype).removeprefix("torch."), measure.LARGE_DIM[device.type]
         best = max(measure.matmul_rates(device, dtype), key=lambda one: one["flops_per_s"])
         if name in own["matmul"]:
             note = f"ceiling {where}: [{best['smallest_dim']}, {other}] @ [{other}, {other}], random data, median of 5"

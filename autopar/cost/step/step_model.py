@@ -1,4 +1,7 @@
-"""One step on the devices of some ranks: prices of blocks on the data axes, of stages, and of work once a step, cached by value."""
+"""One step on the devices of some ranks: prices of blocks on the data axes, of stages, and of work once a step, cached by value.
+
+A *unit* is an FSDP unit, the parameters of a block, with what they cost on the data axes (:class:`~autopar.cost.step.data_parallel.Unit`).
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,7 @@ Beside: TypeAlias = tuple[BlockCost | None, BlockCost | None]
 """The blocks before and after another block; None where there is none."""
 
 UnitKey: TypeAlias = tuple[tuple[ParameterCost, ...], tuple[int, ...], Mesh | None]
+"""The parameters of a unit, degrees of the mesh, and the mesh itself where it matters which ranks a group has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,7 +54,7 @@ class Ranks:
         optimizer: what the optimizer keeps and moves.
         runtime: the training program.
         is_all: whether these are all ranks of the cluster; if not, prices depend on where a mesh lies on them.
-        units: cached costs of parameters on data axes, for all steps.
+        units: cached units, for all steps.
     """
 
     devices: tuple[Device, ...]
@@ -72,7 +76,7 @@ class Ranks:
         return host_of(self.device, self.devices)
 
     def unit(self, parameters: tuple[ParameterCost, ...], data: DataParallel) -> Unit:
-        """Return what parameters cost on data axes.
+        """Return the unit of some parameters.
 
         It does not depend on the ZeRO stage nor, where all nodes are equal, on the pipeline: many steps share it.
         """
@@ -90,6 +94,10 @@ class StepModel:
     Args:
         ranks: the ranks that run it.
         step: how it is run.
+
+    Attributes:
+        data: how the step uses the data axes.
+        summed: which gradients all-reduces sum, and over which axes.
     """
 
     def __init__(self, ranks: Ranks, step: Step) -> None:
@@ -106,14 +114,14 @@ class StepModel:
     # --- a block
 
     def unit(self, block: BlockCost) -> Unit:
-        """Return what a block costs on the data axes."""
+        """Return the unit of a block's parameters."""
         unit = self._blocks.get(block)
         if unit is None:
             unit = self._blocks[block] = self.ranks.unit(block.parameters, self.data)
         return unit
 
     def block_time_s(self, block: BlockCost, *, recompute: Recompute, beside: Sequence[Beside] = ()) -> OpTime:
-        """Return the seconds of a block for one micro-batch inside a long stage, including what the data axes add to each one.
+        """Return the seconds of a block for one micro-batch inside a long stage, including what the data axes add to each micro-batch.
 
         Args:
             block: the block.
@@ -121,16 +129,16 @@ class StepModel:
             beside: pairs of blocks that may be before and after it; the least over them counts. If empty, these are blocks like itself.
         """
         data, interference = self.data, self.ranks.device.interference
-        unit, times = self.unit(block), own_times(block, recompute)
+        unit, (forward_s, backward_s) = self.unit(block), own_times(block, recompute)
         added_s = []
         for before, after in beside if beside and data.sends_always else ((block, block),):
             unit_before = None if before is None else (self.unit(before), own_times(before, "none")[0])
-            mode_after = "full" if beside else recompute
+            mode_after = "full" if beside else recompute  # the most that the backward of another block can hide
             unit_after = None if after is None else (self.unit(after), own_times(after, mode_after)[1])
-            added_s.append(data.inside_s(unit, times[1], unit_before, unit_after, interference))
-        extra_f, extra_b = (min(each) for each in zip(*added_s, strict=True))
-        extra_f *= not data.is_pipelined  # a lower bound: a forward right after a backward gathers nothing
-        return OpTime(times[0] + extra_f, times[1] + extra_b)
+            added_s.append(data.inside_s(unit, backward_s, unit_before, unit_after, interference))
+        more_forward_s, more_backward_s = (min(each) for each in zip(*added_s, strict=True))
+        more_forward_s *= not data.is_pipelined  # a lower bound: a forward right after a backward gathers nothing
+        return OpTime(forward_s + more_forward_s, backward_s + more_backward_s)
 
     def ends_s(self, first: BlockCost, last: BlockCost) -> float:
         """Return what each micro-batch adds where one stage has all blocks: the last block's gather and the first block's reduction."""
@@ -142,6 +150,7 @@ class StepModel:
         return self._adding_s([self.unit(block)]) if self.step.adds_gradients else 0.0
 
     def _adding_s(self, units: Sequence[Unit]) -> float:
+        """Return the seconds to add the gradients of some units to earlier ones, averaged over the backwards of a step."""
         return self.ranks.runtime.adding_s(units, self.data, self.step.num_micro_batches, self.ranks.device)
 
     def _state(self, unit: Unit) -> State:
@@ -157,10 +166,9 @@ class StepModel:
     def block_stepped_bytes(self, block: BlockCost) -> int:
         """Return the least bytes that a block adds to its rank during the optimizer step: its state, and temporaries."""
         unit, count = self.unit(block), self.step.num_micro_batches
-        passing = stepping_bytes(self.ranks.optimizer, self.data, self.step) * steps_at_once(self.ranks.device)
-        return (
-            self._state(unit).total + unit.trained_shard_numel * passing - max(freed_bytes(unit, self.data, count), 0)
-        )
+        passing_bytes = stepping_bytes(self.ranks.optimizer, self.data, self.step) * steps_at_once(self.ranks.device)
+        freed = max(freed_bytes(unit, self.data, count), 0)
+        return self._state(unit).total + unit.trained_shard_numel * passing_bytes - freed
 
     def block_passing_bytes(self, block: BlockCost, *, recompute: Recompute, beside: Sequence[Beside] = ()) -> int:
         """Return a block's peak beyond what it keeps, FSDP's buffers included; ``beside`` as for :meth:`block_time_s`."""
@@ -222,12 +230,13 @@ class StepModel:
         return self._memory[stage.runs]
 
     def copied_bytes(self, stages: Sequence[StageCost]) -> int:
-        """Return the bytes of gradients that a rank with these stages copies into buckets."""
+        """Return the bytes of gradients that a pipeline rank with these stages copies into buckets."""
         if self.data.uses_fsdp and self.data.mesh.ep_outer == 1:  # FSDP holds all parameters but scalars
             return 0
         return self._sums_of_rank(stages).copied_bytes
 
     def _sums_of_rank(self, stages: Sequence[StageCost]) -> RankSums:
+        """Return the sums of gradients that all-reduces do on a pipeline rank with these stages."""
         key = tuple(stage.blocks for stage in stages)
         if key not in self._rank_sums:
             size = itemsize(self.ranks.precision.storage)

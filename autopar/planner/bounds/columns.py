@@ -1,4 +1,4 @@
-"""Pipeline instances of one model as arrays, so that a relaxation bounds many of them at once; the work relaxation.
+"""Pipeline instances of one model as arrays, so that a relaxation bounds many of them at once; the work relaxation; linear constraints.
 
 Dims are named by letters: i instances, r pipeline ranks (shorter pipelines have inactive ones), k kinds of blocks, o modes of recompute, v
 virtual stages of a rank (padded likewise), l constraints that are linear in what a rank holds, see
@@ -328,3 +328,61 @@ def lean_costs(c: Columns) -> tuple[Array, Array]:
     least = np.minimum.reduce(kept)
     lean: Array = (c.static_bytes[:, :, None] + least)[:, :, :, None]
     return lean, (np.minimum.reduce(passing) - least)[:, :, :, None]
+
+
+class Constraints:
+    """The linear constraints of ranks: at each price of a byte one for each of the four chains, then those of memory alone.
+
+    A constraint is the sum of ``fixed`` and the ``costs`` of the rank's blocks. It may not exceed the step time or, if it is of memory, 0.
+
+    Attributes:
+        costs: what each block adds to each constraint [i, r, v, l, k], in seconds, or in bytes if it is one of memory.
+        fixed: what each constraint has without blocks [i, r, l].
+        is_timed: which constraints are of time [l]. The others are of memory when the rank's first backward begins and, where that may need
+            more, during the optimizer step.
+    """
+
+    def __init__(self, c: Columns) -> None:
+        self.c, v = c, c.virtual[:, None]
+        m, prices = c.m[:, None], c.prices()
+        room_s = prices * c.room_bytes[:, :, None]
+        sends_s, backs_s = c.before(c.sends_s), c.before(c.backs_s)
+        forward_s, backward_s = c.stage_forward_s, c.stage_backward_s
+        num_before = np.arange(c.active.shape[1])[None]  # the ranks before each rank
+        start_s = sends_s + c.before(forward_s) + num_before * c.first_s[:, None]
+        end_s = backs_s + c.before(backward_s)
+        own_s = v * m * (forward_s + backward_s) + v * c.first_s[:, None]
+        is_first = c.turns == 1.0  # chain 3 follows the first micro-batch, which waits for the gathers of all stages
+        all_s = np.where(
+            is_first, c.least_forward_s @ c.counts + c.virtual * c.pp * c.first_s, c.plain_forward_s @ c.counts
+        )
+        all_s = all_s + c.total(c.sends_s) * c.virtual - c.total(c.sends_s * c.is_last)
+        all_s = all_s + c.total(c.backs_s * ~c.is_last) + c.virtual * c.total(forward_s)
+        third_s = all_s[:, None] + c.total(backward_s)[:, None] - backward_s + v * m * backward_s
+        third_s = third_s + (c.others * c.has_stage[:, None]).sum(axis=2) * forward_s
+        ties_s = c.tie_s[:, None] * (c.is_first | c.is_last)
+        chains_s = (start_s + own_s + ties_s, start_s + own_s + end_s, third_s, third_s - end_s + ties_s)
+        costs, peak = line_costs(c, prices)
+        peaks = self._peaks(peak)
+        lean, lean_peak = lean_costs(c)
+        fixed = [time_s[:, :, None] - room_s + peaks for time_s in chains_s]
+        memory_costs, memory_fixed = [lean], [self._peaks(lean_peak) - c.room_bytes[:, :, None]]
+        stepped = np.broadcast_to(c.stepped_bytes[:, :, None, None], lean.shape)
+        if (stepped > lean).any():
+            memory_costs, memory_fixed = [lean, stepped], [*memory_fixed, -c.limit_bytes[:, :, None]]
+        self.costs = np.concatenate([*costs, *memory_costs], axis=3)
+        self.fixed = np.concatenate([*fixed, *memory_fixed], axis=2)
+        self.num_prices = prices.shape[2]
+        self.is_timed = np.arange(self.costs.shape[3]) < CHAINS * self.num_prices
+
+    def _peaks(self, peaks: Array) -> Array:
+        """Returns what the peak of a stage's last block adds at least to each constraint [i, r, l], the most over the stages of a rank."""
+        may_end = self.c.may_end()[:, :, :, None]
+        by_kind = [np.where(may_end[..., k], peaks[..., k], np.inf) for k in range(peaks.shape[4])]
+        least = np.minimum.reduce(by_kind)
+        peak: Array = np.where(self.c.has_stage[:, None, :, None], least, -np.inf).max(axis=2)
+        return peak
+
+    def of_chain(self, chain: int) -> slice:
+        """Returns the positions of the constraints of a chain, which is numbered from 0: one for each price, price 0 first."""
+        return slice(chain * self.num_prices, (chain + 1) * self.num_prices)

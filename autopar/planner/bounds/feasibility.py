@@ -29,20 +29,20 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.planner.bounds.columns import CHAINS, Columns, lean_costs, line_costs, side_by_side
+from autopar.planner.bounds.columns import CHAINS, Columns, Constraints, side_by_side
 from autopar.planner.bounds.instance import Array, PipelineInstance
 from autopar.planner.bounds.whole_recompute import SLACK, WholeRecompute, between
 
 PRECISION = 5e-4
 """The ratio of neighbouring times on the grid, less one."""
 
-FARTHEST = 16_384
+GRID_LENGTH = 16_384
 """The length of the grid in steps: times of some thousand times the work relaxation and more are not searched."""
 
-STAGES = 1024
+MAX_STAGES_AT_ONCE = 1024
 """The limit on stages that are tested at once, over all instances and times, where several times of each instance are tested."""
 
-TRIES = 3
+MAX_TAKEN_OFF = 3
 """The limit on blocks that are taken off a rank because recompute in whole blocks takes longer than the time allows."""
 
 
@@ -52,6 +52,8 @@ def feasible_bounds(
     """Returns for each instance a step time below which no plan exists, at most ``goal_s``; infinite where none fits in memory.
 
     Args:
+        instances: the instances.
+        goal_s: the step time from which on a bound may stop; usually that of the best plan so far.
         precision: the ratio of neighbouring times on the grid, less one.
         whole: if True, a block is in exactly one mode of recompute also where ranks have one stage each.
     """
@@ -59,14 +61,15 @@ def feasible_bounds(
     for places, columns in side_by_side(instances):
         test = _test(columns)
         if whole and isinstance(test, _InOrder):
-            test.recompute_whole()
-        at_once = STAGES // (columns.active.shape[1] * columns.v)
-        bounds[places] = _least(columns.work_s(), test.possible, goal_s, float(np.log1p(precision)), at_once)
+            test.use_whole_recompute()
+        at_once = MAX_STAGES_AT_ONCE // (columns.active.shape[1] * columns.v)
+        step = float(np.log1p(precision))
+        bounds[places] = _largest_impossible(columns.work_s(), test.possible, goal_s, step, at_once)
     return bounds
 
 
 def excluded(instances: Sequence[PipelineInstance], goal_s: float) -> NDArray[np.bool_]:
-    """Returns whether :func:`feasible_bounds` of each instance, and of any instance with higher floors, reaches the goal."""
+    """Returns whether :func:`feasible_bounds` of each instance, and of any instance with higher floors, reaches the goal; one test each."""
     is_excluded = np.zeros(len(instances), dtype=bool)
     for places, columns in side_by_side(instances):
         rows = np.arange(len(places))
@@ -78,7 +81,7 @@ def _test(columns: Columns) -> _InOrder | _InAnyOrder:
     return _InOrder(columns) if columns.v == 1 else _InAnyOrder(columns)
 
 
-def _least(
+def _largest_impossible(
     low: Array,
     possible: Callable[[NDArray[np.intp], Array], NDArray[np.bool_]],
     goal_s: float,
@@ -88,8 +91,9 @@ def _least(
     """Returns for each row the largest time of its grid that is not possible, at most ``goal_s``.
 
     Args:
-        low: the first time of each grid.
-        possible: whether times of some rows are possible.
+        low: the first time of each grid, which is a bound already.
+        possible: returns whether times are possible, given the row and the time of each test.
+        goal_s: the largest bound to return.
         step: the difference of the logarithms of neighbouring times.
         at_once: the number of pairs of row and time that are tested at once.
     """
@@ -97,16 +101,16 @@ def _least(
     bounds = low.copy()
     if np.isinf(goal_s):
         bounds[~possible(rows, np.full(len(low), np.inf))] = np.inf
-    # the grid grows by factors: it stays at a work relaxation of zero (measured parts may be faster than any share)
+    # The grid grows by factors: a work relaxation of zero stays the bound (measured parts may be faster than any share).
     open_ = rows[np.isfinite(bounds) & (low < goal_s) & (low > 0.0)]
-    # Positions on the grid: ``least`` is not possible (-1 is the work relaxation); ``most`` is possible or reaches the goal.
-    ends = np.full(len(low), FARTHEST)
+    # Positions on the grid: ``least`` is not possible (-1: ``low`` stays the bound); ``most`` is possible or reaches the goal.
+    ends = np.full(len(low), GRID_LENGTH)
     if np.isfinite(goal_s):
         with np.errstate(divide="ignore", invalid="ignore"):
             far = np.ceil(np.log(goal_s / low) / step)
-        ends = np.clip(np.nan_to_num(far, nan=0.0, posinf=FARTHEST), 0, FARTHEST).astype(np.int64)
+        ends = np.clip(np.nan_to_num(far, nan=0.0, posinf=GRID_LENGTH), 0, GRID_LENGTH).astype(np.int64)
     least, most, is_known = np.full(len(low), -1), ends, np.zeros(len(low), dtype=bool)
-    # Most rows are excluded at the goal, or possible early on the grid.
+    # The first points, as shares of the interval: most rows are excluded at the goal, or possible early on the grid.
     shares = np.array([1.0]) if np.isfinite(goal_s) else 2.0 ** -np.arange(10.0)[::-1]
     while len(open_):
         width = most[open_] - least[open_]
@@ -115,7 +119,7 @@ def _least(
         times = low[open_][:, None] * np.exp(step * points)
         is_possible = possible(np.repeat(open_, points.shape[1]), times.reshape(-1)).reshape(points.shape)
         least[open_] = np.maximum(least[open_], np.where(is_possible, -1, points).max(axis=1))
-        most[open_] = np.minimum(most[open_], np.where(is_possible, points, FARTHEST).min(axis=1))
+        most[open_] = np.minimum(most[open_], np.where(is_possible, points, GRID_LENGTH).min(axis=1))
         is_known[open_] |= is_possible.any(axis=1)
         if np.isfinite(goal_s):
             bounds[open_[~is_known[open_]]] = goal_s
@@ -127,93 +131,37 @@ def _least(
     return np.where(np.isfinite(bounds), np.minimum(bounds, goal_s), bounds)
 
 
-class _Constraints:
-    """The linear constraints of ranks, four for each price of a byte, and those of memory alone.
-
-    Attributes:
-        costs: what each block adds to each constraint [i, r, v, l, k]; seconds, or bytes in the last ones.
-        fixed: what each constraint has without blocks [i, r, l]; with its blocks it may not exceed the time, or 0 in constraints of memory.
-        is_timed: which constraints are of time [l]. The others are of memory when the rank's first backward begins and, where that may need
-            more, during the optimizer step.
-    """
-
-    def __init__(self, c: Columns) -> None:
-        self.c, v = c, c.virtual[:, None]
-        m, prices = c.m[:, None], c.prices()
-        room_s = prices * c.room_bytes[:, :, None]
-        sends, backs = c.before(c.sends_s), c.before(c.backs_s)
-        forward_s, backward_s = c.stage_forward_s, c.stage_backward_s
-        place = np.arange(c.active.shape[1])[None]
-        start_s = sends + c.before(forward_s) + place * c.first_s[:, None]
-        end_s = backs + c.before(backward_s)
-        own_s = v * m * (forward_s + backward_s) + v * c.first_s[:, None]
-        is_first = c.turns == 1.0  # the first of all also waits for the gathers of all stages
-        all_s = np.where(
-            is_first, c.least_forward_s @ c.counts + c.virtual * c.pp * c.first_s, c.plain_forward_s @ c.counts
-        )
-        all_s = all_s + c.total(c.sends_s) * c.virtual - c.total(c.sends_s * c.is_last)
-        all_s = all_s + c.total(c.backs_s * ~c.is_last) + c.virtual * c.total(forward_s)
-        third = all_s[:, None] + c.total(backward_s)[:, None] - backward_s + v * m * backward_s
-        third = third + (c.others * c.has_stage[:, None]).sum(axis=2) * forward_s
-        ties_s = c.tie_s[:, None] * (c.is_first | c.is_last)
-        times = (start_s + own_s + ties_s, start_s + own_s + end_s, third, third - end_s + ties_s)
-        costs, peak = line_costs(c, prices)
-        peaks = self._peaks(peak)
-        lean, lean_peak = lean_costs(c)
-        fixed = [time_s[:, :, None] - room_s + peaks for time_s in times]
-        memory, rooms = [lean], [self._peaks(lean_peak) - c.room_bytes[:, :, None]]
-        stepped = np.broadcast_to(c.stepped_bytes[:, :, None, None], lean.shape)
-        if (stepped > lean).any():
-            memory, rooms = [lean, stepped], [*rooms, -c.limit_bytes[:, :, None]]
-        self.costs = np.concatenate([*costs, *memory], axis=3)
-        self.fixed = np.concatenate([*fixed, *rooms], axis=2)
-        self.num_prices = prices.shape[2]
-        self.is_timed = np.arange(self.costs.shape[3]) < CHAINS * self.num_prices
-
-    def _peaks(self, peaks: Array) -> Array:
-        """Returns what the peak of a stage's last block adds at least to each constraint, the largest over a rank's stages [i, r, l]."""
-        may_end = self.c.may_end()[:, :, :, None]
-        by_kind = [np.where(may_end[..., k], peaks[..., k], np.inf) for k in range(peaks.shape[4])]
-        least = np.minimum.reduce(by_kind)
-        peak: Array = np.where(self.c.has_stage[:, None, :, None], least, -np.inf).max(axis=2)
-        return peak
-
-    def line(self, chain: int) -> slice:
-        """Returns the constraints of a chain, numbered from 0, one for each price."""
-        return slice(chain * self.num_prices, (chain + 1) * self.num_prices)
-
-
 class _InOrder:
     """The test for one stage a rank: consecutive blocks, as runs of equal ones."""
 
     def __init__(self, c: Columns) -> None:
-        self.c, system = c, _Constraints(c)
+        self.c, constraints = c, Constraints(c)
         self.recompute_s = np.zeros((0, 0, 0))
-        """Seconds of recompute of so many blocks [i, blocks, r] in whole blocks; empty: blocks may recompute in part."""
+        """Least seconds that a rank recomputes in whole blocks, by its number of blocks [i, blocks, r]; empty: blocks may do so in part."""
         self.recompute_in_run_s: dict[int, Array] = {}
-        """Likewise of so many blocks of one long run, where there are several kinds."""
-        self.system, costs = system, system.costs[:, :, 0]  # [i, r, l, k]
-        before = np.zeros(costs.shape)
-        before[:, :, system.line(0)] = c.least_forward_s[:, None, None]
-        before[:, :, system.line(1)] = (c.least_forward_s + c.least_backward_s)[:, None, None]
-        before[:, :, system.line(3)] = -c.least_backward_s[:, None, None]
-        # Chains 3 and 4 have the least backward of every block once; line_costs takes it off for the rank's blocks.
+        """Likewise by its number of blocks of one long run, by the index of the run, where there are several kinds."""
+        self.constraints, costs = constraints, constraints.costs[:, :, 0]  # [i, r, l, k]
+        before = np.zeros(costs.shape)  # what a block before the rank adds to the constraints of the rank
+        before[:, :, constraints.of_chain(0)] = c.least_forward_s[:, None, None]
+        before[:, :, constraints.of_chain(1)] = (c.least_forward_s + c.least_backward_s)[:, None, None]
+        before[:, :, constraints.of_chain(3)] = -c.least_backward_s[:, None, None]
+        # Chains 3 and 4 have the least backward of every block once; line_costs has subtracted it for the rank's blocks.
         for chain in (2, 3):
-            system.fixed[:, :, system.line(chain)] += (c.least_backward_s @ c.counts)[:, None, None]
+            constraints.fixed[:, :, constraints.of_chain(chain)] += (c.least_backward_s @ c.counts)[:, None, None]
         before = np.minimum(before, costs)  # a block adds no less on the rank than before it
         kinds, sizes = [kind for kind, _ in c.runs], np.array([count for _, count in c.runs], dtype=float)
         self.sizes, self.ends = sizes, np.concatenate([[0.0], np.cumsum(sizes)])
         zeros = np.zeros((*costs.shape[:3], 1))
-        self.slope = costs[..., kinds]
-        self.cost = np.concatenate([zeros, np.cumsum(self.slope * sizes, axis=3)], axis=3)
-        self.less = self.slope - before[..., kinds]
-        """What a block of each run saves by standing before a rank instead of on it [i, r, l, run]; ``saved`` has the cumulative sums."""
-        self.saved = np.concatenate([zeros, np.cumsum(self.less * sizes, axis=3)], axis=3)
+        self.cost_slope = costs[..., kinds]
+        self.cost = np.concatenate([zeros, np.cumsum(self.cost_slope * sizes, axis=3)], axis=3)
+        self.saved_slope = self.cost_slope - before[..., kinds]
+        """What a block of each run saves by standing before a rank instead of on it [i, r, l, run]; ``saved`` are its sums."""
+        self.saved = np.concatenate([zeros, np.cumsum(self.saved_slope * sizes, axis=3)], axis=3)
         once = c.once_s[:, 0][:, kinds]
         self.once_slope, self.once = once, np.concatenate([zeros[:, 0, 0], np.cumsum(once * sizes, axis=1)], axis=1)
 
-    def recompute_whole(self) -> None:
-        """From now on each block is in exactly one mode of recompute."""
+    def use_whole_recompute(self) -> None:
+        """Tests from now on with each block in exactly one mode of recompute."""
         c, most = self.c, int(self.ends[-1])
         if most <= 2:  # there is no inner block
             return
@@ -223,7 +171,7 @@ class _InOrder:
         self.recompute_in_run_s = {run: self._recompute_table_s([c.runs[run][0]]) for run in long_runs}
 
     def _recompute_table_s(self, kinds: Sequence[int]) -> Array:
-        """Returns the least seconds that so many blocks of these kinds recompute [i, blocks, r]."""
+        """Returns the least seconds of a step that a rank recomputes, by its number of blocks of these kinds [i, blocks, r]."""
         c, most = self.c, int(self.ends[-1])
         rows, count = np.divmod(np.arange(len(c.m) * (most + 1)), most + 1)
         bound = WholeRecompute(c, np.full((len(c.m), c.v), float(most)), kinds)
@@ -231,8 +179,8 @@ class _InOrder:
         recompute_s: Array = (c.m[rows][:, None] * per_micro_batch_s).reshape(len(c.m), most + 1, -1)
         return recompute_s
 
-    def _whole(self, rows: NDArray[np.intp], rank: int, stop: Array, start: Array, over: Array) -> Array:
-        """Returns ``start``, raised by up to ``TRIES`` blocks where the rank's recompute in whole blocks takes too long.
+    def _start_if_whole(self, rows: NDArray[np.intp], rank: int, stop: Array, start: Array, over: Array) -> Array:
+        """Returns ``start``, raised by up to ``MAX_TAKEN_OFF`` blocks where the rank would take too long if it recomputes whole blocks.
 
         Args:
             rows: the instances [n].
@@ -240,15 +188,15 @@ class _InOrder:
             start, stop: the rank takes the blocks from ``start`` to ``stop`` [n].
             over: by how much its constraints exceed the time if it takes all blocks up to ``stop`` [n, l].
         """
-        lines = [chain * self.system.num_prices for chain in range(CHAINS)]
-        for _ in range(TRIES):
+        at_price_0 = [chain * self.constraints.num_prices for chain in range(CHAINS)]
+        for _ in range(MAX_TAKEN_OFF):
             run = np.clip(np.searchsorted(self.ends, start, side="right") - 1, 0, len(self.sizes) - 1)
-            at = rows[:, None], rank, lines, run[:, None]
-            spared = self.saved[at] + (start - self.ends[run])[:, None] * self.less[at]
+            at = rows[:, None], rank, at_price_0, run[:, None]
+            spared = self.saved[at] + (start - self.ends[run])[:, None] * self.saved_slope[at]
             recompute_s = self._recomputed_s(rows, rank, stop, start)
             is_never = np.isinf(recompute_s)
             recompute_s = np.where(is_never, 0.0, recompute_s)[:, None]
-            is_late = is_never | (over[:, lines] - spared + recompute_s > 1e-9 * recompute_s).any(axis=1)
+            is_late = is_never | (over[:, at_price_0] - spared + recompute_s > 1e-9 * recompute_s).any(axis=1)
             is_late &= start < stop
             if not is_late.any():
                 break
@@ -282,7 +230,7 @@ class _InOrder:
         return fits
 
     def _once(self, rows: NDArray[np.intp], count: Array) -> Array:
-        """Returns the first rank's work once a step if it has at least so many blocks."""
+        """Returns the least work once a step of the first rank if it has at least so many blocks."""
         run = np.searchsorted(self.ends, count) - 1
         once_s: Array = self.once[rows, run] + (count - self.ends[run]) * self.once_slope[rows, run]
         once_s += self.c.tie_s[rows]
@@ -292,30 +240,38 @@ class _InOrder:
         """Returns whether ranks can take all blocks, and how many the first rank takes.
 
         From the last rank to the first, each takes the blocks from ``start`` to ``stop``, and ``start`` is the ``stop`` of the rank before.
+        A constraint is exceeded by ``over`` if the rank takes all blocks up to ``stop``. Leaving the first ones to earlier ranks saves
+        enough from some ``start`` on, which is found in the sums ``saved`` over runs and then within a run.
+
+        Args:
+            rows: the instances [n].
+            time_s: the step time of each test [n].
+            once_s: the work once a step of the first rank [n], with which chains 2 and 3 end.
         """
-        c, system, last = self.c, self.system, len(self.sizes)
+        c, constraints, last = self.c, self.constraints, len(self.sizes)
         stop, first = np.full(len(rows), self.ends[-1]), np.ones(len(rows))
         fits = np.ones(len(rows), dtype=bool)
-        time = np.where(system.is_timed, time_s[:, None] * (1 + 1e-9), 0.0)
-        time[:, system.num_prices : 3 * system.num_prices] -= once_s[:, None]
-        place_of, lines = rows[:, None], np.arange(time.shape[1])
+        time = np.where(constraints.is_timed, time_s[:, None] * (1 + 1e-9), 0.0)
+        time[:, constraints.num_prices : 3 * constraints.num_prices] -= once_s[:, None]
+        lines = np.arange(time.shape[1])
         for rank in reversed(range(c.active.shape[1])):
             is_here = c.active[rows, rank]
             run = np.searchsorted(self.ends, stop) - 1
-            cost = self.cost[rows, rank, :, run] + (stop - self.ends[run])[:, None] * self.slope[rows, rank, :, run]
-            # ``over``: what the rank has to save by leaving blocks to earlier ranks
-            over = cost + system.fixed[rows, rank] - time
-            place = (self.saved[rows, rank] < over[..., None]).sum(axis=2)  # runs that do not save enough
-            inner = np.minimum(np.maximum(place, 1), last) - 1
-            less, base = self.less[place_of, rank, lines, inner], self.saved[place_of, rank, lines, inner]
+            at_run = rows, rank, slice(None), run
+            cost = self.cost[at_run] + (stop - self.ends[run])[:, None] * self.cost_slope[at_run]
+            over = cost + constraints.fixed[rows, rank] - time
+            num_short = (self.saved[rows, rank] < over[..., None]).sum(axis=2)  # starts of runs that save too little
+            inner = np.minimum(np.maximum(num_short, 1), last) - 1
+            at = rows[:, None], rank, lines, inner
+            slope, base = self.saved_slope[at], self.saved[at]
             with np.errstate(divide="ignore", invalid="ignore"):
-                starts = self.ends[inner] + np.ceil((over - base) / less - SLACK)
-            starts[place == 0] = 0.0
-            starts[place > last] = np.inf
+                starts = self.ends[inner] + np.ceil((over - base) / slope - SLACK)
+            starts[num_short == 0] = 0.0
+            starts[num_short > last] = np.inf
             start = np.maximum(starts.max(axis=1), rank)
             if self.recompute_s.size:
                 start = np.where(
-                    np.isfinite(start), self._whole(rows, rank, stop, np.minimum(start, stop), over), start
+                    np.isfinite(start), self._start_if_whole(rows, rank, stop, np.minimum(start, stop), over), start
                 )
             fits &= ~is_here | (start <= stop)
             if rank == 0:
@@ -327,66 +283,79 @@ class _InOrder:
 
 
 class _InAnyOrder:
-    """The test for several stages a rank: blocks of each group in any order; the first and the last block on their stages."""
+    """The test for several stages a rank: blocks of each group in any order; the first and the last block of the model on their stages.
+
+    Attributes:
+        needed: the least number of blocks of each rank besides the first and the last block of the model [i, r].
+        tables: for each measure of what ranks take (blocks, blocks of the largest group, work) its table, see :meth:`_table`.
+        totals: for each measure the total that the ranks must take [i].
+        whole: the least recompute in whole blocks.
+    """
 
     def __init__(self, c: Columns) -> None:
-        self.c, system = c, _Constraints(c)
-        self.system = system
+        self.c, constraints = c, Constraints(c)
+        self.constraints = constraints
         inner = c.counts.copy()
         inner[c.first] -= 1
         inner[c.last] -= 1
-        kinds = [members for group in c.groups if (members := [k for k in group if inner[k] > 0])]
-        counts = np.array([inner[members].sum() for members in kinds])
+        groups = [members for group in c.groups if (members := [k for k in group if inner[k] > 0])]
+        counts = np.array([inner[members].sum() for members in groups])
         largest, stages = int(counts.argmax()), c.pp * c.virtual
-        # each stage has at least as many blocks of the largest group as the other stages cannot hold
+        # ``each``: a stage has at least as many blocks of the largest group as the other stages cannot hold
         each = np.where(c.most < counts[largest], np.maximum(counts[largest] - c.most * (stages - 1), 0.0), 0.0)
-        fixed = system.fixed
-        fixed += np.where(c.is_first[:, :, None], system.costs[:, :, 0, :, c.first], 0.0)
-        fixed += np.where(c.is_last[:, :, None], system.costs[:, :, -1, :, c.last], 0.0)
-        self._before(kinds, largest, each)
-        costs = np.stack([system.costs[..., members].min(axis=4) for members in kinds], axis=4)  # [i, r, v, l, group]
-        costs = np.maximum(costs, 1e-30)
+        fixed = constraints.fixed
+        fixed += np.where(c.is_first[:, :, None], constraints.costs[:, :, 0, :, c.first], 0.0)
+        fixed += np.where(c.is_last[:, :, None], constraints.costs[:, :, -1, :, c.last], 0.0)
+        self._add_other_stages(groups, largest, each)
+        cheapest = [constraints.costs[..., members].min(axis=4) for members in groups]
+        costs = np.maximum(np.stack(cheapest, axis=4), 1e-30)  # [i, r, v, l, group]
         most = counts * c.has_stage[:, :, None]
         most[:, :, largest] = np.minimum(most[:, :, largest], np.where(c.has_stage, c.most[:, None], 0.0))
         self.needed = c.virtual[:, None] - c.is_first * 1.0 - c.is_last
         ones = np.ones((len(c.m), len(counts)))
-        measures = [(slice(None), ones)]  # whole blocks of all groups; of the largest group; work of all groups
+        # the groups that count and what a block of them counts: a block; a block of the largest group; its work
+        measures = [(slice(None), ones)]
         if len(counts) > 1:
-            work = np.stack([c.least_s[:, members].min(axis=1) for members in kinds], axis=1)
+            work = np.stack([c.least_s[:, members].min(axis=1) for members in groups], axis=1)
             measures += [(slice(largest, largest + 1), ones), (slice(None), work)]
-        self.whole = WholeRecompute(c, most.sum(axis=2), [k for members in kinds for k in members])
+        self.whole = WholeRecompute(c, most.sum(axis=2), [k for members in groups for k in members])
         self.tables = [
             self._table(costs[..., members], most[..., members], value[:, members]) for members, value in measures
         ]
         self.totals = [(value * counts)[:, members].sum(axis=1) for members, value in measures]
 
-    def _before(self, kinds: Sequence[Sequence[int]], largest: int, each: Array) -> None:
-        """Adds to the chains the least work on the stages before and after each rank, and the first rank's work once a step."""
-        c, system = self.c, self.system
-        inner = [k for members in kinds for k in members]
+    def _add_other_stages(self, groups: Sequence[Sequence[int]], largest: int, each: Array) -> None:
+        """Adds to ``fixed`` the least work on the stages before and after each rank, and the first rank's work once a step."""
+        c, constraints = self.c, self.constraints
+        inner = [k for members in groups for k in members]
 
-        def stages(values: Array, count: Array, end: int) -> Array:
-            """Returns the least of ``values`` over so many stages at one end of the model, one of which has the block of that end."""
-            any_s, largest_s = values[:, inner].min(axis=1), values[:, kinds[largest]].min(axis=1)
+        def over_stages(values: Array, count: Array, end: int) -> Array:
+            """Returns the least total of ``values`` over so many stages at one end of the model, one of which has the block of that end."""
+            any_s, largest_s = values[:, inner].min(axis=1), values[:, groups[largest]].min(axis=1)
             others = np.maximum(np.maximum(count - 1, 0) * any_s[:, None], count * (each * largest_s)[:, None])
             least: Array = (count > 0) * values[:, end][:, None] + others
             return least
 
         before = np.broadcast_to(np.arange(float(c.active.shape[1])), c.active.shape)
-        before_s = stages(c.least_forward_s, before, c.first)
-        end_s = stages(c.least_backward_s, before, c.first)
-        after_s = stages(c.least_backward_s, np.maximum(c.pp[:, None] - 1 - before, 0), c.last)
+        before_s = over_stages(c.least_forward_s, before, c.first)
+        end_s = over_stages(c.least_backward_s, before, c.first)
+        after_s = over_stages(c.least_backward_s, np.maximum(c.pp[:, None] - 1 - before, 0), c.last)
         once_s = c.once_s[:, 0, c.first] + c.tie_s
         once_s = once_s + (c.virtual - 1) * np.maximum(each, 1.0) * c.once_s[:, 0][:, inner].min(axis=1)
-        system.fixed[:, :, system.line(0)] += before_s[:, :, None]
-        system.fixed[:, :, system.line(1)] += (before_s + end_s + once_s[:, None])[:, :, None]
-        system.fixed[:, :, system.line(2)] += (after_s + end_s + once_s[:, None])[:, :, None]
-        system.fixed[:, :, system.line(3)] += after_s[:, :, None]
+        constraints.fixed[:, :, constraints.of_chain(0)] += before_s[:, :, None]
+        constraints.fixed[:, :, constraints.of_chain(1)] += (before_s + end_s + once_s[:, None])[:, :, None]
+        constraints.fixed[:, :, constraints.of_chain(2)] += (after_s + end_s + once_s[:, None])[:, :, None]
+        constraints.fixed[:, :, constraints.of_chain(3)] += after_s[:, :, None]
 
     def _table(self, costs: Array, most: Array, value: Array) -> tuple[Array, Array, Array]:
         """Returns cumulative costs and values of blocks and their ratio [i, r, l, places], the cheapest blocks for their value first.
 
         These are the greedy solutions of fractional knapsacks, one for each constraint of each rank.
+
+        Args:
+            costs: what a block of each group adds to each constraint [i, r, v, l, group].
+            most: the most blocks of each group on each stage [i, v, group].
+            value: what a block of each group counts [i, group].
         """
         i, r, v, lines, groups = costs.shape
         cost = np.moveaxis(costs, 3, 2).reshape(i, r, lines, v * groups)
@@ -406,43 +375,42 @@ class _InAnyOrder:
 
     def possible(self, rows: NDArray[np.intp], time_s: Array) -> NDArray[np.bool_]:
         """Returns whether the ranks of each row can take all blocks within its time."""
-        c, system = self.c, self.system
+        c, constraints = self.c, self.constraints
         is_here = c.active[rows]
-        time = np.where(system.is_timed, time_s[:, None, None] * (1 + 1e-9), 0.0)
-        budget = np.where(is_here[:, :, None], time - system.fixed[rows], 0.0)
+        time = np.where(constraints.is_timed, time_s[:, None, None] * (1 + 1e-9), 0.0)
+        budget = np.where(is_here[:, :, None], time - constraints.fixed[rows], 0.0)
         fits: NDArray[np.bool_] = np.asarray((budget >= 0.0).all(axis=(1, 2)))
         at = rows[:, None, None], np.arange(budget.shape[1])[:, None], np.arange(budget.shape[2])
-        for number, ((spent, values, rate), total) in enumerate(zip(self.tables, self.totals, strict=True)):
+        for measure, ((spent, values, rate), total) in enumerate(zip(self.tables, self.totals, strict=True)):
             place = np.maximum((spent[rows] <= budget[..., None]).sum(axis=3) - 1, 0)
             spent_before, value_before, slope = (x[*at, place] for x in (spent, values, rate))
             with np.errstate(invalid="ignore"):
                 value = np.where(slope > 0, value_before + (budget - spent_before) * slope, value_before).min(axis=2)
-            if number < 2:
+            if measure < 2:  # numbers of blocks are whole
                 value = np.floor(value + SLACK)
             value = np.where(is_here, value, 0.0)
             fits &= value.sum(axis=1) >= total[rows] * (1 - 1e-9)
-            if number == 0:
+            if measure == 0:
                 fits &= ((value >= self.needed[rows]) | ~is_here).all(axis=1)
-                blocks = value
-        value = blocks
-        # Recompute in whole blocks takes at most TRIES blocks off a rank, so that only close cases are tested.
-        is_near = value.sum(axis=1) - TRIES * c.pp[rows] < self.totals[0][rows]
+                count = value
+        # Recompute in whole blocks takes at most MAX_TAKEN_OFF blocks off a rank, so that only close cases are tested.
+        is_near = count.sum(axis=1) - MAX_TAKEN_OFF * c.pp[rows] < self.totals[0][rows]
         close = np.flatnonzero(fits & is_near & np.isfinite(time_s))
         if len(close):
-            lowered = self._whole(rows[close], value[close], budget[close])
+            lowered = self._lowered(rows[close], count[close], budget[close])
             fits[close] = lowered.sum(axis=1) >= self.totals[0][rows[close]] * (1 - 1e-9)
         return fits
 
-    def _whole(self, rows: NDArray[np.intp], value: Array, budget: Array) -> Array:
-        """Returns the number of blocks of each rank, lowered by up to ``TRIES`` where recompute in whole blocks takes too long."""
-        lines = [chain * self.system.num_prices for chain in range(CHAINS)]  # at price 0
-        spent, values, _ = (table[:, :, lines][rows] for table in self.tables[0])
-        for _ in range(TRIES):
-            recompute_s = self.c.m[rows][:, None] * self.whole.least_s(rows, value)
-            cost = between(value[:, :, None, None], values, spent)[..., 0]
-            is_late = (cost + recompute_s[:, :, None] > budget[:, :, lines]).any(axis=2)
-            is_late &= self.c.active[rows] & (value > 0)
+    def _lowered(self, rows: NDArray[np.intp], count: Array, budget: Array) -> Array:
+        """Returns the number of blocks of each rank, lowered by up to ``MAX_TAKEN_OFF`` where recompute in whole blocks takes too long."""
+        at_price_0 = [chain * self.constraints.num_prices for chain in range(CHAINS)]
+        spent, values, _ = (table[:, :, at_price_0][rows] for table in self.tables[0])
+        for _ in range(MAX_TAKEN_OFF):
+            recompute_s = self.c.m[rows][:, None] * self.whole.least_s(rows, count)
+            cost = between(count[:, :, None, None], values, spent)[..., 0]
+            is_late = (cost + recompute_s[:, :, None] > budget[:, :, at_price_0]).any(axis=2)
+            is_late &= self.c.active[rows] & (count > 0)
             if not is_late.any():
                 break
-            value = value - is_late
-        return value
+            count = count - is_late
+        return count

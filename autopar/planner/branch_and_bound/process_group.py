@@ -42,14 +42,14 @@ class LostProcessError(Exception):
     """A process of the group ended; the message is its error."""
 
 
-def available() -> bool:
+def can_fork() -> bool:
     """Return whether processes can be forked safely on this system (Linux)."""
     return hasattr(os, "fork") and os.uname().sysname == "Linux"
 
 
 def cores() -> int:
     """Return the number of cores on which this process may run, at most :data:`MAX_PROCESSES`; 1 where processes cannot be forked."""
-    return min(MAX_PROCESSES, len(os.sched_getaffinity(0))) if available() else 1
+    return min(MAX_PROCESSES, len(os.sched_getaffinity(0))) if can_fork() else 1
 
 
 def idle_cores() -> int:

@@ -5,15 +5,15 @@ read, and a table for each block. Elimination along the chain is dynamic program
 weights only make the tables wider. Equal blocks share one table. The inner blocks of a run are represented by one block and share its
 layout (:mod:`autopar.graph.rewrites`).
 
-The solver minimises a sum, but the step of a plan is not quite one: gathers overlap with the block before, and memory comes in steps.
-The best plan of a small problem may therefore have a typing that is optimal at no price of memory. :func:`every_typing` lists all
-typings of problems that have at most ``Space.every`` of them.
+The solver minimises a sum, but the step of a plan is not quite one: gathers overlap with the block before, and freed memory saves time
+only once a whole block need not recompute. The best plan of a small problem may therefore have a typing that is optimal at no price of
+memory. :func:`every_typing` lists all typings of problems that have at most ``Space.every`` of them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -23,23 +23,25 @@ from math import prod
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.graph.graph import Block, Ref
+from autopar.graph.graph import Block, Graph, Ref
 from autopar.graph.rewrites import Compact
-from autopar.plan.mesh import Type
+from autopar.plan.mesh import I, P, R, Type
 from autopar.plan.plan import AxisTyping
 from autopar.planner.sharding.block_table import (
-    MAX_BOUNDARY_STATES,
     AxisCosts,
     BlockProblem,
+    Boundary,
     boundary_of,
-    crossing_types,
-    narrow_boundaries,
 )
 from autopar.planner.sharding.elimination import EnergySolver, Entry, Marginals, prepare
 from autopar.planner.sharding.energy import Table, Weights
+from autopar.planner.sharding.input_axes import BATCH
 from autopar.planner.sharding.resharding import Structures
-from autopar.planner.sharding.strategy_energy import Choice, rests_of
+from autopar.planner.sharding.strategy_energy import Choice, rests_of, types_of
 from autopar.rules.strategy import Strategy, Typing
+
+MAX_BOUNDARY_STATES = 1 << 14
+"""Most entries of the boundary table of a block; above it values that cross the boundary are offered fewer types."""
 
 Assignment = tuple[int, ...]
 """A state for each variable of the problem of a block."""
@@ -77,7 +79,7 @@ class AxisSolver:
 
     Attributes:
         boundaries: what each block shares with others.
-        types: the types that each value at a boundary may have.
+        types: the types that each value at a boundary may have; see :func:`crossing_types` and :func:`narrow_boundaries`.
         equal_blocks: pairs of blocks whose boundary values must have equal types; see :meth:`_untie`.
         problems: the problem of each distinct block, by its key.
         keys: for each block the key of its problem.
@@ -262,6 +264,82 @@ class AxisSolver:
             strategies=tuple(choice.strategies[op.name].name for op in graph.block_ops(solved)),
             parameters=tuple(choice.parameters[p.name] for p in graph.block_parameters(solved)),
         )
+
+
+def crossing_types(graph: Graph, boundaries: Iterable[Boundary], size: int) -> dict[Ref, tuple[Type, ...]]:
+    """Return the types that each value at a block boundary may have.
+
+    They are all types; at boundaries that too many values cross, one whole type (I, or R for values without gradient) and the splits.
+    A value has the same types in all blocks that it touches, as their tables would not fit together otherwise.
+
+    Args:
+        graph: the graph.
+        boundaries: the boundaries of its blocks.
+        size: the number of ranks of the axis.
+    """
+    all_types: dict[Ref, tuple[Type, ...]] = {}
+    crowded: set[Ref] = set()
+    for boundary in boundaries:
+        refs = (*boundary.inputs, *boundary.outputs)
+        all_types |= {ref: types_of(graph.spec(ref), size) for ref in refs if ref not in all_types}
+        if prod(len(all_types[ref]) for ref in refs) > MAX_BOUNDARY_STATES:
+            crowded.update(refs)
+    return {
+        ref: tuple(t for t in types if t != P and (t != R or I not in types)) if ref in crowded else types
+        for ref, types in all_types.items()
+    }
+
+
+def narrow_boundaries(
+    costs: AxisCosts, boundaries: Iterable[Boundary], all_types: Mapping[Ref, tuple[Type, ...]]
+) -> tuple[dict[Ref, tuple[Type, ...]], dict[str, Sequence[Type]]]:
+    """Restrict the types at boundaries whose tables would still be too large.
+
+    Such a table occurs where a block reads values of several others and parameters that they read as well. The restrictions below are
+    applied one at a time, the smallest tensor first, until the table is small enough:
+
+    1. parameters are whole at rest, unless they are pinned;
+    2. values are whole or split along their first dim after the samples;
+    3. values are whole.
+
+    Args:
+        costs: the choices and prices of the graph.
+        boundaries: the boundaries of its blocks.
+        all_types: the types of each value at a boundary so far.
+
+    Returns:
+        The types of each value at a boundary, and the types at rest of the parameters that are pinned or restricted.
+    """
+    graph, types, rests = costs.graph, dict(all_types), dict(costs.rests)
+
+    def bytes_of(key: Ref | str) -> int:
+        return graph.spec(key).num_bytes if isinstance(key, Ref) else graph.parameter(key).spec.num_bytes
+
+    def offered(key: Ref | str) -> Sequence[Type]:
+        return types[key] if isinstance(key, Ref) else rests.get(key) or rests_of(graph.parameter(key).spec, costs.size)
+
+    for boundary in boundaries:
+        values = sorted((*boundary.inputs, *boundary.outputs), key=bytes_of)
+        restrictions: list[tuple[Ref | str, tuple[Type, ...]]] = [
+            (name, (I,)) for name in sorted(boundary.shared, key=bytes_of) if name not in costs.rests
+        ]
+        restrictions += [(ref, _whole_or_split(graph, ref, types[ref])) for ref in values]
+        restrictions += [(ref, types[ref][:1]) for ref in values]
+        for key, restricted in restrictions:
+            if prod(len(offered(each)) for each in boundary.keys) <= MAX_BOUNDARY_STATES:
+                break
+            if isinstance(key, Ref):
+                types[key] = restricted
+            else:
+                rests[key] = restricted
+    return types, rests
+
+
+def _whole_or_split(graph: Graph, ref: Ref, types: Sequence[Type]) -> tuple[Type, ...]:
+    """Return the first type of a value, which is whole, and a split along its first dim other than that of the samples."""
+    producer = graph.producer(ref)
+    batch_type = dict(producer.layouts[ref.index]).get(BATCH) if producer is not None and producer.layouts else None
+    return (*types[:1], *[t for t in types[1:] if t.is_split and t != batch_type][:1])
 
 
 def owners_of(compact: Compact) -> Counter[str]:

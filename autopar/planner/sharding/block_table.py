@@ -5,16 +5,15 @@ all choices in a graph, as :class:`autopar.planner.sharding.strategy_energy.Cost
 block.
 
 Blocks exchange values in the types in which they were produced: a change of type belongs to the block that reads the value (see
-``rules.apply``). Two blocks must therefore agree on nothing but the types of the values that cross their boundary and the types at rest of
-the parameters that both read, and a block is one table over these.
+``rules.apply``). Two blocks must therefore agree on nothing but the types of the values that cross their boundary and the types at rest (as
+they lie in memory between steps) of the parameters that both read. One table over these types says of a block all that others need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from math import prod
 
 from autopar.cost.blocks.block_cost import messages
 from autopar.cost.network.collectives import CollectiveModel
@@ -26,9 +25,8 @@ from autopar.hardware.device import Device
 from autopar.plan.mesh import I, Mesh, P, R, Type
 from autopar.planner.sharding.elimination import Marginals
 from autopar.planner.sharding.energy import FREE, Cost, Table, Weights
-from autopar.planner.sharding.input_axes import BATCH
 from autopar.planner.sharding.resharding import Structures
-from autopar.planner.sharding.strategy_energy import MAX_EXTRAS, Problem, rests_of, types_of
+from autopar.planner.sharding.strategy_energy import MAX_EXTRAS, TypingProblem, repetition_classes, rests_of
 from autopar.rules import table as rules
 from autopar.rules.local_calls import conversion, emitted_arguments, localize
 from autopar.rules.strategy import Local, Strategy
@@ -47,7 +45,7 @@ class AxisPricing:
         collectives: the model of collectives.
         mesh: the mesh.
         axis: the axis whose typing is priced.
-        state_bytes_per_element: bytes of an element of a parameter with its gradient and optimizer states, on one rank of the data axes.
+        state_bytes_per_element: bytes of an element of a parameter with its gradient and optimizer states, not sharded over data ranks.
         gradient_itemsize: bytes of an element of a gradient sum.
         collective_weight: factor on the seconds of collectives.
         measured: measured times of operators, which take precedence over the roofline; None if there are none.
@@ -63,7 +61,7 @@ class AxisPricing:
     measured: OperatorTimes | None = None
 
     @property
-    def changes_by_bytes(self) -> bool:
+    def prices_by_bytes(self) -> bool:
         """Whether changes of type and elementwise operators have equal costs for tensors of equal bytes.
 
         This holds whatever the shapes are and whichever of the dims after the first is split. It does not hold for measured times, which
@@ -72,7 +70,7 @@ class AxisPricing:
         return self.measured is None
 
     def op_cost(self, op: Op, operands: Sequence[TensorSpec]) -> Cost:
-        """Return the cost of a local operator: seconds, forward and backward, and bytes of internal tensors that it saves for backward."""
+        """Return the cost of an operator as one rank runs it: seconds, forward and backward, and saved bytes of internal tensors."""
         done = work(op, operands, self.device.kernel_kind)
         time = time_of_work(done, op, self.device)
         if self.measured is not None:
@@ -114,10 +112,10 @@ class AxisCosts:
         size: the number of its ranks.
         pricing: the prices of operators and collectives.
         owners: how many blocks read each parameter, by its name; each block bears an equal share of its costs of state and gradient sums.
-        rests: allowed types at rest by parameter name, where pins or :func:`narrow_boundaries` restrict them.
+        rests: allowed types at rest by parameter name, where pins or the limit on boundary tables restrict them.
         narrow: restricts the strategies of operators; None restricts nothing.
         tables: see :class:`autopar.planner.sharding.strategy_energy.Costs`.
-        parts: ``size`` as the rules expect it.
+        exact_size: ``size`` as a fraction, as the rules expect it.
     """
 
     graph: Graph
@@ -128,13 +126,13 @@ class AxisCosts:
     rests: Mapping[str, Sequence[Type]] = field(default_factory=dict)
     narrow: Narrow | None = None
     tables: dict[Hashable, tuple[Table, ...]] = field(default_factory=dict)
-    _changes: dict[Hashable, Cost | None] = field(default_factory=dict)
-    _calls: dict[Hashable, int] = field(default_factory=dict)
-    _op_costs: dict[tuple[int, Hashable], Cost] = field(default_factory=dict)
-    parts: Fraction = field(init=False)
+    _changes: dict[Hashable, Cost | None] = field(default_factory=dict)  # costs of changes of type
+    _calls: dict[Hashable, int] = field(default_factory=dict)  # a number for each distinct call of an operator
+    _op_costs: dict[tuple[int, Hashable], Cost] = field(default_factory=dict)  # by this number and class of strategy
+    exact_size: Fraction = field(init=False)
 
     def __post_init__(self) -> None:
-        self.parts = Fraction(self.size)
+        self.exact_size = Fraction(self.size)
 
     # --- choices
 
@@ -145,7 +143,7 @@ class AxisCosts:
             InfeasibleError: the pins leave it no strategy.
         """
         operands = tuple([self.graph.spec(ref) for ref in op.operands])
-        offered = rules.default_table().strategies(op, operands, axis=self.axis, size=self.parts, fallback=True)
+        offered = rules.default_table().strategies(op, operands, axis=self.axis, size=self.exact_size, fallback=True)
         kept = offered if self.narrow is None else self.narrow(op, offered)
         if not kept:
             raise InfeasibleError(
@@ -164,7 +162,7 @@ class AxisCosts:
     # --- operators
 
     def saves(self, op: Op) -> Sequence[Ref]:
-        """Return the values whose storage an operator keeps for backward, without parameters and the prelude, which are kept anyway."""
+        """Return the values whose storage an operator keeps for backward, except parameters and the prelude, which are kept anyway."""
         kept = self.pricing.saves(op, tuple([self.graph.spec(ref) for ref in op.operands]))
         roots = dict.fromkeys([self._root(ref) for ref in kept])
         return tuple([r for r in roots if not self.graph.is_parameter(r) and not self.graph.is_prelude(r)])
@@ -177,36 +175,36 @@ class AxisCosts:
             producer = self.graph.producer(ref)
         return ref
 
-    def operators(self, op: Op, strategies: Sequence[Strategy], saved: Sequence[Ref]) -> list[Cost]:
+    def operator_costs(self, op: Op, strategies: Sequence[Strategy], saved: Sequence[Ref]) -> list[Cost]:
         """Return the cost of an operator under each strategy; see :class:`autopar.planner.sharding.strategy_energy.Costs`."""
         specs = tuple([self.graph.spec(ref) for ref in op.operands])
         call = op.target, without_refs(op.args), without_refs(op.kwargs), specs, op.outputs
         number = self._calls.setdefault(call, len(self._calls))
-        by_bytes, cost_by_class = self.pricing.changes_by_bytes and is_elementwise(op), self._op_costs
+        by_bytes, known_costs = self.pricing.prices_by_bytes and is_elementwise(op), self._op_costs
         costs = []
         for strategy in strategies:
             key = number, _local_class(strategy, by_bytes)
-            if key not in cost_by_class:
-                cost_by_class[key] = self._op_cost(op, specs, strategy)
-            costs.append(cost_by_class[key])
+            if key not in known_costs:
+                known_costs[key] = self._op_cost(op, specs, strategy)
+            costs.append(known_costs[key])
         if not saved:
             return costs
-        source_of: dict[Ref, tuple[bool, int]] = {Ref(op.name, i): (False, i) for i in range(len(op.outputs))}
-        source_of |= {self._root(ref): (True, i) for i, ref in enumerate(op.operands)}
-        saved_sources = [(self.graph.spec(ref).num_bytes, *source_of[ref]) for ref in saved]
+        place_of: dict[Ref, tuple[bool, int]] = {Ref(op.name, i): (False, i) for i in range(len(op.outputs))}
+        place_of |= {self._root(ref): (True, i) for i, ref in enumerate(op.operands)}  # True: an operand
+        saved_places = [(self.graph.spec(ref).num_bytes, *place_of[ref]) for ref in saved]
         return [
             Cost(cost.time_s, 0.0, cost.saved_bytes + sum([
-                num_bytes / (self.size if (strategy.inputs if is_read else strategy.outputs)[i].is_split else 1)
-                for num_bytes, is_read, i in saved_sources
+                num_bytes / (self.size if (strategy.inputs if is_operand else strategy.outputs)[i].is_split else 1)
+                for num_bytes, is_operand, i in saved_places
             ]))
             for strategy, cost in zip(strategies, costs, strict=True)
         ]  # fmt: skip
 
     def _op_cost(self, op: Op, specs: Sequence[TensorSpec], strategy: Strategy) -> Cost:
-        """Return the cost of the local operator and its collectives under a strategy; saved operands and outputs are not counted."""
+        """Return the cost of the call that one rank makes under a strategy, and of its collectives, without saved operands and outputs."""
         operands = tuple([self.local(s, t) for s, t in zip(specs, strategy.inputs, strict=True)])
         outputs = tuple([self.local(s, t) for s, t in zip(op.outputs, strategy.outputs, strict=True)])
-        local = Local(axis=self.axis, size=self.parts, operands=operands, outputs=outputs)
+        local = Local(axis=self.axis, size=self.exact_size, operands=operands, outputs=outputs)
         local_op = localize(op, strategy, local)
         cost = self.pricing.op_cost(local_op, operands)
         collectives = messages(local_op, dict(zip(local_op.operands, operands, strict=True)).__getitem__)
@@ -228,14 +226,14 @@ class AxisCosts:
         spec = self.graph.spec(ref)
         if self.graph.is_parameter(ref):
             return spec, self.owners.get(ref.name, 1)
-        return (spec.num_bytes, spec.requires_grad) if self.pricing.changes_by_bytes else spec
+        return (spec.num_bytes, spec.requires_grad) if self.pricing.prices_by_bytes else spec
 
     def change(self, ref: Ref, source: Type, target: Type) -> Cost | None:
         """Return the cost of a change of type, forward and backward; None where there is no such change."""
         spec = self.graph.spec(ref)
         key: Hashable = spec, source, target
-        if self.pricing.changes_by_bytes:
-            key = (
+        if self.pricing.prices_by_bytes:
+            key = (  # splits of the first dim have prices of their own
                 spec.num_bytes, spec.requires_grad, source.kind, target.kind, source == target, source.dim > 0,
                 target.dim > 0,
             )  # fmt: skip
@@ -244,6 +242,7 @@ class AxisCosts:
         return self._changes[key]
 
     def _change(self, spec: TensorSpec, source: Type, target: Type) -> Cost | None:
+        """Return the cost of a change of type, worked out anew: that of its copies and of its collectives."""
         change = conversion(source, target, requires_grad=spec.requires_grad)
         if change is None:
             return None
@@ -264,7 +263,7 @@ class AxisCosts:
     # --- parameters
 
     def use(self, parameter: Parameter, rest: Type, wanted: Type) -> Cost | None:
-        """Return the cost of reading a parameter as ``wanted`` that is ``rest`` at rest; None where that is impossible."""
+        """Return the cost of reading a parameter of type ``rest`` at rest in the type ``wanted``; None where that is impossible."""
         spec = parameter.spec
         if (rest, wanted) == (I, R) and spec.requires_grad:  # the gradient is summed once a step
             time_s = self.pricing.collective_time_s("all_reduce", self.pricing.gradient_bytes(spec))
@@ -280,18 +279,11 @@ class AxisCosts:
 
 
 def _local_class(strategy: Strategy, by_bytes: bool) -> Hashable:
-    """Return a key that is equal for strategies of one call whose local operators have equal shapes, or equal bytes if ``by_bytes``."""
+    """Return a key that is equal for strategies of one call that give a rank tensors of equal shapes, or of equal bytes if ``by_bytes``."""
     if strategy.target:
         return strategy.name
     split_dims = [kind.dim for kind in (*strategy.inputs, *strategy.outputs)]
     return tuple([dim >= 0 for dim in split_dims] if by_bytes else split_dims)
-
-
-MAX_BOUNDARY_STATES = 1 << 14
-"""Most entries of the boundary table of a block; above it values that cross the boundary are offered fewer types."""
-
-REFINEMENTS = 2
-"""Two operators of one line of code are the same repeated operator if their operands agree up to this many producers back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,21 +302,21 @@ class Boundary:
 
     @property
     def keys(self) -> list[Ref | str]:
-        """The dims of the table of the block: values by reference, parameters by name."""
+        """What each dim of the table of the block stands for: values by reference, parameters by name."""
         return [*self.inputs, *self.outputs, *self.shared]
 
 
 class BlockProblem:
     """The typing of one block of a graph on one axis.
 
-    If its tables grow too large, choices are restricted step by step: values with several readers get fewer further types, repeated
-    operators share a strategy, and values are not cut inside the block.
+    If its elimination tables grow too large, choices are restricted step by step: values with several readers get fewer further types and
+    repeated operators share a strategy; then values are not cut inside the block; then values get no further types.
 
     Args:
         block: the block.
         costs: the choices and prices of the graph.
-        types: the types that each value at the boundary may have; see :func:`crossing_types`.
-        boundary: the dims of its table.
+        types: the types that each value at the boundary may have.
+        boundary: what the block shares with others, over which its table is.
         structures: cache of what depends on the structure of problems alone.
 
     Attributes:
@@ -343,7 +335,7 @@ class BlockProblem:
         self.block, self.costs, self.boundary, self.structures = block, costs, boundary, structures
         self.problem, self.keep = self._problem(types, MAX_EXTRAS)
         if self.problem.is_wide(self.keep):
-            op_classes = repeated(costs.graph, block)
+            op_classes = repetition_classes(costs.graph, block)
             self.problem, self.keep = self._problem(types, 1, op_classes)
             if not self.problem.is_eliminated(self.keep):
                 uncut = self._uncut_strategies(types)
@@ -354,24 +346,24 @@ class BlockProblem:
 
     def _problem(
         self, types: Mapping[Ref, Sequence[Type]], max_extras: int, op_classes: Mapping[str, object] | None = None
-    ) -> tuple[Problem, tuple[int, ...]]:
+    ) -> tuple[TypingProblem, tuple[int, ...]]:
         """Return the energy of the block, and the variables of its table in the order of :attr:`Boundary.keys`."""
         graph, costs = self.costs.graph, self.costs
-        problem = Problem(graph, costs, max_extras=max_extras, op_classes=op_classes, structures=self.structures)
-        keep = [problem.arrival(ref, types[ref]) for ref in self.boundary.inputs]
+        problem = TypingProblem(graph, costs, max_extras=max_extras, op_classes=op_classes, structures=self.structures)
+        keep = [problem.add_arrival(ref, types[ref]) for ref in self.boundary.inputs]
         for op in graph.block_ops(self.block):
-            problem.operator(op)
-        problem.close()
-        keep += [problem.departure(ref, types[ref]) for ref in self.boundary.outputs]
-        keep += [problem.parameter(graph.parameter(name)) for name in self.boundary.shared]
+            problem.add_operator(op)
+        problem.connect_readers()
+        keep += [problem.add_departure(ref, types[ref]) for ref in self.boundary.outputs]
+        keep += [problem.add_parameter(graph.parameter(name)) for name in self.boundary.shared]
         if graph.loss.name in problem.ops:
-            problem.end(graph.loss, lambda kind: costs.change(graph.loss, kind, I))
+            problem.add_end(graph.loss, lambda kind: costs.change(graph.loss, kind, I))
         return problem, tuple(keep)
 
     def _uncut_strategies(self, types: Mapping[Ref, Sequence[Type]]) -> dict[str, tuple[Strategy, ...]]:
-        """Return for each operator the strategies that read each value whole, or split as it is produced or arrives.
+        """Return for each operator the strategies that read each value whole, or split in a way in which it may be produced or arrive.
 
-        No value is then cut inside the block.
+        No value is then cut inside the block: changed from whole to split, or from one split to another.
         """
         graph, produced = self.costs.graph, {ref: {*types[ref]} for ref in self.boundary.inputs}
         kept: dict[str, tuple[Strategy, ...]] = {}
@@ -388,7 +380,7 @@ class BlockProblem:
         return kept
 
     def solve_all(self, weights: Sequence[Weights]) -> Marginals:
-        """Return the table over (inputs, outputs, shared parameters) under each of the weights."""
+        """Return the table of the block, over its inputs, outputs and shared parameters, under each of the weights."""
         return self.problem.solve_all(self.keep, weights)
 
 
@@ -405,94 +397,3 @@ def boundary_of(graph: Graph, block: Block, owners: Mapping[str, int]) -> Bounda
         outputs=tuple(ref for ref in graph.block_outputs(block) if ref != graph.loss or graph.users(ref)),
         shared=tuple(p.name for p in graph.block_parameters(block) if owners.get(p.name, 1) > 1),
     )
-
-
-def repeated(graph: Graph, block: Block) -> dict[str, object]:
-    """Return a key for each operator of ``block`` that is equal for the repetitions of one line of code (a loop over time).
-
-    Repeated operators share one strategy. A choice for each repetition would make the problem too wide to solve, and layouts that change
-    from step to step are not worthwhile. Literal arguments, such as the index of the step, do not count.
-    """
-    ops = graph.block_ops(block)
-    keys: dict[str, object] = {
-        op.name: (op.module, op.source, op.target, op.outputs, tuple(graph.spec(ref) for ref in op.operands))
-        if op.source
-        else op.name
-        for op in ops
-    }
-    for _ in range(REFINEMENTS):
-        number: dict[object, int] = {}
-        numbers = {name: number.setdefault(key, len(number)) for name, key in keys.items()}
-        keys = {
-            op.name: (numbers[op.name], *((numbers.get(ref.name, ref.name), ref.index) for ref in op.operands))
-            for op in ops
-        }
-    return keys
-
-
-def crossing_types(graph: Graph, boundaries: Iterable[Boundary], size: int) -> dict[Ref, tuple[Type, ...]]:
-    """Return the types that each value at a block boundary may have.
-
-    They are all types, or only one whole type (I, or R for values without gradient) and splits at boundaries that too many values cross.
-    A value has the same types in all blocks that it touches, as their tables would not fit together otherwise.
-    """
-    all_types: dict[Ref, tuple[Type, ...]] = {}
-    narrow: set[Ref] = set()
-    for boundary in boundaries:
-        refs = (*boundary.inputs, *boundary.outputs)
-        all_types |= {ref: types_of(graph.spec(ref), size) for ref in refs if ref not in all_types}
-        if prod(len(all_types[ref]) for ref in refs) > MAX_BOUNDARY_STATES:
-            narrow.update(refs)
-    return {
-        ref: tuple(t for t in types if t != P and (t != R or I not in types)) if ref in narrow else types
-        for ref, types in all_types.items()
-    }
-
-
-def narrow_boundaries(
-    costs: AxisCosts, boundaries: Iterable[Boundary], all_types: Mapping[Ref, tuple[Type, ...]]
-) -> tuple[dict[Ref, tuple[Type, ...]], dict[str, Sequence[Type]]]:
-    """Restrict the types at boundaries whose tables would still be too large; return the types of values and of parameters at rest.
-
-    Such a table occurs where a block reads values of several others and parameters that they read as well. The restrictions below are
-    applied one at a time, the smallest tensor first, until the table is small enough:
-
-    1. parameters are whole at rest, unless they are pinned;
-    2. values are whole or split along their first dim after the samples;
-    3. values are whole.
-
-    Args:
-        costs: the choices and prices of the graph.
-        boundaries: the boundaries of its blocks.
-        all_types: the types of each value at a boundary so far.
-    """
-    graph, types, rests = costs.graph, dict(all_types), dict(costs.rests)
-
-    def bytes_of(key: Ref | str) -> int:
-        return graph.spec(key).num_bytes if isinstance(key, Ref) else graph.parameter(key).spec.num_bytes
-
-    def offered(key: Ref | str) -> Sequence[Type]:
-        return types[key] if isinstance(key, Ref) else rests.get(key) or rests_of(graph.parameter(key).spec, costs.size)
-
-    for boundary in boundaries:
-        values = sorted((*boundary.inputs, *boundary.outputs), key=bytes_of)
-        restrictions: list[tuple[Ref | str, tuple[Type, ...]]] = [
-            (name, (I,)) for name in sorted(boundary.shared, key=bytes_of) if name not in costs.rests
-        ]
-        restrictions += [(ref, _whole_or_split(graph, ref, types[ref])) for ref in values]
-        restrictions += [(ref, types[ref][:1]) for ref in values]
-        for key, restricted in restrictions:
-            if prod(len(offered(each)) for each in boundary.keys) <= MAX_BOUNDARY_STATES:
-                break
-            if isinstance(key, Ref):
-                types[key] = restricted
-            else:
-                rests[key] = restricted
-    return types, rests
-
-
-def _whole_or_split(graph: Graph, ref: Ref, types: Sequence[Type]) -> tuple[Type, ...]:
-    """Return the first type of a value, which is whole, and a split along its first dim other than that of the samples."""
-    producer = graph.producer(ref)
-    batch_type = dict(producer.layouts[ref.index]).get(BATCH) if producer is not None and producer.layouts else None
-    return (*types[:1], *[t for t in types[1:] if t.is_split and t != batch_type][:1])

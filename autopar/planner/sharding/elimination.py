@@ -4,8 +4,8 @@ An energy is a sum of tables over small sets of discrete variables; an infinite 
 that contain a variable and minimises the sum over it, which leaves one table over the neighbours of the variable (dynamic programming on a
 graph, after Bertele and Brioschi, 1972; "bucket elimination", Dechter 1999).
 
-The steps of an elimination depend on the scopes of the tables and not on their entries. :func:`prepare` therefore works them out once, and
-:meth:`EnergySolver.solve_all` solves many energies of one structure side by side.
+The steps of an elimination depend only on the structure of an energy: the numbers of states and the scopes of the tables, not the
+entries. :func:`prepare` therefore works them out once, and :meth:`EnergySolver.solve_all` solves many energies of one structure together.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ MAX_SIDE_BY_SIDE = 1 << 20
 """Limit on the entries of the largest table times the number of energies that are eliminated at once (8 MiB of float64)."""
 
 _RELEASED: Table = np.zeros(0)
+"""Takes the place of a table that is no longer needed, so that its memory is freed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +58,12 @@ Decoder = Callable[[Sequence[Entry]], States]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Marginals:
-    """The least energy for every combination of states of the kept variables, for several energies of one structure.
+    """The min-marginals of several energies of one structure: the least energy for every combination of states of the kept variables.
 
     Attributes:
         tables: least energies [energies, *states of the kept variables]; infinite where every assignment is forbidden.
         chunk_size: the number of energies that were solved side by side.
-        decoders: one decoder for each chunk of so many energies.
+        decoders: one decoder for each such chunk of energies, in order.
     """
 
     tables: Table
@@ -104,7 +105,7 @@ class EnergySolver:
         """Return the marginals of several energies; each is the same as if it were solved alone.
 
         Args:
-            tables: the tables of each factor, with the energies as first dim. This dim has length 1 where all energies share the table.
+            tables: for each scope its tables, with the energies as first dim. This dim has length 1 where all energies share the table.
             count: the number of energies.
         """
         least = np.full([count, *(self.sizes[k] for k in self.keep)], np.inf)
@@ -114,11 +115,11 @@ class EnergySolver:
         decoders: list[Decoder] = []
         for start in range(0, count, chunk_size):
             chunk = [table if len(table) == 1 else table[start : start + chunk_size] for table in tables]
-            least[start : start + chunk_size], decoder = self._solve(chunk)
+            least[start : start + chunk_size], decoder = self._solve_chunk(chunk)
             decoders.append(decoder)
         return Marginals(tables=least, chunk_size=chunk_size, decoders=tuple(decoders))
 
-    def _solve(self, tables: Sequence[Table]) -> tuple[Table, Decoder]:
+    def _solve_chunk(self, tables: Sequence[Table]) -> tuple[Table, Decoder]:
         """Return the table of one chunk of energies over ``keep``, and its decoder."""
         if self.steps is not None:
             return _eliminate(self.steps, tables, self.keep, len(self.sizes))
@@ -143,8 +144,8 @@ def prepare(
         sizes: the number of states of each variable.
         scopes: the variables of each table.
         keep: the variables that are not minimised over.
-        max_entries: the largest table that elimination may make; past it the solver uses an integer program.
-        cache: cache of solvers by structure, which this call extends.
+        max_entries: entries of the largest table that elimination may make; past it the solver uses an integer program.
+        cache: cache of solvers by structure, which this call extends; None caches nothing.
     """
     cache = {} if cache is None else cache
     key = keep, max_entries, sizes, scopes
@@ -159,10 +160,10 @@ def prepare(
 
 
 def _parts(step: EliminationStep, tables: Sequence[Table]) -> list[Table]:
-    """Return the tables that a step adds up, shaped to be broadcast over [energies, *step.shape]."""
+    """Return the tables that a step adds up, transposed and reshaped so that they broadcast over [energies, *step.shape]."""
     parts = []
-    for k, axes, shape in step.parts:
-        part = tables[k] if axes is None else tables[k].transpose(axes)
+    for k, permutation, shape in step.parts:
+        part = tables[k] if permutation is None else tables[k].transpose(permutation)
         parts.append(part if shape is None else part.reshape((len(part), *shape)))
     return parts
 
@@ -207,23 +208,23 @@ class _Backtracking:
         indices = np.array([entry.index for entry in entries], dtype=np.intp).reshape(len(entries), len(self.keep))
         assignments = np.zeros((len(entries), self.num_variables), dtype=np.intp)
         assignments[:, self.keep] = indices
-        for step in reversed(self.eliminated):
-            context = [energies, *(assignments[:, u] for u in step.scope)]
+        for eliminated in reversed(self.eliminated):
+            context = [energies, *(assignments[:, u] for u in eliminated.scope)]
             total: Table | float = 0.0
-            for part in step.parts:
+            for part in eliminated.parts:
                 energy_index, *others = [
                     c if n > 1 else zeros for c, n in zip(context, part.shape[:1] + part.shape[2:], strict=True)
                 ]
                 index: tuple[Any, ...] = (energy_index, slice(None), *others)
                 total = total + part[index]
-            assignments[:, step.variable] = np.argmin(total, axis=-1)
+            assignments[:, eliminated.variable] = np.argmin(total, axis=-1)
         return assignments
 
 
 def _eliminate(
     steps: Sequence[EliminationStep], tables: Sequence[Table], keep: tuple[int, ...], num_variables: int
 ) -> tuple[Table, Decoder]:
-    """Minimise over the variables of the steps one by one; return the table over ``keep`` and its decoder."""
+    """Minimise over the variables of the steps one by one; return the table over ``keep``, which the last step sums, and its decoder."""
     live_tables = list(tables)
     eliminated = []
     for step in steps[:-1]:
@@ -243,9 +244,9 @@ def _by_integer_program(energy: Energy, keep: tuple[int, ...]) -> tuple[Table, D
     table = np.full([1, *(energy.sizes[k] for k in keep)], np.inf)
     assignments: dict[tuple[int, ...], tuple[int, ...]] = {}
     for index in product(*(range(energy.sizes[k]) for k in keep)):
-        best = minimise_by_milp(energy, fixed=dict(zip(keep, index, strict=True)))
-        if best is not None:
-            table[0, *index], assignments[index] = best.value, best.assignment
+        minimum = minimise_by_milp(energy, fixed=dict(zip(keep, index, strict=True)))
+        if minimum is not None:
+            table[0, *index], assignments[index] = minimum.value, minimum.assignment
     return table, lambda entries: np.array([assignments[entry.index] for entry in entries], dtype=np.intp)
 
 
@@ -258,13 +259,13 @@ _Row = tuple[list[tuple[int, float]], float]
 def minimise_by_milp(energy: Energy, *, fixed: Mapping[int, int] | None = None) -> Minimum | None:
     """Return the exact minimum with the variables of ``fixed`` held at their states; None when every assignment is forbidden.
 
-    The program has a binary column for each state of each variable, and a column in [0, 1] for each allowed entry of each table of two or
-    more variables. Marginalisation constraints tie these entries to the states (the local polytope of Wainwright and Jordan).
+    The program has a binary column (an unknown) for each state of each variable, and a column in [0, 1] for each allowed entry of each
+    table of two or more variables. Marginalisation constraints tie these entries to the states (the local polytope of Wainwright, Jordan).
 
     Raises:
         InternalError: the solver stops without an answer.
     """
-    first = np.concatenate([[0], np.cumsum(energy.sizes)]).astype(int)
+    first = np.concatenate([[0], np.cumsum(energy.sizes)]).astype(int)  # the first column of each variable
     cost: list[float] = [0.0] * int(first[-1])
     upper = [1.0] * int(first[-1])
     rows: list[_Row] = [([(int(first[v]) + s, 1.0) for s in range(n)], 1.0) for v, n in enumerate(energy.sizes)]
@@ -282,11 +283,11 @@ def minimise_by_milp(energy: Energy, *, fixed: Mapping[int, int] | None = None) 
             _add_joint(factor, energy.sizes, first, cost, rows)
     if np.isinf(constant):
         return None
-    return _solve(energy, first, np.array(cost), np.array(upper + [1.0] * (len(cost) - len(upper))), rows)
+    return _solve_program(energy, first, np.array(cost), np.array(upper + [1.0] * (len(cost) - len(upper))), rows)
 
 
 def _add_joint(factor: Factor, sizes: tuple[int, ...], first: np.ndarray, cost: list[float], rows: list[_Row]) -> None:
-    """Add a column for each allowed entry of a table; the columns with a state in common add up to the column of that state.
+    """Add a column to ``cost`` for each allowed entry of a table, and rows by which those with a state in common add up to its column.
 
     ``first[v]`` is the column of the first state of variable ``v``; its other states follow.
     """
@@ -302,7 +303,9 @@ def _add_joint(factor: Factor, sizes: tuple[int, ...], first: np.ndarray, cost: 
     rows += [(terms, 0.0) for terms in sums.values()]
 
 
-def _solve(energy: Energy, first: np.ndarray, cost: np.ndarray, upper: np.ndarray, rows: list[_Row]) -> Minimum | None:
+def _solve_program(
+    energy: Energy, first: np.ndarray, cost: np.ndarray, upper: np.ndarray, rows: list[_Row]
+) -> Minimum | None:
     """Solve the integer program and read the assignment off its columns; return None where it is infeasible."""
     from scipy.optimize import Bounds, LinearConstraint, milp  # slow to import: only where it is needed
     from scipy.sparse import coo_array

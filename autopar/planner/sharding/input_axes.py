@@ -31,7 +31,7 @@ from autopar.ops.kernels import region_of
 from autopar.plan.mesh import I, P, R, S, Type
 from autopar.planner.sharding.elimination import Entry
 from autopar.planner.sharding.energy import FREE, Cost, Table, Weights
-from autopar.planner.sharding.strategy_energy import Problem
+from autopar.planner.sharding.strategy_energy import TypingProblem
 from autopar.rules import table as rules
 from autopar.rules.local_calls import conversion
 from autopar.rules.strategy import ZIGZAG_SAFE, Strategy, Typing
@@ -72,7 +72,7 @@ class _BatchCosts:
     def saves(self, op: Op) -> Sequence[Ref]:
         return ()
 
-    def operators(self, op: Op, strategies: Sequence[Strategy], saved: Sequence[Ref]) -> list[Cost]:
+    def operator_costs(self, op: Op, strategies: Sequence[Strategy], saved: Sequence[Ref]) -> list[Cost]:
         elements = sum(spec.numel for spec in op.outputs)
         return [
             Cost(time_s=float(s.work) * elements + 0.5 * [kind.kind for kind in s.inputs].count("P"))
@@ -159,21 +159,21 @@ def _solve(compact: Compact, size: Fraction, offered: Mapping[str, Sequence[Stra
     """
     graph = compact.graph
     inputs = {leaf.name: S(leaf.batch_dim) for leaf in graph.inputs if leaf.batch_dim is not None}
-    problem = Problem(graph, _BatchCosts(graph=graph, strategies=offered, gathers=gathers))
+    problem = TypingProblem(graph, _BatchCosts(graph=graph, strategies=offered, gathers=gathers))
     for leaf in graph.inputs:
-        problem.arrival(Ref(leaf.name), (R,) if leaf.batch_dim is None else (S(leaf.batch_dim),))
+        problem.add_arrival(Ref(leaf.name), (R,) if leaf.batch_dim is None else (S(leaf.batch_dim),))
     for buffer in graph.buffers:
-        problem.arrival(Ref(buffer.name), (R,))
+        problem.add_arrival(Ref(buffer.name), (R,))
     for op in (*graph.prelude, *graph.ops):
-        problem.operator(op)
-    problem.close()
+        problem.add_operator(op)
+    problem.connect_readers()
     for a, b in compact.alike:
-        problem.same_type(a, b)
-    problem.end(graph.loss, lambda kind: problem.costs.change(graph.loss, kind, P))
+        problem.require_same_type(a, b)
+    problem.add_end(graph.loss, lambda kind: problem.costs.change(graph.loss, kind, P))
     for mutation in graph.mutations:
         if mutation.value.name in problem.ops:
             ends = (R, I, P) if graph.is_prelude(mutation.value) else (R, I)
-            problem.end(mutation.value, dict.fromkeys(ends, FREE).get)
+            problem.add_end(mutation.value, dict.fromkeys(ends, FREE).get)
     best = problem.solve_all((), [Weights()])
     if best.tables[0] == float("inf"):
         raise _mixing_error(graph, graph.producer(graph.loss), "no choice of strategies fits together")

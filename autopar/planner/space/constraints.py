@@ -212,7 +212,7 @@ def sequence_constraints(problem: Problem, pins: Pins) -> tuple[Constraint, ...]
     return tuple(constraints)
 
 
-def practice(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
+def practice_constraints(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
     """Return the constraints that leave out what is not worth trying unless it is pinned, such as dominated schedules and ``tp`` across nodes.
 
     A space without ``practice`` has only its limits on degrees and sizes of micro-batches.

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.plan.mesh import MESH_AXES
 from autopar.plan.schedule import SCHEDULES
-from autopar.planner.space.candidates import DEGREES, Candidate
+from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.constraints import Table, pin_constraints
 from autopar.planner.space.pins import Pins
 
@@ -116,7 +117,7 @@ def _usual_first(pool: Sequence[Candidate], table: Table, texts: Sequence[str]) 
 
 def _table(pool: Sequence[Candidate]) -> Table:
     """Return the choices on which the rules have pins, one column for each."""
-    columns = {key: [getattr(c.mesh, key) for c in pool] for key in DEGREES} | {
+    columns = {key: [getattr(c.mesh, key) for c in pool] for key in MESH_AXES} | {
         "zero": [c.zero_stage for c in pool],
         "micro_batch": [c.micro_batch_size for c in pool],
         "schedule": [SCHEDULES.index(c.schedule) for c in pool],

@@ -41,7 +41,7 @@ class Space:
         trials: the number of evaluations in a larger space, unless the caller gives a limit.
         equal_stages: whether all stages hold equally many blocks of the largest group of equal blocks, or one more where they do not
             divide.
-        practice: whether choices that are hardly ever worth trying are left out (:func:`autopar.planner.space.constraints.practice`).
+        practice: whether what is hardly ever worth trying is left out (:func:`~autopar.planner.space.constraints.practice_constraints`).
         every: the number of plans of a candidate in one layout (cuts with recompute), and of layouts on ``tp``, up to which all are tried.
             Above it cuts and layouts are those of the solvers. 0: always those.
         bucket_bytes: the sizes of gradient buckets that are tried for the best plan of each candidate; ``bucket_mib`` in a file.

@@ -26,7 +26,7 @@ RANK_SHARES = 6
 
 
 class EqualBlocks:
-    """The blocks of a model by class of equal blocks, and the laws on the blocks that virtual stages may hold (ADR 0011).
+    """The blocks of a model by class of equal blocks, and the limits on the blocks that virtual stages may hold (ADR 0011).
 
     Args:
         context: the context of the search.
@@ -81,7 +81,7 @@ class EqualBlocks:
     def most_blocks(self, option: PricedLayout, stages: int) -> float:
         """Return how many blocks of the largest group a virtual stage may hold: an even share of the time of the model, in blocks.
 
-        The share is rounded up. The law is for several stages a rank. The result is infinite if pins say what stages hold, if all cuts are
+        The share is rounded up. It limits ranks of several stages. The result is infinite if pins say what stages hold, if all cuts are
         tried, or if there is no such group.
         """
         group = self.largest(option)
@@ -97,7 +97,7 @@ class EqualBlocks:
         return math.comb(len(self.class_of) - 1, stages - 1) * math.prod(choices) <= self.every
 
     def even_stages(self, option: PricedLayout, pp: int, virtual_stages: int) -> list[list[NDArray[np.bool_]]]:
-        """Return the ways to cut virtual stages by the law of :meth:`most_blocks`, each a mask of allowed blocks i:j for every stage.
+        """Return the ways to cut virtual stages within the limit of :meth:`most_blocks`, each a mask of allowed blocks i:j for every stage.
 
         If there are two stages a rank and the blocks do not divide evenly, some ways give short first stages to the first ranks, which
         fills the pipeline sooner.

@@ -58,7 +58,7 @@ class CutBlock:
 
     Attributes:
         key: equal for blocks that are equal in everything else.
-        options: the block in each of its activation modes.
+        options: the block in each of its activation modes, in the order of the space.
         static_bytes: bytes of parameters, gradients and optimizer states.
         once_s: the least seconds that the block adds to a step once.
         more_s: seconds of a micro-batch that are added to the time of the block when stages are balanced.

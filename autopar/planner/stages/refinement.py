@@ -2,14 +2,15 @@
 
 The stage cut gives each stage an equal share of the memory of its rank and counts the most micro-batches that the stage ever holds. But the
 stages of a rank are full at different moments, so that the same block frees more on one stage than on another. Here the blocks of a rank
-are weighed together against its fullest moments. Of all steps to a leaner mode (:func:`autopar.planner.stages.recompute.lower_hull`) the
-one that frees most of the excess for its seconds is taken, until no moment is in excess; steps that turn out not to be needed are taken
+are weighed together against its fullest moments. Of all changes to a leaner mode (:func:`autopar.planner.stages.recompute.lower_hull`) the
+one that frees most of the excess for its seconds is made, until no moment is in excess; changes that turn out not to be needed are taken
 back. This is the greedy algorithm for covering programs (Dobson 1982).
 
-A block moves as long as the simulated step gets shorter. Which stage has one block more decides how the pipeline fills and drains, and what
-ranks with different devices wait for. The step is as long as its longest chain of actions (:mod:`autopar.cost.step.simulation`). With other
-stages the same actions still follow each other, so that a chain that was the longest of one cut gives a lower bound for other cuts without
-recompute. Moves are simulated in the order of these bounds, until no bound is below the best cut.
+A block moves to another stage as long as the simulated step gets shorter. Which stage has one block more decides how the pipeline fills and
+drains, and what ranks with different devices wait for. The step is as long as its longest chain of actions
+(:mod:`autopar.cost.step.simulation`). With other stages the same actions still follow each other, so that a chain that was the longest of
+one cut gives a lower bound for other cuts without recompute. Moves are simulated in the order of these bounds, until none is below the best
+step.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ MAX_CHOICES = 4
 """How often ranks choose again because the memory model finds more bytes than they counted."""
 
 TINY_S = 1e-12
-"""Least seconds counted for a step to a leaner mode, so that the bytes freed for a second are finite."""
+"""Least seconds counted for a change to a leaner mode, so that the bytes freed for a second are finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _LeanerMode:
-    """A step to a leaner mode, which each of the equal blocks of a stage may take.
+class _Change:
+    """A change to a leaner mode, which each of the equal blocks of a stage may make.
 
     Attributes:
         turn: the index of the stage among the stages of its rank.
         blocks: the indices of the blocks.
-        previous: the step of the same rank that brings the blocks to the mode before; -1 if that is their quickest mode.
-        mode: the mode after the step.
-        time_s: seconds that the step adds for one block.
-        freed_bytes: bytes that the step frees for one block.
+        previous: the index of the change that brings the blocks to the mode before it; -1 if that is their quickest mode.
+        mode: the mode after the change.
+        time_s: seconds that the change adds for one block.
+        freed_bytes: bytes that the change frees for one block and each micro-batch.
     """
 
     turn: int
@@ -59,7 +60,7 @@ class _LeanerMode:
 def refined(problem: CutProblem, fitting: Fitting) -> Fitting:
     """Return the cut with another choice of recompute if that is quicker and fits; else the same cut.
 
-    Cuts with one stage a rank, or whose blocks may keep on the host what they need, are returned unchanged.
+    Cuts with one stage a rank, without recompute, or whose blocks may keep on the host what they need, are returned unchanged.
     """
     if problem.candidate.virtual_stages == 1 or problem.candidate.moves or not {"selective", "full"} & {*fitting.modes}:
         return fitting
@@ -78,8 +79,8 @@ def _covering_modes(problem: CutProblem, stops: Stops, ranks: Sequence[int]) -> 
 
     Args:
         problem: the problem.
-        stops: the end of each stage.
-        ranks: the ranks; the blocks of other ranks stay in their quickest modes.
+        stops: the stop of each stage.
+        ranks: the ranks to choose for; the blocks of other ranks are in their quickest modes.
 
     Returns:
         The modes of all blocks and the memory of these ranks, which is within their limits; None if no such modes are found.
@@ -94,12 +95,12 @@ def _covering_modes(problem: CutProblem, stops: Stops, ranks: Sequence[int]) -> 
     for _ in range(MAX_CHOICES):
         if _all_fit(memory, limits):
             break
-        taken = cover.taken(excess)
-        if taken is None:
+        counts = cover.counts(excess)
+        if counts is None:
             return None
-        modes = cover.modes(taken)
+        modes = cover.modes(counts)
         memory = problem.model.memory(problem.stages_of(stops, modes), problem.step, ranks)
-        excess = [
+        excess = [  # without recompute, but with the transient bytes of this choice; more where that did not free enough
             old if now.total <= limit else np.maximum(np.maximum(old, new), old + now.total - limit)
             for old, new, now, limit in zip(excess, _excess_bytes(problem, memory, kept), memory, limits, strict=True)
         ]
@@ -132,74 +133,74 @@ def _excess_bytes(problem: CutProblem, memory: Sequence[Memory], kept: Array) ->
     excess = []
     for m in memory:
         other_bytes = m.parameters + m.gradients + m.optimizer + m.transient
-        of_rank = kept[m.pp_rank :: problem.pp]
-        excess.append(problem.peaks(m.pp_rank) @ of_rank + other_bytes - problem.tensor_limits[m.pp_rank])
+        kept_by_stages = kept[m.pp_rank :: problem.pp]
+        excess.append(problem.peaks(m.pp_rank) @ kept_by_stages + other_bytes - problem.tensor_limits[m.pp_rank])
     return excess
 
 
-def _leaner_modes(problem: CutProblem, stops: Stops, rank: int) -> list[_LeanerMode]:
-    """Return the steps to leaner modes of all blocks of a rank; the steps of the same blocks follow each other."""
-    blocks: dict[tuple[int, int], list[int]] = {}
+def _changes(problem: CutProblem, stops: Stops, rank: int) -> list[_Change]:
+    """Return the changes to leaner modes of all blocks of a rank; the changes of the same blocks follow each other."""
+    equal_blocks: dict[tuple[int, int], list[int]] = {}  # by stage and key
     rank_blocks = problem.block_options[rank].blocks
     for turn, (_, start, stop) in enumerate(problem.spans(stops)[rank :: problem.pp]):
         for i in range(start, stop):
-            blocks.setdefault((turn, rank_blocks[i].key), []).append(i)
-    steps: list[_LeanerMode] = []
-    for (turn, _), members in blocks.items():
+            equal_blocks.setdefault((turn, rank_blocks[i].key), []).append(i)
+    changes: list[_Change] = []
+    for (turn, _), members in equal_blocks.items():
         options = [option for option in rank_blocks[members[0]].options if option.mode != MOVED]
         hull = [options[i] for i in lower_hull(options)]
         for level, (before, after) in enumerate(pairwise(hull)):
-            steps.append(
-                _LeanerMode(
+            changes.append(
+                _Change(
                     turn=turn,
                     blocks=tuple(members),
-                    previous=len(steps) - 1 if level else -1,
+                    previous=len(changes) - 1 if level else -1,
                     mode=after.mode,
                     time_s=after.time_s - before.time_s,
                     freed_bytes=before.held_bytes - after.held_bytes,
                 )
             )
-    return steps
+    return changes
 
 
 class _Cover:
-    """The covering program of some ranks: their steps to leaner modes, and the bytes that these free at the fullest moments.
+    """The covering program of some ranks: their changes to leaner modes, and the bytes that these free at the fullest moments.
 
     Attributes:
-        steps: the steps of each rank.
-        freed: bytes that a step of one block frees [ranks, steps, moments].
-        time_s: seconds that a step of one block adds [ranks, steps].
-        sizes: how many blocks may take a step [ranks, steps]; 0 pads ranks with fewer steps.
-        previous: the step that must come before [ranks, steps]; -1 if there is none.
+        changes: the changes of each rank.
+        freed: bytes that a change of one block frees [ranks, changes, moments].
+        time_s: seconds that a change of one block adds [ranks, changes].
+        sizes: how many blocks may make a change [ranks, changes]; 0 pads ranks with fewer changes.
+        previous: the change that must come before [ranks, changes]; -1 if there is none.
     """
 
     def __init__(self, problem: CutProblem, stops: Stops, ranks: Sequence[int]) -> None:
         self.problem, self.stops = problem, stops
-        self.steps = [_leaner_modes(problem, stops, rank) for rank in ranks]
+        self.changes = [_changes(problem, stops, rank) for rank in ranks]
         peaks = [problem.peaks(rank) for rank in ranks]
-        shape = len(ranks), max(1, *map(len, self.steps))
+        shape = len(ranks), max(1, *map(len, self.changes))
         self.freed = np.zeros((*shape, max(map(len, peaks))))
         self.time_s, self.sizes, self.previous = np.ones(shape), np.zeros(shape), np.full(shape, -1)
-        for row, (moments, steps) in enumerate(zip(peaks, self.steps, strict=True)):
-            for i, step in enumerate(steps):
-                self.freed[row, i, : len(moments)] = moments[:, step.turn] * step.freed_bytes
-                self.time_s[row, i], self.sizes[row, i] = max(step.time_s, TINY_S), len(step.blocks)
-                self.previous[row, i] = step.previous
+        for row, (moments, changes) in enumerate(zip(peaks, self.changes, strict=True)):
+            for i, change in enumerate(changes):
+                self.freed[row, i, : len(moments)] = moments[:, change.turn] * change.freed_bytes
+                self.time_s[row, i], self.sizes[row, i] = max(change.time_s, TINY_S), len(change.blocks)
+                self.previous[row, i] = change.previous
 
-    def taken(self, needs: Sequence[Array]) -> Array | None:
-        """Return how often each step is taken [ranks, steps]; None if all steps free too little.
+    def counts(self, excess_by_rank: Sequence[Array]) -> Array | None:
+        """Return how many blocks make each change [ranks, changes]; None if all changes together free too little.
 
         Args:
-            needs: the bytes in excess of each rank at its moments.
+            excess_by_rank: the bytes in excess of each rank at its moments.
         """
-        ranks, taken = np.arange(len(needs)), np.zeros(self.sizes.shape)
-        excess = np.full((len(needs), self.freed.shape[2]), -np.inf)  # no excess where moments are padding
-        for row, needed_bytes in enumerate(needs):
-            excess[row, : len(needed_bytes)] = needed_bytes
+        ranks, counts = np.arange(len(excess_by_rank)), np.zeros(self.sizes.shape)
+        excess = np.full((len(excess_by_rank), self.freed.shape[2]), -np.inf)  # no excess where moments are padding
+        for row, of_rank in enumerate(excess_by_rank):
+            excess[row, : len(of_rank)] = of_rank
         while True:
             missing = np.maximum(excess, 0.0)
             covered = np.minimum(self.freed, missing[:, None]).sum(axis=2)
-            available = self._limits(taken) - taken
+            available = self._limits(counts) - counts
             gains = np.where((available > 0) & (covered > 0), covered / self.time_s, 0.0)
             best = gains.argmax(axis=1)
             is_useful = gains[ranks, best] > 0
@@ -208,43 +209,43 @@ class _Cover:
             freed = self.freed[ranks, best]
             repeats = np.where((missing > 0) & (freed > 0), missing / np.maximum(freed, 1.0), np.inf).min(axis=1)
             number = np.clip(np.floor(repeats), 1.0, available[ranks, best]) * is_useful
-            taken[ranks, best] += number
+            counts[ranks, best] += number
             excess = excess - number[:, None] * freed
-        for step in np.argsort(-self.time_s, axis=1, kind="stable").T:
-            count = taken[ranks, step]
+        for change in np.argsort(-self.time_s, axis=1, kind="stable").T:  # of each rank, the slowest changes first
+            count = counts[ranks, change]
             if not count.any():
                 continue
-            freed = self.freed[ranks, step]
-            needed = (taken * (self.previous == step[:, None])).sum(axis=1)
+            freed = self.freed[ranks, change]
+            needed = (counts * (self.previous == change[:, None])).sum(axis=1)
             removable = np.where(freed > 0, -excess / np.maximum(freed, 1.0), np.inf).min(axis=1)
             back = np.clip(np.floor(removable), 0.0, count - needed)
-            taken[ranks, step] -= back
+            counts[ranks, change] -= back
             excess = excess + back[:, None] * freed
-        return None if (excess > 0).any() else taken
+        return None if (excess > 0).any() else counts
 
-    def modes(self, taken: Array) -> Modes:
+    def modes(self, counts: Array) -> Modes:
         """Return the modes of all blocks; of the equal blocks of a stage the first ones recompute most.
 
         Blocks of other ranks are in their quickest modes.
 
         Args:
-            taken: how often each rank takes each of its steps [ranks, steps].
+            counts: how many blocks make each change [ranks, changes].
         """
         modes = list(self.problem.quickest_modes(self.stops))
-        for steps, counts in zip(self.steps, taken.astype(int).tolist(), strict=True):
-            for step, count in zip(steps, counts, strict=False):
-                for i in step.blocks[:count]:
-                    modes[i] = step.mode
+        for changes, counts_of_rank in zip(self.changes, counts.astype(int).tolist(), strict=True):
+            for change, count in zip(changes, counts_of_rank, strict=False):
+                for i in change.blocks[:count]:
+                    modes[i] = change.mode
         return tuple(modes)
 
-    def _limits(self, taken: Array) -> Array:
-        """Return how often each step may be taken: at most as often as the step before it."""
-        before = np.take_along_axis(taken, np.maximum(self.previous, 0), axis=1)
+    def _limits(self, counts: Array) -> Array:
+        """Return how many blocks may make each change: at most as many as have made the change before it."""
+        before = np.take_along_axis(counts, np.maximum(self.previous, 0), axis=1)
         limits: Array = np.where(self.previous >= 0, before, self.sizes)
         return limits
 
 
-TRIES = 60
+MAX_TRIED_CUTS = 60
 """The most cuts that a local search makes and simulates."""
 
 LEAST_GAIN = 1e-6
@@ -252,17 +253,17 @@ LEAST_GAIN = 1e-6
 
 
 def improved(problem: CutProblem, fitting: Fitting, time_s: float) -> Fitting:
-    """Return a cut that no tried move improves: a local search over moves of one block from one stage to another.
+    """Return the cut that a local search ends with, over moves of one block from one stage to another; the same cut if none is quicker.
 
     Args:
         problem: the problem.
         fitting: a cut that fits.
-        time_s: seconds of its step.
+        time_s: the simulated seconds of its step.
     """
     moves, covers, masks = _Moves(problem, fitting), RankCovers(problem), problem.masks()
     seen, best = {fitting.stops}, fitting
-    while len(seen) <= TRIES:
-        stops = moves.shortest(seen, time_s * (1 - LEAST_GAIN), masks)
+    while len(seen) <= MAX_TRIED_CUTS:
+        stops = moves.most_promising(seen, time_s * (1 - LEAST_GAIN), masks)
         if stops is None:
             break
         seen.add(stops)
@@ -277,7 +278,7 @@ def improved(problem: CutProblem, fitting: Fitting, time_s: float) -> Fitting:
 
 
 class RankCovers:
-    """Cuts with as much recompute as each rank needs, on whichever of its stages.
+    """Makes cuts with given stops that fit, with as much recompute as each rank needs, on whichever of its stages.
 
     The recompute of a rank depends only on the blocks of its stages, by which it is cached.
     """
@@ -286,10 +287,10 @@ class RankCovers:
         self.problem = problem
         self._keys = [[block.key for block in rank_blocks.blocks] for rank_blocks in problem.block_options]
         self._cover_of: dict[tuple[object, ...], tuple[list[Modes], Memory]] = {}
-        """The modes of each stage and the memory of a rank, by the rank and the keys of its blocks."""
+        """The modes of each stage of a rank and its memory, by the rank and the keys of the blocks of each stage."""
 
     def fitting(self, stops: Stops) -> Fitting | None:
-        """Return the cut into stages of these stops; None if it does not fit."""
+        """Return the cut into stages of these stops; None if no choice of modes is found with which it fits."""
         problem, pp = self.problem, self.problem.pp
         if problem.candidate.moves:
             fitting = fitted(problem, exactly(stops, problem.num_blocks))
@@ -313,16 +314,16 @@ class RankCovers:
 
 
 class _Moves:
-    """The cuts that are one move away from a cut, with lower bounds on their steps.
+    """The neighbours of a cut, one move of a block away, with lower bounds on their steps.
 
-    A bound is the longest of the known chains in the cut, if no block recomputes.
+    A bound is the longest that any known chain is in the neighbour if no block recomputes.
 
     Args:
         problem: the problem.
         fitting: the cut.
 
     Attributes:
-        chains: the known longest chains.
+        chains: the known chains: those that were the longest in cuts so far.
         stops: the stops of each neighbouring cut [moves, stages].
         times_s: the bound on the step of each of them [moves].
     """
@@ -330,20 +331,22 @@ class _Moves:
     def __init__(self, problem: CutProblem, fitting: Fitting) -> None:
         self.problem = problem
         self.chains: list[Chain] = []
-        kinds = list(dict.fromkeys(problem.block_options))
-        self.kind = np.array([kinds.index(row) for row in problem.block_options * problem.candidate.virtual_stages])
-        self.quickest_s = np.stack([row.quickest_s for row in kinds], axis=1)
+        distinct = list(dict.fromkeys(problem.block_options))
+        block_options = problem.block_options * problem.candidate.virtual_stages  # of each stage
+        self.device_of_stage = np.array([distinct.index(options) for options in block_options])
+        self.prefixes_s = np.stack([options.quickest_prefixes_s for options in distinct], axis=1)
         self.begin(fitting)
         self.add(fitting)
 
     def begin(self, fitting: Fitting) -> None:
-        """Take another cut as the current one."""
+        """Take another cut as the one whose neighbours are tried."""
         sizes = np.diff((0, *fitting.stops))
         source, target = ((sizes[:, None] > 1) & ~np.eye(len(sizes), dtype=bool)).nonzero()
         unit = np.eye(len(sizes), dtype=np.int64)
         self.stops = np.cumsum(sizes - unit[source] + unit[target], axis=1)  # [moves, stages]
         starts = np.pad(self.stops[:, :-1], ((0, 0), (1, 0)))
-        self.forward_s, both_s = self.quickest_s[:, self.kind, self.stops] - self.quickest_s[:, self.kind, starts]
+        device, prefixes_s = self.device_of_stage, self.prefixes_s
+        self.forward_s, both_s = prefixes_s[:, device, self.stops] - prefixes_s[:, device, starts]  # [moves, stages]
         self.backward_s = both_s - self.forward_s
         self.times_s = self._longest_s(self.chains) if self.chains else np.zeros(len(source))
 
@@ -354,8 +357,8 @@ class _Moves:
         self.times_s = np.maximum(self.times_s, self._longest_s(new_chains))
         return time_s
 
-    def shortest(self, seen: set[Stops], goal_s: float, masks: list[list[NDArray[np.bool_]]]) -> Stops | None:
-        """Return the stops of the neighbouring cut of least bound that is new and allowed; None if no such bound is below ``goal_s``."""
+    def most_promising(self, seen: set[Stops], goal_s: float, masks: list[list[NDArray[np.bool_]]]) -> Stops | None:
+        """Return the stops of the neighbour of least bound that is new and allowed; None if no such bound is below ``goal_s``."""
         for move in np.argsort(self.times_s, kind="stable").tolist():
             if self.times_s[move] >= goal_s:
                 return None
@@ -365,7 +368,7 @@ class _Moves:
         return None
 
     def _longest_s(self, chains: Sequence[Chain]) -> Array:
-        """Return the seconds of the longest of some chains in each neighbouring cut [moves]."""
+        """Return the seconds of the longest of some chains in each neighbour, without recompute [moves]."""
         forwards, backwards = (np.array([getattr(c, name) for c in chains]) for name in ("forwards", "backwards"))
         sends_s = np.array([c.sends_s for c in chains])
         longest_s: Array = (self.forward_s @ forwards.T + self.backward_s @ backwards.T + sends_s).max(axis=1)

@@ -1,18 +1,18 @@
-"""The stage cut: which consecutive blocks form a pipeline stage, and which of them recompute.
+"""The stage cut: which consecutive blocks form each pipeline stage, and in which activation mode each block runs.
 
-For stages of f_s + b_s = t_s seconds a micro-batch and m micro-batches the step takes
+If stage s takes t_s seconds for the forward and backward of a micro-batch, a step of m micro-batches takes
 
     sum of t_s  +  (m - 1) * max of t_s                  (GPipe, 1F1B; Huang et al. 2019, Zheng et al. 2022, eq. 2)
 
 which is minimised under a memory limit for each stage. The time of blocks i:j as stage s is the least time in which they fit
-(:mod:`autopar.planner.stages.recompute`), at the prices of the devices of rank s. For a bound on the slowest stage a dynamic program over
-prefixes of the blocks minimises the sum. The sum falls as the bound rises, so that whole intervals of bounds are excluded where it cannot
-fall far enough. The work grows with the square of the number of blocks, whatever kinds of blocks there are.
+(:mod:`autopar.planner.stages.recompute`), at the prices of the devices that run the stage. For a bound on the slowest stage a dynamic
+program over prefixes of the blocks minimises the sum. The sum falls as the bound rises, so that whole intervals of bounds are excluded
+where it cannot fall far enough. The work grows with the square of the number of blocks, however many of them are equal.
 
 With virtual stages a rank holds several stages. Each then gets an equal share of the memory of the rank, and the slowest stage stands for
-the slowest rank. This is a heuristic; the event simulation judges the result. Which blocks may form a virtual stage is a law of the space
-(``docs/adr/0011-even-stages.md``). As messages wait for each other and memory comes in steps, the cut of least time need not be the best
-one; :func:`every_cut` lists all cuts of problems that are small enough (``Space.every``).
+the slowest rank. This is a heuristic; the event simulation judges the result. Virtual stages are cut evenly
+(``docs/adr/0011-even-stages.md``). As messages wait for each other and the memory model counts more than sums over blocks, the cut of least
+time by this formula need not be the best one; :func:`every_cut` lists all cuts of problems that are small enough (``Space.every``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from autopar.planner.stages.recompute import MOVED, Array, CutBlock, Mode, RecomputeSolver
 
 Mask = NDArray[np.bool_]
-"""Whether blocks i:j may form a stage, at [i, j]."""
+"""Whether blocks i:j may form a stage, at [i, j]; i and j run from 0 to the number of blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Cut:
     """A cut of the blocks into stages.
 
     Attributes:
-        stops: the end of each stage, as the index behind its last block.
+        stops: the stop of each stage: the index after its last block.
         modes: the activation mode of each block.
         time_s: seconds of the step by the formula of this module.
     """
@@ -47,8 +47,8 @@ class Cut:
     time_s: float
 
 
-class StageKinds:
-    """Which runs of consecutive blocks consist of the same blocks, whatever these cost.
+class DistinctStages:
+    """The stages that blocks can form, of which those with equally many blocks of each key count as one, as they have equal costs.
 
     Args:
         keys: the key of each block, in order.
@@ -56,7 +56,7 @@ class StageKinds:
     Attributes:
         keys: the distinct keys of blocks, sorted.
         counts: blocks of each key in each distinct stage [distinct stages, keys].
-        which: the distinct stage of blocks i:j at [i, j]; -1 where j is not greater than i.
+        index: the index in ``counts`` of blocks i:j, at [i, j]; -1 where j is not greater than i.
     """
 
     def __init__(self, keys: Sequence[int]) -> None:
@@ -65,15 +65,15 @@ class StageKinds:
         sums = np.zeros((n + 1, len(self.keys)), dtype=np.int64)
         np.cumsum(np.array(keys)[:, None] == np.array(self.keys), axis=0, out=sums[1:])
         upper = np.triu_indices(n + 1, 1)
-        self.counts, which = np.unique((sums[None, :, :] - sums[:, None, :])[upper], axis=0, return_inverse=True)
-        self.which = np.full((n + 1, n + 1), -1, dtype=np.int64)
-        self.which[upper] = which.reshape(-1)  # numpy 2.0 returns another shape
+        self.counts, index = np.unique((sums[None, :, :] - sums[:, None, :])[upper], axis=0, return_inverse=True)
+        self.index = np.full((n + 1, n + 1), -1, dtype=np.int64)
+        self.index[upper] = index.reshape(-1)  # numpy 2.0 returns another shape
 
 
 @lru_cache(maxsize=64)
-def stage_kinds(keys: tuple[int, ...]) -> StageKinds:
-    """Return the distinct stages of blocks with these keys; the layouts of one model share them."""
-    return StageKinds(keys)
+def distinct_stages(keys: tuple[int, ...]) -> DistinctStages:
+    """Return the distinct stages of blocks with these keys, which layouts of one model have in common."""
+    return DistinctStages(keys)
 
 
 class CutBlocks:
@@ -83,60 +83,62 @@ class CutBlocks:
         blocks: the blocks; equal keys mean equal blocks.
 
     Attributes:
-        kinds: the distinct stages that they can form.
-        recomputes: the solver for the recompute of a stage.
+        distinct: the distinct stages that they can form.
+        recomputes: the solver that finds the activation modes of a stage.
     """
 
     def __init__(self, blocks: Sequence[CutBlock]) -> None:
         self.blocks = tuple(blocks)
-        self.kinds = stage_kinds(tuple(b.key for b in blocks))
+        self.distinct = distinct_stages(tuple(b.key for b in blocks))
         block_of = {b.key: b for b in blocks}
-        self.recomputes = RecomputeSolver([block_of[key] for key in self.kinds.keys])
-        self._times: dict[tuple[int, float], Array] = {}
+        self.recomputes = RecomputeSolver([block_of[key] for key in self.distinct.keys])
+        self._times: dict[
+            tuple[int, float], Array
+        ] = {}  # by micro-batches in flight and limit; NaN where not yet computed
 
     def times_s(self, in_flight: Sequence[int], limit_bytes: Sequence[float], allowed: Mask) -> list[Array]:
-        """Return the least times of the distinct stages of ``kinds``, for each number of micro-batches in flight and its limit.
+        """Return for each pair of micro-batches in flight and limit the least times of all stages, in the order of ``distinct.counts``.
 
         Args:
             in_flight: micro-batches that a stage holds.
             limit_bytes: bytes that the stage may fill, one for each entry of ``in_flight``.
             allowed: where blocks i:j may form a stage; the times of other stages may be NaN.
         """
-        keys = list(zip(in_flight, limit_bytes, strict=True))
-        rows = {key: self._times.setdefault(key, np.full(len(self.kinds.counts), np.nan)) for key in keys}
-        used = np.unique(self.kinds.which[allowed])
+        conditions = list(zip(in_flight, limit_bytes, strict=True))
+        rows = {key: self._times.setdefault(key, np.full(len(self.distinct.counts), np.nan)) for key in conditions}
+        used = np.unique(self.distinct.index[allowed])
         new = used[np.isnan([row[used] for row in rows.values()]).any(axis=0)]
         if len(new):
             num_held, limits = zip(*rows, strict=True)
-            times = self.recomputes.times_s(self.kinds.counts[new], num_held, limits)
+            times = self.recomputes.times_s(self.distinct.counts[new], num_held, limits)
             for row, new_times in zip(rows.values(), times, strict=True):
                 row[new] = new_times
-        return [rows[key] for key in keys]
+        return [rows[key] for key in conditions]
 
     def modes(
         self, spans: Sequence[tuple[int, int]], in_flight: Sequence[int], limit_bytes: Sequence[float]
     ) -> list[list[Mode]]:
-        """Return the modes of the blocks of stages that fit, in the least time in which they fit.
+        """Return for each stage the modes of its blocks with which it fits in the least time; every stage must fit.
 
         Of equal blocks in a stage the first ones recompute most. Those that keep on the host what they need are spread evenly among them.
 
         Args:
-            spans: the first block and the end of each stage.
+            spans: the first block and the stop of each stage.
             in_flight: micro-batches that each stage holds.
             limit_bytes: bytes that each stage may fill.
         """
-        counts = self.kinds.counts[[self.kinds.which[span] for span in spans]]
+        counts = self.distinct.counts[[self.distinct.index[span] for span in spans]]
         mode_counts = self.recomputes.modes(counts, in_flight, limit_bytes)
-        return [self._in_place(*span, stage_counts) for span, stage_counts in zip(spans, mode_counts, strict=True)]
+        return [self._spread(*span, stage_counts) for span, stage_counts in zip(spans, mode_counts, strict=True)]
 
-    def _in_place(self, start: int, stop: int, mode_counts: Sequence[Mapping[Mode, int]]) -> list[Mode]:
-        """Return the mode of each block of a stage from the counts of modes for each kind of block."""
-        remaining = {key: dict(left) for key, left in zip(self.kinds.keys, mode_counts, strict=True)}
-        moving = {key: (left.get(MOVED, 0), sum(left.values())) for key, left in remaining.items()}
-        position = dict.fromkeys(remaining, 0)
+    def _spread(self, start: int, stop: int, mode_counts: Sequence[Mapping[Mode, int]]) -> list[Mode]:
+        """Return the mode of each block of a stage, given how many of the blocks of each key run in each mode."""
+        remaining = {key: dict(counts) for key, counts in zip(self.distinct.keys, mode_counts, strict=True)}
+        moved_of_all = {key: (counts.get(MOVED, 0), sum(counts.values())) for key, counts in remaining.items()}
+        position = dict.fromkeys(remaining, 0)  # among the blocks of equal key
         modes: list[Mode] = []
         for block in self.blocks[start:stop]:
-            (moved, count), i, left = moving[block.key], position[block.key], remaining[block.key]
+            (moved, count), i, left = moved_of_all[block.key], position[block.key], remaining[block.key]
             position[block.key] += 1
             moves = (i + 1) * moved // count > i * moved // count
             mode = MOVED if moves else next(o.mode for o in reversed(block.options) if o.mode != MOVED and left[o.mode])
@@ -150,8 +152,8 @@ class CutBlocks:
         return tuple(min(block.options, key=lambda option: option.time_s).mode for block in self.blocks)
 
     @cached_property
-    def quickest_s(self) -> Array:
-        """Seconds of the blocks before each block, and of all blocks, in their quickest modes [2, blocks + 1].
+    def quickest_prefixes_s(self) -> Array:
+        """Seconds of blocks 0:j in their quickest modes, for each j from 0 to the number of blocks [2, blocks + 1].
 
         The first row is the forward, the second row forward and backward together.
         """
@@ -173,10 +175,12 @@ def cut(
     num_micro_batches: int,
     allowed: Sequence[Mask],
 ) -> Cut | None:
-    """Return the cut of least time; None if no cut fits.
+    """Return the cut of least time by the formula of this module; None if no cut fits.
+
+    Stage s is on rank s modulo the number of ranks.
 
     Args:
-        ranks: the blocks as the devices of each pipeline rank run them; equal devices share one object.
+        ranks: the blocks as the devices of each pipeline rank run them; ranks with equal devices share one object.
         in_flight: micro-batches that each stage holds at its peak.
         limit_bytes: bytes that each stage may fill.
         num_micro_batches: micro-batches of a step.
@@ -187,19 +191,19 @@ def cut(
     stages_of: dict[CutBlocks, list[int]] = {}
     for s, blocks in enumerate(blocks_of):
         stages_of.setdefault(blocks, []).append(s)
-    table_of: dict[tuple[CutBlocks, int, float, bytes], int] = {}
+    known_tables: dict[tuple[CutBlocks, int, float, bytes], int] = {}
     tables: list[Array] = []
-    table_index = [0] * stages
+    table_of = [0] * stages
     for blocks, indices in stages_of.items():
         any_allowed = np.logical_or.reduce([allowed[s] for s in indices])
         times = blocks.times_s([in_flight[s] for s in indices], [limit_bytes[s] for s in indices], any_allowed)
         for s, times_s in zip(indices, times, strict=True):
             key = blocks, in_flight[s], limit_bytes[s], allowed[s].tobytes()
-            if key not in table_of:
-                table_of[key] = len(tables)
-                tables.append(np.where(allowed[s], times_s[blocks.kinds.which], np.inf))
-            table_index[s] = table_of[key]
-    best = least_sum_and_slowest(tables, table_index, num_micro_batches)
+            if key not in known_tables:
+                known_tables[key] = len(tables)
+                tables.append(np.where(allowed[s], times_s[blocks.distinct.index], np.inf))
+            table_of[s] = known_tables[key]
+    best = stops_of_least_time(tables, table_of, num_micro_batches)
     if best is None:
         return None
     stops, time_s = best
@@ -214,42 +218,44 @@ def cut(
     return Cut(stops=stops, modes=tuple(modes), time_s=time_s)
 
 
-def least_sum_and_slowest(
-    tables: Sequence[Array], which: Sequence[int], num_micro_batches: int
+def stops_of_least_time(
+    tables: Sequence[Array], table_of: Sequence[int], num_micro_batches: int
 ) -> tuple[tuple[int, ...], float] | None:
     """Return the stops with the least sum of times plus (num_micro_batches - 1) times the slowest stage, and this value; None if none fit.
 
     Args:
-        tables: times of a stage of blocks i:j at [i, j]; infinite where they may not form it.
-        which: the index of the table of each stage.
+        tables: times of a stage of blocks i:j at [i, j]; infinite where they may not form it or do not fit.
+        table_of: the index of the table of each stage.
         num_micro_batches: micro-batches of a step.
     """
     repeats = num_micro_batches - 1
-    band = _Band(tables, which)
-    slowest_s, least_s = band.least(np.maximum), band.least(np.add)
-    if np.isinf(slowest_s):
+    band = _Band(tables, table_of)
+    least_slowest_s, least_sum_s = band.least(np.maximum), band.least(np.add)
+    if np.isinf(least_slowest_s):
         return None
-    times = np.unique(band.values[np.isfinite(band.values)])
-    times = times[times >= slowest_s]
+    bounds = np.unique(band.values[np.isfinite(band.values)])
+    bounds = bounds[bounds >= least_slowest_s]
     best: tuple[int, ...] = ()
     best_s = np.inf
 
     def evaluate(index: int) -> float:
-        """Return the least sum of stages no slower than a bound, and keep the cut if it is the best so far."""
+        """Return the least sum of stages no slower than ``bounds[index]``, and keep the cut if it is the best so far."""
         nonlocal best, best_s
-        stops, sum_s, slowest_stage_s = band.stops(times[index])
-        value_s = sum_s + repeats * slowest_stage_s
+        stops, sum_s, slowest_s = band.stops(bounds[index])
+        value_s = sum_s + repeats * slowest_s
         if value_s < best_s:
             best, best_s = stops, value_s
         return sum_s
 
-    intervals = [(0, len(times) - 1, evaluate(0), least_s)]  # of bounds, with the least sums at their ends
+    # Intervals of bounds, with the least sums at their ends. A cut whose slowest stage takes more than bounds[low] and at most bounds[high]
+    # has a slowest stage of bounds[low + 1] or more and a sum of high_s or more.
+    intervals = [(0, len(bounds) - 1, evaluate(0), least_sum_s)]
     while intervals:
         low, high, low_s, high_s = intervals.pop()
-        if high - low < 1 or high_s >= low_s or high_s + repeats * times[low + 1] >= best_s:
+        if high - low < 1 or high_s >= low_s or high_s + repeats * bounds[low + 1] >= best_s:
             continue
         if high - low == 1:
-            if high == len(times) - 1:  # all other ends have been evaluated
+            if high == len(bounds) - 1:  # the last bound; all other ends have been evaluated
                 evaluate(high)
             continue
         middle = (low + high) // 2
@@ -259,7 +265,9 @@ def least_sum_and_slowest(
 
 
 class _Band:
-    """The times of stages by their numbers of blocks and ends: at [k, j] that of blocks j - fewest - k : j.
+    """The times of stages by number of blocks and stop: at [k, j] that of the stage of ``fewest + k`` blocks that stops before block j.
+
+    This keeps only the band of each table in which some stage may be formed. Its dims are [tables, numbers of blocks, stops].
 
     Attributes:
         table_of: the index of the table of each stage.
@@ -267,8 +275,8 @@ class _Band:
         values: the times of all tables [tables, k, j]; infinite where a stage may not be formed.
     """
 
-    def __init__(self, tables: Sequence[Array], which: Sequence[int]) -> None:
-        self.table_of, stack = list(which), np.array(tables)
+    def __init__(self, tables: Sequence[Array], table_of: Sequence[int]) -> None:
+        self.table_of, stack = list(table_of), np.array(tables)
         start, stop = np.nonzero(np.isfinite(stack).any(axis=0))
         lengths = stop - start if len(start) else np.ones(1, dtype=np.int64)
         self.fewest, most = int(lengths.min()), int(lengths.max())
@@ -281,7 +289,7 @@ class _Band:
         return float(self._prefixes(self.values, combine)[-1][-1])
 
     def stops(self, bound_s: float) -> tuple[tuple[int, ...], float, float]:
-        """Return the stops of the least sum of stages that take at most ``bound_s``, this sum, and the time of the slowest stage."""
+        """Return the stops of the least sum of stages that take at most ``bound_s`` each, this sum, and the time of the slowest of them."""
         values = np.where(self.values <= bound_s, self.values, np.inf)
         prefixes = self._prefixes(values, np.add)
         stops, times = [values.shape[2] - 1], []
@@ -294,7 +302,7 @@ class _Band:
         return tuple(stops[-2::-1]), float(prefixes[-1][-1]), max(times)
 
     def _prefixes(self, values: Array, combine: np.ufunc) -> list[Array]:
-        """Return the least values of blocks 0:j at [j], before the first stage and after each stage."""
+        """Return for 0, 1, 2 and more stages, up to all of them, the least value of cutting blocks 0:j into these stages, at [j]."""
         width, size = values.shape[1:]
         most = self.fewest + width - 1
         padded = np.full(size + most, np.inf)  # the value of blocks 0:j is at j + most
@@ -315,7 +323,7 @@ def stage_masks(num_blocks: int, stages: int, allowed: Sequence[Mask] | None, pi
     Args:
         num_blocks: the number of blocks.
         stages: the number of stages.
-        allowed: a mask for each stage by the laws of the space; None if there are none.
+        allowed: a mask for each stage; None allows every stage that is not empty.
         pinned: the stage of each pinned block, by index of the block.
     """
     start, stop = np.indices((num_blocks + 1, num_blocks + 1))
@@ -330,18 +338,18 @@ def stage_masks(num_blocks: int, stages: int, allowed: Sequence[Mask] | None, pi
     return masks
 
 
-def every_cut(blocks: Sequence[CutBlock], stages: int, fixed: Mapping[int, int]) -> Iterator[Cut]:
-    """Yield all cuts with every choice of modes; their ``time_s`` is not computed.
+def every_cut(blocks: Sequence[CutBlock], stages: int, pinned: Mapping[int, int]) -> Iterator[Cut]:
+    """Yield all cuts with every choice of modes, whether they fit or not; their ``time_s`` is not computed.
 
     Args:
         blocks: the blocks.
         stages: the number of stages.
-        fixed: the stage of each pinned block, by index of the block.
+        pinned: the stage of each pinned block, by index of the block.
     """
     n = len(blocks)
     all_modes = list(product(*([option.mode for option in block.options] for block in blocks)))
     for inner in combinations(range(1, n), stages - 1):
         stops = (*inner, n)
-        if all(sum(stop <= i for stop in stops) == stage for i, stage in fixed.items()):
+        if all(sum(stop <= i for stop in stops) == stage for i, stage in pinned.items()):
             for modes in all_modes:
                 yield Cut(stops=stops, modes=modes, time_s=0.0)

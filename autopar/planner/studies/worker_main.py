@@ -26,7 +26,7 @@ def run(job: Job) -> None:
         if os.getppid() != job.parent:
             raise KeyboardInterrupt
 
-    planner.branch_and_bound(job.limits, ledger=job.study(planner.pool), progress=stop_with_parent).work()
+    planner.branch_and_bound(job.limits, ledger=job.open_study(planner.pool), progress=stop_with_parent).work()
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -1,6 +1,7 @@
-"""Further processes for one search: each computes the same candidates and works on the same study.
+"""The study that a search shares, and its worker processes: each computes the same candidates and takes unclaimed ones from the study.
 
-The identity of a study is everything that its times depend on. Two searches share a study only if all of it is equal.
+The identity of a study is everything that its times depend on. Two searches share a study only if all of it is equal. A search without a
+storage forks its processes instead, where the system can (:mod:`autopar.planner.branch_and_bound.process_group`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from autopar.errors import UsageError
 from autopar.graph.graph import Graph, digest
-from autopar.planner.branch_and_bound.process_group import available
+from autopar.planner.branch_and_bound.process_group import can_fork
 from autopar.planner.search import Limits, Task
 from autopar.planner.space.candidates import Candidate
 from autopar.rules.missing import extra_rules
@@ -37,8 +38,8 @@ class Sharing:
     """How a search shares its results.
 
     Attributes:
-        storage: the URL of an Optuna storage; None: a file that is deleted after the search.
-        study_name: the name of the study in it; None: a name that identifies the task.
+        storage: the URL of an Optuna storage; None: an SQLite file that is deleted after the search.
+        study_name: the name of the study in it; None: the name of :func:`study_name`.
         workers: the number of processes, this one included.
     """
 
@@ -49,7 +50,7 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a worker process gets.
+    """What a worker process gets, pickled in a file.
 
     Attributes:
         task: the task of the search.
@@ -59,7 +60,7 @@ class Job:
         study_name: the name of the study.
         identity: the identity of the study.
         durable: see :func:`autopar.planner.studies.study.open_storage`.
-        parent: the id of the process without which the worker stops.
+        parent: the id of the process that started the worker; the worker stops when it has ended.
     """
 
     task: Task
@@ -71,15 +72,15 @@ class Job:
     durable: bool
     parent: int
 
-    def study(self, pool: Sequence[Candidate]) -> Study:
-        """Return the study of these candidates; for errors see :class:`autopar.planner.studies.study.Study`."""
+    def open_study(self, pool: Sequence[Candidate]) -> Study:
+        """Open the study, or begin it, with these candidates; for errors see :class:`autopar.planner.studies.study.Study`."""
         from autopar.planner.studies.study import Study  # optuna is slow to import
 
         return Study(pool, storage=self.storage, name=self.study_name, identity=self.identity, durable=self.durable)
 
 
-def shared(storage: str | None, study_name: str | None, workers: int) -> Sharing | None:
-    """Return how a search shares its results in a storage; None for a search without storage, whose processes are forked.
+def sharing_of(storage: str | None, study_name: str | None, workers: int) -> Sharing | None:
+    """Return how a search with these options shares its results; None if it does not, as it has one process or can fork the others.
 
     Raises:
         UsageError: the options contradict each other.
@@ -90,7 +91,7 @@ def shared(storage: str | None, study_name: str | None, workers: int) -> Sharing
         raise UsageError(
             f"The study '{study_name}' has no storage to lie in", where="--study-name", fix="Say which with --storage"
         )
-    if storage is None and (workers == 1 or available()):
+    if storage is None and (workers == 1 or can_fork()):
         return None
     if workers > 1 and storage in ("sqlite://", "sqlite:///:memory:"):
         raise UsageError(
@@ -102,15 +103,15 @@ def shared(storage: str | None, study_name: str | None, workers: int) -> Sharing
 
 
 @contextmanager
-def helpers(task: Task, pool: Sequence[Candidate], sharing: Sharing, limits: Limits) -> Iterator[Study]:
-    """Yield a search's study, on which the other workers run until the ``with`` block ends.
+def shared_study(task: Task, pool: Sequence[Candidate], sharing: Sharing, limits: Limits) -> Iterator[Study]:
+    """Yield a search's study, and run its other workers until the ``with`` block ends.
 
     Raises:
         UsageError: the storage cannot be opened, or its study has another identity.
     """
     with tempfile.TemporaryDirectory(prefix="autopar-", ignore_cleanup_errors=True) as folder:
         job = Job(
-            task=replace(task, graph=replace(task.graph)),  # without the graph's cached look-ups
+            task=replace(task, graph=replace(task.graph)),  # without what the graph caches, which would be pickled too
             rules=extra_rules(task.graph),
             limits=limits,
             storage=sharing.storage or f"sqlite:///{Path(folder) / 'study.db'}",
@@ -119,7 +120,7 @@ def helpers(task: Task, pool: Sequence[Candidate], sharing: Sharing, limits: Lim
             durable=sharing.storage is not None,
             parent=os.getpid(),
         )
-        study = job.study(pool)
+        study = job.open_study(pool)
         workers: list[subprocess.Popen[bytes]] = []
         try:
             if sharing.workers > 1:
@@ -133,6 +134,7 @@ def helpers(task: Task, pool: Sequence[Candidate], sharing: Sharing, limits: Lim
 
 
 def _start(job: Path, number: int) -> subprocess.Popen[bytes]:
+    """Start a worker with the job of a file; its stderr goes to a log beside that file."""
     with _log(job.parent, number).open("wb") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "autopar.planner.studies.worker_main", str(job)],
@@ -144,7 +146,7 @@ def _start(job: Path, number: int) -> subprocess.Popen[bytes]:
 
 
 def _stop(workers: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
-    """Stop the workers, and log those that failed earlier: the search went on without them."""
+    """Stop the workers, and warn of those that failed earlier: the search went on without them."""
     for number, worker in enumerate(workers, 1):
         code = worker.poll()
         if code is None:
@@ -167,10 +169,10 @@ def _log(folder: Path, number: int) -> Path:
 
 
 def identity(task: Task) -> dict[str, str]:
-    """Return the identity of a task's study by name, with a hash where a name is ambiguous; it is equal on every machine."""
+    """Return the parts of the identity of a task's study by name; they are equal on every machine. Hashes cover what names do not say."""
     graph, cluster = task.graph, task.cluster
     return {
-        "model": f"{graph.name} {_graph(graph)}",
+        "model": f"{graph.name} {_graph_hash(graph)}",
         "cluster": f"{cluster.name} {digest(repr(cluster))}",
         "global batch": str(task.global_batch_size),
         "precision": f"{task.precision.name} {digest(repr(task.precision))}",
@@ -183,11 +185,11 @@ def identity(task: Task) -> dict[str, str]:
 
 
 def study_name(task: Task) -> str:
-    """Return the name of a study that is for this task alone."""
+    """Return the name of a task's study where the user gives none; other tasks have other names."""
     return f"{task.graph.name} on {task.cluster.name} {digest(repr(identity(task)))}"
 
 
-def _graph(graph: Graph) -> str:
+def _graph_hash(graph: Graph) -> str:
     """Return a hash of everything in a graph that costs depend on; not of source lines, which differ between machines."""
     parts: list[object] = [graph.fingerprint, graph.batch_size, graph.inputs, graph.parameters, graph.blocks]
     parts += [graph.loss, graph.sums, graph.mutations, graph.mixing, graph.exact]

@@ -24,38 +24,47 @@ _STAGED_BYTES = 2 * 2**30
 
 @dataclass(slots=True)
 class Loading:
-    """A checkpoint that is being read; all ranks make one and call the same methods.
+    """A checkpoint that is being loaded; all ranks begin one and call the same methods: first ``verify``, then ``put`` with the same parts.
+
+    Attributes:
+        meeting: all ranks of the job.
+        source: the checkpoint.
 
     Raises:
-        CheckpointError: it is damaged, or ranks read different ones; raised on all ranks.
-        PlanError: it does not fit; raised on all ranks.
+        CheckpointError: it is damaged; raised on all ranks.
+        PlanError: it does not fit, or ranks load different ones; raised on all ranks.
     """
 
     meeting: Meeting
     source: Source
-    _staged: list[Tensor | None] = field(default_factory=list)
+    _staged: list[Tensor | None] = field(default_factory=list)  # the verified data of each part; None: it is read again
 
     @classmethod
     def begin(cls, path: Path, meeting: Meeting, *, allow_pickle: bool) -> Loading:
-        """Opens the folder."""
+        """Open the folder on every rank, and check that it is the same one."""
         with meeting.failing_together():
             source = open_folder(path, allow_pickle=allow_pickle)
             if meeting.rank == 0:
                 source.check_files()
         digests = meeting.all_gather(source.digest)
-        other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), 0)
-        if other:
+        other_rank = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), 0)
+        if other_rank:
             raise PlanError(
-                f"Rank {other} loads another checkpoint than rank 0",
+                f"Rank {other_rank} loads another checkpoint than rank 0",
                 where=str(path),
                 fix="Choose the folder on one rank, and send its name to the others",
             )
         return cls(meeting, source)
 
-    def check_holds(self, names: Sequence[str], more: Sequence[str] = ()) -> None:
-        """Checks that the checkpoint has these tensors, on all ranks; ``more`` names settings that this rank has found missing."""
+    def check_holds(self, names: Sequence[str], missing_settings: Sequence[str] = ()) -> None:
+        """Check that the checkpoint has what all ranks need.
+
+        Args:
+            names: the tensors that this rank needs.
+            missing_settings: settings of the optimizer that this rank needs and has not found.
+        """
         missing = sorted(name for name in set(names) if name not in self.source.tensors)
-        lacking = sorted({name for own in self.meeting.all_gather([*missing, *more]) for name in own})
+        lacking = sorted({name for names in self.meeting.all_gather([*missing, *missing_settings]) for name in names})
         if lacking:
             is_optimizers = all(name.startswith("optimizer.") for name in lacking)
             raise PlanError(
@@ -66,8 +75,8 @@ class Loading:
             )
 
     def verify(self, parts: Sequence[Part]) -> None:
-        """Reads and verifies all that the parts need; keeps some of it on the host."""
-        self._staged, room = [], _STAGED_BYTES
+        """Read and verify all that the parts need, and keep up to ``_STAGED_BYTES`` of it on the host; no part is changed yet."""
+        self._staged, free_bytes = [], _STAGED_BYTES
         with self.meeting.failing_together():
             for part in parts:
                 entry = self.source.tensors[part.name]
@@ -78,15 +87,15 @@ class Loading:
                         got=f"{part.name} has shape {entry.shape} there and {part.whole} here",
                         fix=_TAKE_SAME,
                     )
-                needed = part.value.numel() * entry.dtype.itemsize
-                keeps = needed <= room
-                room -= needed * keeps
+                needed_bytes = part.value.numel() * entry.dtype.itemsize
+                keeps = needed_bytes <= free_bytes
+                free_bytes -= needed_bytes * keeps
                 kept = torch.empty(part.value.shape, dtype=entry.dtype) if keeps else None
                 read_box(self.source, part, kept)
                 self._staged.append(kept)
 
     def put(self, parts: Sequence[Part]) -> None:
-        """Copies the verified data into the parts."""
+        """Copy into the parts the data that :meth:`verify` has read for them; data that was not kept is read and verified again."""
         with self.meeting.failing_together(), torch.no_grad():
             for i, part in enumerate(parts):
                 kept, self._staged[i] = self._staged[i], None
@@ -100,16 +109,20 @@ class Loading:
                     raise error.becoming(CheckpointError, fix=again) from error
 
     def tensor(self, name: str) -> Tensor:
-        """A complete tensor, verified."""
+        """Return a complete tensor of the checkpoint, on the host."""
         if name not in self.source.tensors:
             raise CheckpointError(f"The index of the checkpoint lacks {name}", where=str(self.source.path), fix=AGAIN)
         return whole(self.source, name)
 
 
 def read_box(source: Source, part: Part, into: Tensor | None) -> None:
-    """Reads a box of a tensor from the pieces that overlap it.
+    """Read a box of a tensor from the pieces that overlap it.
+
+    Boxes are pairs of first and end index, one for each dim of the tensor. The rows of the first dim are read chunk by chunk.
 
     Args:
+        source: the checkpoint.
+        part: the box; its value only says the shape.
         into: receives the elements; None only verifies them.
 
     Raises:
@@ -117,17 +130,18 @@ def read_box(source: Source, part: Part, into: Tensor | None) -> None:
     """
     offset, shape, num_elements = part.offset or (0,), part.shape or (1,), 0  # a scalar is a row
     for piece in sorted(source.tensors[part.name].pieces, key=lambda piece: (piece.file, piece.start)):
-        begin = piece.offset or (0,)
-        sizes = zip(offset, shape, begin, piece.shape or (1,), strict=True)
-        (top, bottom), *inner = ((max(a, b), min(a + m, b + n)) for a, m, b, n in sizes)
+        piece_offset = piece.offset or (0,)
+        dims = zip(offset, shape, piece_offset, piece.shape or (1,), strict=True)
+        (top, bottom), *inner = ((max(a, b), min(a + m, b + n)) for a, m, b, n in dims)  # what both have
         count = prod(max(high - low, 0) for low, high in ((top, bottom), *inner))
         num_elements += count
-        for first, values in source.rows(part.name, piece, top - begin[0], bottom - begin[0]) if count else ():
+        rows = source.rows(part.name, piece, top - piece_offset[0], bottom - piece_offset[0]) if count else ()
+        for first, values in rows:
             if into is not None:
-                low = begin[0] + first
-                common = ((low, low + values.shape[0]), *inner)
-                target = into.view(shape)[_within(common, offset)]
-                target.copy_(values[_within(common, (low, *begin[1:]))])
+                low = piece_offset[0] + first
+                chunk = ((low, low + values.shape[0]), *inner)
+                target = into.view(shape)[_slices(chunk, offset)]
+                target.copy_(values[_slices(chunk, (low, *piece_offset[1:]))])
     if num_elements != part.value.numel():
         raise CheckpointError(
             f"The index of the checkpoint lacks elements of {part.name}, or has some twice",
@@ -136,13 +150,13 @@ def read_box(source: Source, part: Part, into: Tensor | None) -> None:
         )
 
 
-def _within(box: Iterable[tuple[int, int]], offset: Sequence[int]) -> tuple[slice, ...]:
-    """A box as slices of a tensor that begins at ``offset``."""
+def _slices(box: Iterable[tuple[int, int]], offset: Sequence[int]) -> tuple[slice, ...]:
+    """Return the slices that cut a box out of a tensor whose first element is at ``offset``."""
     return tuple(slice(low - first, high - first) for (low, high), first in zip(box, offset, strict=True))
 
 
 def whole(source: Source, name: str) -> Tensor:
-    """A complete tensor of a checkpoint.
+    """Return a complete tensor of a checkpoint.
 
     Raises:
         CheckpointError: it is damaged.
@@ -153,8 +167,14 @@ def whole(source: Source, name: str) -> Tensor:
     return value
 
 
-def state_of(values: Mapping[str, Any], kind: str, owner: int, count: int) -> Any:
-    """The saved state of a kind and owner, encoded; None if there is none.
+def saved_state(values: Mapping[str, Any], kind: str, owner: int, count: int) -> Any:
+    """Return the saved state of a kind, encoded; None if there is none.
+
+    Args:
+        values: everything in the checkpoint that is not a tensor.
+        kind: the kind of state, such as the scheduler or the generators of random numbers.
+        owner: the number of this rank among those that each have a state of this kind.
+        count: how many of them this job has.
 
     Raises:
         PlanError: ranks had different states, and their number was another.

@@ -20,7 +20,7 @@ from autopar.plan.plan import Plan
 from autopar.runtime.checkpoint import checkpoint_index, contents
 from autopar.runtime.checkpoint.chunk_files import open_folder
 from autopar.runtime.checkpoint.contents import RankContents, Settings, part_of
-from autopar.runtime.checkpoint.load import Loading, state_of
+from autopar.runtime.checkpoint.load import Loading, saved_state
 from autopar.runtime.checkpoint.write import Save, copied_to_host
 from autopar.runtime.state_dict import State, Untrained
 from autopar.runtime.step.gradients import RankParameter
@@ -166,7 +166,7 @@ class Checkpointed:
                 if kind in _WITH_METHODS and given.get(kind) is None:
                     continue
                 try:
-                    encoded = state_of(loading.source.values, kind, *owner)
+                    encoded = saved_state(loading.source.values, kind, *owner)
                     if encoded is not None:
                         states[kind] = checkpoint_index.decode_state(encoded, loading.tensor)
                     elif kind in _WITH_METHODS:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from autopar.plan.plan import Recompute
 from autopar.planner.stages.recompute import BlockOption, CutBlock, lower_hull, undominated
-from autopar.planner.stages.stage_cut import Cut, CutBlocks, Mask, cut, least_sum_and_slowest, stage_masks
+from autopar.planner.stages.stage_cut import Cut, CutBlocks, Mask, cut, stage_masks, stops_of_least_time
 
 
 def option(mode: Recompute, time_s: float, held_bytes: float, transient_bytes: float = 0.0) -> BlockOption:
@@ -135,7 +135,7 @@ def test_stops_are_the_best_of_all(data: st.DataObject) -> None:
         times = [tables[k][i, j] for k, i, j in zip(which, (0, *inner), (*inner, n), strict=True)]
         if np.isfinite(times).all():
             best = min(best, sum(times) + (m - 1) * max(times))
-    own = least_sum_and_slowest(tables, which, m)
+    own = stops_of_least_time(tables, which, m)
     assert own is None if np.isinf(best) else own is not None and own[1] == pytest.approx(best)
 
 

@@ -37,7 +37,7 @@ def micro_batch_size(mesh: Mesh, global_batch_size: int) -> int:
 class SimplePrices:
     """Seconds: an element read or made costs 1, a byte moved ``byte_price``, a launch of a collective 10."""
 
-    changes_by_bytes = False
+    prices_by_bytes = False
 
     def __init__(self, byte_price: float) -> None:
         self.byte_price = byte_price

@@ -23,7 +23,7 @@ class ToyPricing:
     latency_s: float = 1e-5
     launch_s: float = 3e-6
     state_bytes_per_element: float = 16.0
-    changes_by_bytes: bool = True
+    prices_by_bytes: bool = True
 
     def op_cost(self, op: Op, operands: Sequence[TensorSpec]) -> Cost:
         moved = sum(s.num_bytes for s in (*operands, *op.outputs))
