@@ -54,27 +54,21 @@ __all__ = [
 class Index:
     """Look-ups over one graph, made once."""
 
-    def __init__(
-        self,
-        *,
-        leaves: tuple[Input | Parameter | Buffer, ...],
-        prelude: tuple[Op, ...],
-        ops: tuple[Op, ...],
-        blocks: tuple[Block, ...],
-    ) -> None:
-        self.producers = {op.name: op for op in (*prelude, *ops)}
+    def __init__(self, graph: Graph) -> None:
+        leaves: tuple[Input | Parameter | Buffer, ...] = (*graph.inputs, *graph.parameters, *graph.buffers)
+        self.ops = graph.ops
+        self.producers = {op.name: op for op in (*graph.prelude, *graph.ops)}
         self.made: dict[str, tuple[TensorSpec, ...]] = {leaf.name: (leaf.spec,) for leaf in leaves}
         """By the name of what makes tensors their specs."""
         self.made |= {name: op.outputs for name, op in self.producers.items()}
-        self.parameters = {leaf.name: leaf for leaf in leaves if isinstance(leaf, Parameter)}
-        self.free = {leaf.name for leaf in leaves} - set(self.parameters) | {op.name for op in prelude}
+        self.parameters = {parameter.name: parameter for parameter in graph.parameters}
+        self.free = {leaf.name for leaf in leaves} - set(self.parameters) | {op.name for op in graph.prelude}
         users: dict[Ref, list[int]] = {}
-        for position, op in enumerate(ops):
+        for position, op in enumerate(graph.ops):
             for ref in dict.fromkeys(op.operands):
                 users.setdefault(ref, []).append(position)
         self.users = {ref: tuple(positions) for ref, positions in users.items()}
-        self.block_of = {op.name: b.index for b in blocks for op in ops[b.start : b.stop]}
-        self.ops = ops
+        self.block_of = {op.name: block.index for block in graph.blocks for op in graph.block_ops(block)}
         self.read_between: dict[tuple[int, int], tuple[Parameter, ...]] = {}
         """Parameters that operators between two positions read, of those that were asked for."""
 
@@ -221,8 +215,7 @@ class Graph:
 
     @cached_property
     def _index(self) -> Index:
-        leaves: tuple[Input | Parameter | Buffer, ...] = (*self.inputs, *self.parameters, *self.buffers)
-        return Index(leaves=leaves, prelude=self.prelude, ops=self.ops, blocks=self.blocks)
+        return Index(self)
 
     @cached_property
     def passes(self) -> dict[object, Any]:

@@ -107,7 +107,9 @@ class _Walk:
     def _check_gradient(self, op: Op, outputs: list[Ref], ref: Ref) -> None:
         """Checks that the gradient that ``op`` passes back to the operand ``ref`` is what the operand's type says."""
         kind = self._type(ref)
-        other = next((r for r in op.operands if r != ref and self._takes_up(kind, self._type(r))), None)
+        # the gradient of a pending sum takes up no differences: other summands (a bias of one) are only added to it
+        others = () if kind.kind == "P" else op.operands
+        other = next((r for r in others if r != ref and _differs(self._type(r))), None)
         result = next((r for r in outputs if _gradient_differs(self._type(r))), None)
         differs = other is not None or result is not None or kind.is_split
         if differs == _gradient_differs(kind):
@@ -125,14 +127,6 @@ class _Walk:
             f"({outputs[0]} is {self._type(outputs[0])})",
             where=self._place(op),
         )
-
-    @staticmethod
-    def _takes_up(kind: Type, other: Type) -> bool:
-        """Whether the gradient of an operand takes up the differences of another one.
-
-        Nothing is taken up by a pending sum: other summands (a bias of one) are only added to it.
-        """
-        return kind.kind != "P" and _differs(other)
 
     def _type(self, ref: Ref) -> Type:
         if ref in self.totals:

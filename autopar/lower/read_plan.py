@@ -53,7 +53,7 @@ def local_graph_and_typings(plan: Plan, graph: Graph, data_rank: int = 0) -> tup
     if crossing and plan.num_micro_batches > 1:
         raise _one_micro_batch(plan, crossing[0])
     if crossing and plan.data_shares:
-        raise _equal_shares(plan, f"{crossing[0].name} ({crossing[0].target}), {crossing[0].module}")
+        raise _equal_shares(plan, _place(crossing[0]))
     if plan.mesh.ep_data > 1:
         result = local_graphs.spread(result, plan.mesh.ep_data, _spread_mixtures(plan, graph))
     result = _pad(plan, result)
@@ -93,12 +93,7 @@ def _spread_mixtures(plan: Plan, graph: Graph) -> frozenset[str]:
             if name == local_graphs.DISPATCH and op.target == local_graphs.EXPERTS:
                 mixtures.append(op.name)
             elif name != local_graphs.SAMPLES:
-                raise PlanError(
-                    f"{op.target} has no strategy '{name}' on axis {local_graphs.AXIS}",
-                    where=f"{place}: {op.name}",
-                    expected=local_graphs.SAMPLES,
-                    fix=_AGAIN,
-                )
+                raise _unknown_strategy(op, name, local_graphs.AXIS, place, local_graphs.SAMPLES)
     return frozenset(mixtures)
 
 
@@ -120,10 +115,10 @@ def batch_typing(plan: Plan, graph: Graph, micro_batch_size: int | None = None) 
         PlanError: the plan does not fit the graph, or samples depend on each other in a way that its micro-batches or shares do not allow.
     """
     size = Fraction(graph.batch_size, micro_batch_size or plan.micro_batch_size)
-    reader = _Reader(graph, BATCH, size)
     _check_number("strategies of the prelude", len(graph.prelude), len(plan.prelude))
-    reader.read(graph.prelude, plan.prelude, "prelude")
-    typing = _blocks_typing(plan, graph, reader)
+    prelude = _strategies(graph, graph.prelude, plan.prelude, BATCH, size, "prelude")
+    typing = _blocks_typing(plan, graph, BATCH, size)
+    typing = replace(typing, strategies={**prelude, **typing.strategies})
     if graph.exact and plan.global_batch_size != graph.batch_size:
         raise PlanError(
             f"The model was traced for a global batch of {graph.batch_size} and holds for no other, "
@@ -138,12 +133,11 @@ def batch_typing(plan: Plan, graph: Graph, micro_batch_size: int | None = None) 
             fix="Pin num_micro_batches=1",
         )
     every = (*graph.prelude, *graph.ops)
-    mixing = next((op for op in every if reader.strategies[op.name].name.startswith("statistics")), None)
+    mixing = next((op for op in every if typing.strategies[op.name].name.startswith("statistics")), None)
     if mixing is not None and plan.num_micro_batches > 1:
         raise _one_micro_batch(plan, mixing)
     if plan.data_shares and (graph.mixing or mixing is not None):
-        place = f"{mixing.name} ({mixing.target}), {mixing.module}" if mixing is not None else graph.mixing
-        raise _equal_shares(plan, place)
+        raise _equal_shares(plan, _place(mixing) if mixing is not None else graph.mixing)
     return typing
 
 
@@ -156,11 +150,15 @@ def _equal_shares(plan: Plan, place: str) -> PlanError:
     )
 
 
+def _place(op: Op) -> str:
+    return f"{op.name} ({op.target}), {op.module}"
+
+
 def _one_micro_batch(plan: Plan, op: Op) -> PlanError:
     is_norm = op.target in ("autopar.batch_norm", "autopar.batch_norm_running")
     return PlanError(
         f"Statistics over the batch cannot be taken in {plan.num_micro_batches} micro-batches",
-        where=f"{op.name} ({op.target}), {op.module}",
+        where=_place(op),
         fix="Pin num_micro_batches=1" + (", or use a norm that looks at one sample (group norm)" if is_norm else ""),
     )
 
@@ -179,27 +177,28 @@ def check_batch_typing(plan: Plan, graph: Graph) -> None:
 
 def axis_typing(plan: Plan, graph: Graph, axis: str) -> Typing:
     """The typing on a sharded axis, where every rank repeats the prelude."""
-    return _blocks_typing(plan, graph, _Reader(graph, axis, Fraction(getattr(plan.mesh, axis))))
+    return _blocks_typing(plan, graph, axis, Fraction(getattr(plan.mesh, axis)))
 
 
-def _blocks_typing(plan: Plan, graph: Graph, reader: _Reader) -> Typing:
+def _blocks_typing(plan: Plan, graph: Graph, axis: str, size: Fraction) -> Typing:
+    strategies: dict[str, Strategy] = {}
     parameters: dict[str, Type] = {}
     for block, planned in zip(graph.blocks, plan.blocks, strict=True):
         place = f"block {block.index} ({block.label})"
-        chosen = _chosen(plan, planned.layout, reader.axis, place)
+        chosen = _chosen(plan, planned.layout, axis, place)
         if chosen is None:
-            raise PlanError.missing(f"types and strategies of the block on axis {reader.axis}", where=place, fix=_AGAIN)
-        reader.read(graph.block_ops(block), chosen.strategies, place)
+            raise PlanError.missing(f"types and strategies of the block on axis {axis}", where=place, fix=_AGAIN)
+        strategies |= _strategies(graph, graph.block_ops(block), chosen.strategies, axis, size, place)
         owned = graph.block_parameters(block)
         _check_number("types of the block's parameters", len(owned), len(chosen.parameters), place)
         for parameter, kind in zip(owned, chosen.parameters, strict=True):
             if parameters.setdefault(parameter.name, kind) != kind:
                 raise PlanError(
-                    f"The plan gives a parameter two types on axis {reader.axis}: {parameters[parameter.name]} and {kind}",
+                    f"The plan gives a parameter two types on axis {axis}: {parameters[parameter.name]} and {kind}",
                     where=f"{place}: {parameter.fqn}",
                     fix=_AGAIN,
                 )
-    return Typing(axis=reader.axis, size=reader.size, strategies=reader.strategies, parameters=parameters)
+    return Typing(axis=axis, size=size, strategies=strategies, parameters=parameters)
 
 
 def _chosen(plan: Plan, layout: int, axis: str, place: str) -> AxisTyping | None:
@@ -208,26 +207,26 @@ def _chosen(plan: Plan, layout: int, axis: str, place: str) -> AxisTyping | None
     return next((t for t in plan.layouts[layout].typings if t.axis == axis), None)
 
 
-class _Reader:
-    """Collects the strategies of operators on one axis, by their names in the plan."""
+def _strategies(
+    graph: Graph, ops: Sequence[Op], names: Sequence[str], axis: str, size: Fraction, place: str
+) -> dict[str, Strategy]:
+    """Returns the strategies on one axis by the names of their operators; ``names`` are those of the strategies in the plan."""
+    _check_number("strategies", len(ops), len(names), place)
+    strategies = {}
+    for op, name in zip(ops, names, strict=True):
+        specs = tuple(graph.spec(ref) for ref in op.operands)
+        offered = rules.default_table().strategies(op, specs, axis=axis, size=size, fallback=True)
+        strategy = next((strategy for strategy in offered if strategy.name == name), None)
+        if strategy is None:
+            raise _unknown_strategy(op, name, axis, place, f"one of {', '.join(s.name for s in offered) or 'none'}")
+        strategies[op.name] = strategy
+    return strategies
 
-    def __init__(self, graph: Graph, axis: str, size: Fraction) -> None:
-        self.graph, self.axis, self.size = graph, axis, size
-        self.strategies: dict[str, Strategy] = {}
 
-    def read(self, ops: Sequence[Op], names: Sequence[str], place: str) -> None:
-        _check_number("strategies", len(ops), len(names), place)
-        self.strategies |= {op.name: self._find(op, name, place) for op, name in zip(ops, names, strict=True)}
-
-    def _find(self, op: Op, name: str, place: str) -> Strategy:
-        specs = tuple(self.graph.spec(ref) for ref in op.operands)
-        offered = rules.default_table().strategies(op, specs, axis=self.axis, size=self.size, fallback=True)
-        for strategy in offered:
-            if strategy.name == name:
-                return strategy
-        raise PlanError(
-            f"{op.target} has no strategy '{name}' on axis {self.axis}",
-            where=f"{place}: {op.name}",
-            expected=f"one of {', '.join(s.name for s in offered) or 'none'}",
-            fix=_AGAIN,
-        )
+def _unknown_strategy(op: Op, name: str, axis: str, place: str, expected: str) -> PlanError:
+    return PlanError(
+        f"{op.target} has no strategy '{name}' on axis {axis}",
+        where=f"{place}: {op.name}",
+        expected=expected,
+        fix=_AGAIN,
+    )

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -112,10 +112,8 @@ def trace_model(
         inputs = _with_samples(given, samples)
         if is_cast or precision.compute != "float32":
             inputs = _mapped(lambda value: value.to(dtype) if value.is_floating_point() else value, inputs)
-        options: dict[str, Any] = {"name": name, "loss_fn": loss_fn, "opaque": opaque, "exact": samples is not None}
-        if isinstance(inputs, Mapping):
-            return trace(model, (), inputs, **options)
-        return trace(model, tuple(inputs), {}, **options)
+        args, kwargs = ((), inputs) if isinstance(inputs, dict) else (tuple(inputs), {})
+        return trace(model, args, kwargs, name=name, loss_fn=loss_fn, opaque=opaque, exact=samples is not None)
 
     return trace_at(None) if global_batch_size is None else for_batch(trace_at, global_batch_size, samples_apart)
 
@@ -304,8 +302,9 @@ def traced(
     if precision not in PRECISIONS:
         raise UsageError.unknown("precision", precision, PRECISIONS)
     recipe, folder = PRECISIONS[precision], cache_dir / "graphs"
-    files = [folder / _name(f"{own}, {sequence} tokens, {recipe.compute}, opaque {list(opaque)}")
-             for own in (model, f"{model} at {global_batch_size}")] if _is_told(model) else []  # fmt: skip
+    options = f"{sequence} tokens, {recipe.compute}, opaque {list(opaque)}"
+    names = (_name(model, options), _name(model, f"{options}, global batch {global_batch_size}"))
+    files = [folder / name for name in names] if _is_told(model) else []
     for file in files:
         if (kept := _load(file)) is not None:
             return kept
@@ -328,24 +327,22 @@ def _is_told(model: str) -> bool:
     return kind in FAMILIES or (kind == "hf" and not Path(rest.partition("?")[0]).exists())
 
 
-def _name(described: str) -> str:
-    parts = [described, sources(), version("torch"), *_of_transformers(described)]
+def _name(model: str, options: str) -> str:
+    parts = [model, options, sources(), version("torch"), *_of_transformers(model)]
     return f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.pickle"
 
 
-def _of_transformers(described: str) -> list[str]:
-    """The version of transformers and the files of a model type, where it is one."""
-    kind, _, rest = described.partition(":")
-    if kind != "hf":
+def _of_transformers(model: str) -> list[str]:
+    """The version of transformers and the files of the model's type; nothing where it is not installed."""
+    from autopar.models.specs import FAMILIES
+
+    kind, _, rest = model.partition(":")
+    name = FAMILIES[kind][0] if kind in FAMILIES else rest.partition("?")[0].replace("-", "_")
+    package = find_spec("transformers")
+    if package is None or package.origin is None:
         return []
-    with suppress(PackageNotFoundError):
-        package = find_spec("transformers")
-        root = Path(package.origin).parent if package is not None and package.origin else Path()
-        name = rest.partition("?")[0].partition(",")[0].replace("-", "_")
-        files = sorted((root / "models" / name).glob("*.py"))
-        stats = [(file.name, file.stat()) for file in files]
-        return [version("transformers"), *(f"{n} {s.st_size} {s.st_mtime_ns}" for n, s in stats)]
-    return []
+    stats = [(file.name, file.stat()) for file in sorted(Path(package.origin).parent.glob(f"models/{name}/*.py"))]
+    return [version("transformers"), *(f"{n} {s.st_size} {s.st_mtime_ns}" for n, s in stats)]
 
 
 def _load(file: Path) -> Graph | None:

@@ -180,9 +180,7 @@ _FAIL_WITHOUT_MASK = ("longt5", "switch_transformers")
 """Types whose code asks the mask for its batch size, though it may be left out: transformers 5.23 ends in an error there."""
 
 
-def _token_fields(
-    config: Any, head: str, sequence_length: int | None, takes: Collection[str] = ()
-) -> tuple[Field, ...]:
+def _token_fields(config: Any, head: str, sequence_length: int | None, takes: Collection[str]) -> tuple[Field, ...]:
     text = getattr(config, "get_text_config", lambda: config)()
     vocabulary = int(getattr(text, "vocab_size", 0) or 0)
     if not vocabulary:
@@ -251,7 +249,7 @@ def default_length(config: Any) -> int:
         longest = getattr(config, name, None)
         if isinstance(longest, int) and longest > 0:
             return min(longest, LONGEST_DEFAULT)
-    return min(512, LONGEST_DEFAULT)
+    return 512
 
 
 def _image_fields(config: Any, head: str) -> tuple[Field, ...]:
@@ -262,7 +260,11 @@ def _image_fields(config: Any, head: str) -> tuple[Field, ...]:
     pixels = _floats("pixel_values", *((int(frames),) if frames else ()), channels, int(height), int(width))
     if head != "image":
         return (pixels,)
-    return pixels, Field(name="labels", shape=(), kind="class", size=int(getattr(config, "num_labels", 2)))
+    return pixels, _class_label(config)
+
+
+def _class_label(config: Any) -> Field:
+    return Field(name="labels", shape=(), kind="class", size=int(getattr(config, "num_labels", 2)))
 
 
 def _speech_fields(config: Any, head: str, main_input: str, sequence_length: int | None) -> tuple[Field, ...]:
@@ -279,7 +281,7 @@ def _speech_fields(config: Any, head: str, main_input: str, sequence_length: int
     if main_input == "input_values" and not hasattr(config, "conv_kernel"):  # a spectrogram as an image
         shape: tuple[int, ...] = (int(config.max_length), int(config.num_mel_bins))
         if head == "image":
-            labels = (Field(name="labels", shape=(), kind="class", size=int(getattr(config, "num_labels", 2))),)
+            labels = (_class_label(config),)
     elif main_input == "input_values":
         samples = sequence_length or _WAVE_LENGTH
         for kernel, stride in zip(reversed(config.conv_kernel), reversed(config.conv_stride), strict=True):

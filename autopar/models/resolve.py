@@ -159,25 +159,24 @@ def random_example_for(model: torch.nn.Module, *, batch_size: int) -> dict[str, 
 
 def _fields_for(model: torch.nn.Module) -> tuple[Field, ...]:
     config = getattr(model, "config", None)
-    head = head_of(type(model).__name__)
+    name = type(model).__name__
+    head = next((head for ending, head in _HEADS.items() if name.endswith(ending)), None)
     if config is None or head is None:
         raise UsageError(
-            f"Cannot make example inputs for {type(model).__name__}: it is no Hugging Face model with a loss",
+            f"Cannot make example inputs for {name}: it is no Hugging Face model with a loss",
             fix="Pass example_inputs={...}, a dict for the model's forward, labels included (a factory returns it beside the model)",
         )
     return fields_of_config(config, head, str(model.main_input_name), None)
 
 
-def head_of(class_name: str) -> str | None:
-    """causal, masked, seq2seq or image, told by the name of a Hugging Face class."""
-    heads = {
-        "ForCausalLM": "causal",
-        "LMHeadModel": "causal",
-        "ForMaskedLM": "masked",
-        "ForConditionalGeneration": "seq2seq",
-        "ForImageClassification": "image",
-    }
-    return next((head for ending, head in heads.items() if class_name.endswith(ending)), None)
+_HEADS = {
+    "ForCausalLM": "causal",
+    "LMHeadModel": "causal",
+    "ForMaskedLM": "masked",
+    "ForConditionalGeneration": "seq2seq",
+    "ForImageClassification": "image",
+}
+"""The head of a Hugging Face model by the ending of its class's name."""
 
 
 def without_dropout(model: torch.nn.Module) -> None:

@@ -145,7 +145,7 @@ def hugging_face(text: str) -> tuple[Callable[[], torch.nn.Module], str]:
     transformers = _transformers()
     with quiet_transformers():
         if Path(where).is_dir():
-            load = partial(_local_config, transformers, where)
+            load = partial(_local_config, where)
         else:
             known = list(transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES)
             if where not in known:
@@ -156,12 +156,12 @@ def hugging_face(text: str) -> tuple[Callable[[], torch.nn.Module], str]:
                 )
             load = partial(transformers.AutoConfig.for_model, where)
         config = _configured(load, given, where)
-    return _maker_of(transformers, config)
+    return _maker_of(config)
 
 
-def _local_config(transformers: Any, where: str, **given: Any) -> Any:
+def _local_config(where: str, **given: Any) -> Any:
     try:
-        return transformers.AutoConfig.from_pretrained(where, local_files_only=True, **given)
+        return _transformers().AutoConfig.from_pretrained(where, local_files_only=True, **given)
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(
             "No usable config.json in this folder",
@@ -235,9 +235,6 @@ def _mend(config: Any, given: Mapping[str, Any]) -> None:
             config.decoder_start_token_id = config.pad_token_id
 
 
-_UNFIT_FIX = "Correct the keys after `?`, or give a factory `package.module:factory`"
-
-
 def _unfit(error: BaseException, where: str) -> UsageError:
     lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     first = " ".join(line.strip() for line in lines[:2]) if lines[0].endswith(":") else lines[0]
@@ -246,11 +243,13 @@ def _unfit(error: BaseException, where: str) -> UsageError:
         return UsageError(
             "The model needs a package that is not installed", where=where, got=value, fix="Install what it names"
         )
-    return UsageError("These settings make no model", where=where, got=value, fix=_UNFIT_FIX)
+    fix = "Correct the keys after `?`, or give a factory `package.module:factory`"
+    return UsageError("These settings make no model", where=where, got=value, fix=fix)
 
 
-def _maker_of(transformers: Any, config: Any) -> tuple[Callable[[], torch.nn.Module], str]:
+def _maker_of(config: Any) -> tuple[Callable[[], torch.nn.Module], str]:
     """How to make the model with the head that has a loss, and which head that is."""
+    transformers = _transformers()
     auto = transformers.models.auto.modeling_auto
     kind = config.model_type
     mappings = (
@@ -276,14 +275,9 @@ def _maker_of(transformers: Any, config: Any) -> tuple[Callable[[], torch.nn.Mod
 
 def _make(loader: Any, config: Any, *, wrap: bool) -> torch.nn.Module:
     """The model with fused attention and grouped experts, or with as much of that as its type knows."""
-    ways: tuple[dict[str, str], ...] = (
-        {"attn_implementation": "sdpa", **_EXPERTS},
-        {"attn_implementation": "sdpa"},
-        {"attn_implementation": "eager", **_EXPERTS},
-        {"attn_implementation": "eager"},
-    )
-    if not (hasattr(config, "num_local_experts") or hasattr(config, "num_experts")):
-        ways = ways[1::2]
+    has_experts = hasattr(config, "num_local_experts") or hasattr(config, "num_experts")
+    experts: list[dict[str, str]] = [_EXPERTS, {}] if has_experts else [{}]
+    ways = [{"attn_implementation": attention, **others} for attention in ("sdpa", "eager") for others in experts]
     for way in ways:
         try:
             model = loader.from_config(copy.deepcopy(config), **way)  # which it changes, even where it fails
@@ -378,7 +372,7 @@ def family_model(name: str, text: str, sequence_length: int | None) -> tuple[Cal
         values[keys["seq"]] = max(sequence_length, values.get(keys["seq"], 0))
     with quiet_transformers():
         config = _configured(partial(transformers.AutoConfig.for_model, kind), values, name)
-    return _maker_of(transformers, config)
+    return _maker_of(config)
 
 
 def _values(text: str, separator: str) -> dict[str, Any]:

@@ -45,12 +45,8 @@ class Sizes:
     operator_chains: bool = False
 
 
-class ChainedNorm(nn.Module):
+class ChainedNorm(nn.RMSNorm):
     """An RMS norm of torch's operators, in single precision but for its weight [Hugging Face, LlamaRMSNorm]."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden))
 
     def forward(self, x: Tensor) -> Tensor:
         """The norm of ``x``, in its dtype."""
@@ -179,10 +175,8 @@ def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _norm(sizes: Sizes) -> nn.Module:
-    if sizes.family == "llama" and sizes.operator_chains:
-        return ChainedNorm(sizes.hidden)
     if sizes.family == "llama":
-        return nn.RMSNorm(sizes.hidden, eps=1e-5)
+        return (ChainedNorm if sizes.operator_chains else nn.RMSNorm)(sizes.hidden, eps=1e-5)
     return Norm(sizes.hidden) if sizes.autocast else nn.LayerNorm(sizes.hidden)
 
 

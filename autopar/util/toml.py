@@ -85,14 +85,15 @@ class Table:
         """All keys, in order."""
         return tuple(self._data)
 
-    def raw(self, key: str) -> object:
-        """The value as it is.
+    def raw(self, key: str, default: object = None) -> object:
+        """The value as it is; ``default`` where the key is missing.
 
         Raises:
-            UsageError: the key is missing.
+            UsageError: the key is missing, and there is no default.
         """
-        self._read.add(key)
-        if key not in self._data:
+        if not self.has(key):
+            if default is not None:
+                return default
             if near := difflib.get_close_matches(key, set(self._data) - self._read, n=1, cutoff=0.8):
                 raise UsageError(f"Unknown key '{near[0]}'", where=self.place(near[0]), fix=f"Did you mean '{key}'?")
             raise UsageError.missing(f"key '{dotted((*self._keys, key))}'", where=self.place(key), fix="Add it")
@@ -100,27 +101,21 @@ class Table:
 
     def text(self, key: str, default: str | None = None) -> str:
         """A string."""
-        if default is not None and not self.has(key):
-            return default
-        value = self.raw(key)
+        value = self.raw(key, default)
         if not isinstance(value, str):
             raise self.wrong(key, "a text", repr(value))
         return value
 
     def flag(self, key: str, default: bool | None = None) -> bool:
         """A boolean."""
-        if default is not None and not self.has(key):
-            return default
-        value = self.raw(key)
+        value = self.raw(key, default)
         if not isinstance(value, bool):
             raise self.wrong(key, "true or false", repr(value))
         return value
 
     def number(self, key: str, default: float | None = None, *, positive: bool = True) -> float:
         """A finite number; greater than zero, or at least zero if not ``positive``."""
-        if default is not None and not self.has(key):
-            return default
-        value = self.raw(key)
+        value = self.raw(key, default)
         expected = "a number above zero" if positive else "a number from zero"
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.wrong(key, expected, repr(value))
@@ -130,9 +125,7 @@ class Table:
 
     def integer(self, key: str, default: int | None = None, *, positive: bool = True) -> int:
         """A whole number; ``1e9`` counts as one."""
-        if default is not None and not self.has(key):
-            return default
-        value = self.number(key, positive=positive)
+        value = self.number(key, default, positive=positive)
         if value != int(value):
             raise self.wrong(key, "a whole number", value)
         return int(value)
