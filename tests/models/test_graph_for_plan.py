@@ -199,7 +199,7 @@ def test_what_may_have_changed_is_not_kept(folder: Path, tmp_path: Path, monkeyp
     local = tmp_path / "gpt2"
     local.mkdir()
     monkeypatch.chdir(tmp_path)
-    assert [graph_for_plan._is_told(text) for text in ("my.models:net", "hf:gpt2", "hf:llama", MODEL)] == [
+    assert [graph_for_plan._is_cacheable(text) for text in ("my.models:net", "hf:gpt2", "hf:llama", MODEL)] == [
         False, False, True, True,
     ]  # fmt: skip
 
