@@ -42,7 +42,7 @@ class ModelSource:
         batch_size: samples of the example inputs.
         sequence_length: tokens of a sample, as requested; None for the length of the model.
         dtype: the dtype of the model's floating-point parameters and buffers.
-        maker: makes the model anew, with weights.
+        maker: makes the model again, with weights.
     """
 
     name: str

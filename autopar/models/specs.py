@@ -170,7 +170,7 @@ def _mend(config: Any, given: Mapping[str, Any]) -> None:
     """Set keys to the values that training needs, which differ from those of published checkpoints, unless they are in ``given``."""
     config.use_cache = False
     if getattr(config, "architectures", None) is None:
-        config.architectures = []  # transformers looks through them where a type has several heads
+        config.architectures = []  # transformers iterates over them if a type has several heads
     for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
         if name not in given and getattr(config, name, None):
             setattr(config, name, 0.0)
