@@ -48,7 +48,7 @@ def compact(graph: Graph, *, keys: Sequence[object] = ()) -> Compact:
     Args:
         keys: a key for each block, for example its pins; only blocks with equal keys are merged. Empty means equal keys.
     """
-    if any(key is not None for key in keys):
+    if keys:
         return _compact(graph, keys)
     if compact not in graph.passes:
         graph.passes[compact] = _compact(graph, ())
@@ -225,8 +225,6 @@ def lengths(graph: Graph, ranks: int, multiple: int = 1) -> dict[str, int]:
         multiple: the rows of a rank are a multiple of this. It applies to vocabularies of products; tables that are only looked up, such
             as those of positions, gain nothing from it.
     """
-    if ranks == multiple == 1:
-        return {}
     padded = {v: length(v.size, ranks, multiple if v.values else 1) for v in vocabularies(graph)}
     return {
         graph.parameter(name).key: size

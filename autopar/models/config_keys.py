@@ -18,8 +18,8 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 def optional_keys(config_class: type) -> frozenset[str]:
     """Return the keys that a configuration need not have: its modelling code reads them by getattr or hasattr.
 
-    The result is empty if the class has no modelling module. The source is parsed, and not imported or run. If the configuration contains others (those of towers), only functions whose
-    ``config`` is annotated with this class count, as the others may read a contained configuration.
+    The result is empty if the class has no modelling module. The source is parsed, and not imported or run. If the configuration contains
+    others (those of towers), only functions whose ``config`` is annotated with this class count, as others may read a contained one.
     """
     source = _modelling_source(config_class.__module__)
     if source is None:
@@ -38,32 +38,26 @@ def _modelling_source(module: str) -> Path | None:
 
 
 def _optional_reads(tree: ast.Module) -> Iterator[tuple[frozenset[str], str]]:
-    """Iterate over the keys read by getattr or hasattr, each with the annotated classes of the configuration; ``""`` if not annotated."""
-    for node in tree.body:
-        if isinstance(node, Function):
-            yield from _optional_reads_in(node, {"config": _annotated(node)})
-        elif isinstance(node, ast.ClassDef):
-            functions = [part for part in node.body if isinstance(part, Function)]
-            stored = next(
-                (_annotated(function) for function in functions if function.name == "__init__"), frozenset({""})
-            )
-            for function in functions:
-                yield from _optional_reads_in(function, {"config": _annotated(function), "self.config": stored})
+    """Iterate over the keys that functions and methods read by getattr or hasattr, each with the annotated classes of the configuration."""
+    for scope in tree.body:
+        body = scope.body if isinstance(scope, ast.ClassDef) else [scope]
+        functions = [node for node in body if isinstance(node, Function)]
+        init = next((function for function in functions if function.name == "__init__"), None)
+        for function in functions:
+            classes = {"config": _annotated(function)}
+            if isinstance(scope, ast.ClassDef):
+                classes["self.config"] = _annotated(init)
+            for node in ast.walk(function):
+                match node:
+                    case ast.Call(
+                        func=ast.Name(id="getattr" | "hasattr"),
+                        args=[ast.Name() | ast.Attribute() as owner, ast.Constant(value=str() as name), *_],
+                    ) if (expression := ast.unparse(owner)) in classes:
+                        yield classes[expression], name
 
 
-def _annotated(function: Function) -> frozenset[str]:
+def _annotated(function: Function | None) -> frozenset[str]:
     """Return the classes with which the argument ``config`` of a function is annotated; ``""`` if it is not."""
-    arguments = (*function.args.args, *function.args.kwonlyargs)
+    arguments = () if function is None else (*function.args.args, *function.args.kwonlyargs)
     annotation = next((argument.annotation for argument in arguments if argument.arg == "config"), None)
     return frozenset({""} if annotation is None else ast.unparse(annotation).strip("'\"").split(" | "))
-
-
-def _optional_reads_in(function: Function, classes: dict[str, frozenset[str]]) -> Iterator[tuple[frozenset[str], str]]:
-    """Iterate over the keys that a function reads by getattr or hasattr; ``classes`` are those of each expression for a configuration."""
-    for node in ast.walk(function):
-        match node:
-            case ast.Call(
-                func=ast.Name(id="getattr" | "hasattr"),
-                args=[ast.Name() | ast.Attribute() as owner, ast.Constant(value=str() as name), *_],
-            ) if (expression := ast.unparse(owner)) in classes:
-                yield classes[expression], name

@@ -31,8 +31,8 @@ class Field:
         shape: the shape of one sample.
         kind: which values it has. ``tokens``: ids below ``size``. ``labels``: a copy of the tokens, or random ids if these have another
             shape. ``masked_labels``: the same, but most labels of a copy are ignored. ``class``: a class below ``size``. ``floats``:
-            normally distributed. ``mask``: 1 where a sample has tokens. ``sampled``: drawn from the elements of ``values``. ``rows``: samples of
-            ``values``, in the same order for all such fields. ``constant``: always ``value``.
+            normally distributed. ``mask``: 1 where a sample has tokens. ``sampled``: drawn from the elements of ``values``. ``rows``:
+            samples of ``values``, in the same order for all such fields. ``constant``: always ``value``.
         size: the number of token ids or classes.
         dtype: the dtype of the values.
         values: an example of the values, with the samples of the example batch.

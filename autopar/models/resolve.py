@@ -208,7 +208,7 @@ def _drop_nothing(holder: Any) -> None:
 
 
 _DROPPING = ("dropout", "pdrop", "drop_prob", "drop_path", "layerdrop", "jitter_noise")
-"""Parts of the names of attributes that hold the probability of dropping elements, branches of a sample or layers, or the noise of a router."""
+"""Parts of the names of attributes with the probability of dropping elements, branches of a sample or layers, or a router's noise."""
 
 
 # --- factories ------------------------------------------------------------------------------------
