@@ -1,4 +1,7 @@
-"""Finds and runs the parallelization plan of a PyTorch model. The public names, each loaded when first used."""
+"""Finds and runs the parallelization plan of a PyTorch model.
+
+This module holds the public names. Each is imported when it is first used.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOME = {
+_MODULE_OF = {
     "AutoparError": "autopar.errors",
     "CheckpointError": "autopar.errors",
     "Checkpoints": "autopar.runtime.checkpoint.series",
@@ -70,14 +73,14 @@ _HOME = {
     "verify": "autopar.api",
 }
 
-__all__ = list(_HOME)
+__all__ = list(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module that defines a public name: ``import autopar`` alone loads neither torch nor the solvers."""
-    if name not in _HOME:
+    """Import a public name from its module, so that ``import autopar`` alone loads neither torch nor the solvers."""
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'autopar' has no attribute '{name}'; public names: {', '.join(__all__)}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""``python -m autopar``: the shell command where it is not on the path."""
+"""Runs the shell command as ``python -m autopar``, for environments in which it is not on the path."""
 
 from autopar.cli import main
 

@@ -1,7 +1,7 @@
-"""What autopar is called for, where its packages are put together: trace, search, estimate, parallelize, verify.
+"""The public functions of autopar: trace, search, estimate, parallelize and verify.
 
-Each function imports what it needs when it is called: who runs a plan loads no planner, who plans no runtime.
-What a keyword means is said once, in :class:`autopar.request.Request`.
+They put the packages of autopar together. Each function imports what it needs when it is called, so that a job that runs a plan does not
+load the planner, and a search does not load the runtime. Common keywords are documented in :class:`autopar.request.Request`.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def trace(
     opaque: Sequence[str] = (),
     name: str = "",
 ) -> Graph:
-    """The graph of a model that :func:`search` and :func:`estimate` take in its place, to trace it once for several plans.
+    """Trace a model. :func:`search` and :func:`estimate` take the graph in place of the model, so that it is traced once for several plans.
 
-    Keywords are those of :class:`~autopar.request.Request`. Plans of the graph have the same ``precision``. Where samples of a
-    batch meet (in batch statistics, or a loss over all pairs) the graph is for one ``global_batch_size``, without which such a
-    model is refused. The model itself stays as it is, on whatever device it is.
+    The keywords are those of :class:`~autopar.request.Request`. Plans for the graph must have the same ``precision``. If samples of a
+    batch depend on each other (in batch statistics, or in a loss over all pairs), the graph holds for one ``global_batch_size``, and such
+    a model is refused without it. The model is not changed and may be on any device.
 
     Raises:
-        UsageError: no example inputs, and none can be made; a model that is parallel already.
+        UsageError: there are no example inputs and none can be made, or the model is parallel already.
         TraceError: the model cannot be traced.
     """
     from autopar.planner.search import graph_of
@@ -86,24 +86,25 @@ def search(  # noqa: PLR0913  keywords of the public call
     cache_dir: Path | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """The fastest plan that fits. Other keywords than these are those of :class:`~autopar.request.Request`.
+    """Search the fastest plan that fits in memory. The keywords that are not listed here are those of :class:`~autopar.request.Request`.
 
     Args:
-        model: on any device, meta included; or its graph, of :func:`trace`.
-        trials, search_timeout_s: stop after so many evaluations or seconds, or at Ctrl-C, with the best plan so far.
-        max_step_time_s: slower plans do not count.
-        storage: an Optuna URL (``sqlite:///study.db``, ``postgresql://...``, ``journal:///study.log``) that keeps every trial;
-            a search that finds trials of an earlier one there goes on from them.
-        study_name: of the study in the storage; None for one that says what it is of.
-        workers: processes; the plan does not depend on their number. None: one for each core, at most 4, where nothing else
+        model: the model, on any device or on meta; or its graph from :func:`trace`.
+        trials, search_timeout_s: the number of evaluations or seconds after which the search stops with the best plan so far. Ctrl-C
+            stops it in the same way.
+        max_step_time_s: the longest step in seconds; slower plans are excluded.
+        storage: an Optuna URL (``sqlite:///study.db``, ``postgresql://...``, ``journal:///study.log``) in which all trials are stored.
+            The search continues from the trials of an earlier search that are found there.
+        study_name: the name of the study in the storage; None for a name that is made from what is searched.
+        workers: the number of processes, on which the plan does not depend. None uses one for each core, at most 4, if nothing else
             runs in this process (other threads, a CUDA device, a process group).
         progress: called with (what, done, total).
 
     Raises:
-        UsageError: malformed pins, cluster, space or batch; a storage that cannot be opened; a study of something else.
+        UsageError: pins, cluster, space or batch are malformed; the storage cannot be opened; the study is of another search.
         TraceError: the model cannot be traced.
-        InfeasibleError: no plan satisfies the constraints; names the smallest set that conflicts.
-        KeyboardInterrupt: before there was any plan.
+        InfeasibleError: no plan satisfies the constraints; the error names the smallest set of constraints that conflict.
+        KeyboardInterrupt: the search was interrupted before it had any plan.
     """
     from autopar.planner.branch_and_bound.process_group import idle_cores
     from autopar.planner.planner import Planner
@@ -138,9 +139,9 @@ def estimate(  # noqa: PLR0913  keywords of the public call
     cache_dir: Path | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """The plan that the pins describe, without a search over what they leave open, which is as usual, as far as it fits.
+    """Return the plan that the pins describe, without a search: all else is as usual in practice, as far as it fits in memory.
 
-    Keywords are those of :class:`~autopar.request.Request`; ``progress`` and errors are as of :func:`search`.
+    The keywords are those of :class:`~autopar.request.Request`; ``progress`` and the errors are those of :func:`search`.
     """
     from autopar.planner.planner import Planner
     from autopar.planner.search import task_of
@@ -173,25 +174,25 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
     seed: int = 0,
     log_dir: str | Path | None = None,
 ) -> ParallelModel:
-    """This rank's part of ``model`` under the best plan, or a given one; called on every rank of a torchrun job.
+    """Return this rank's part of ``model`` under the best plan or a given plan. Every rank of a torchrun job calls this function.
 
-    Other keywords than these are those of :func:`search`.
+    The keywords that are not listed here are those of :func:`search`.
 
     Args:
-        model: with weights (those of rank 0 count) or on meta: then initialised or read part by part.
-        cluster: None: the machines that the ranks stand on.
-        plan: a plan or its file, instead of a search; None: that of ``autopar run``, if that started this rank.
-        global_batch_size: None: the samples of ``example_inputs``, or 8 a rank.
-        on_resize: where the job has another number of ranks than the plan or the cluster: an ``error``, or ``replan``: a search
-            for the machines that the ranks stand on, with the global batch and the precision of the plan that is given.
-        collective_timeout_s: of every collective. A search is waited for without a limit.
-        weights: a folder of safetensors files, read slice by slice: of parameters, and of buffers that a ``state_dict()`` has.
-        seed: of dropout, and of the initialisation of a model on meta.
-        log_dir: where rank 0 writes measured against predicted times of the first steps, for ``autopar validate --from-run``.
+        model: a model with weights, of which those of rank 0 are used; or a model on meta, which is initialised or loaded part by part.
+        cluster: the cluster to plan for; None for the machines on which the ranks run.
+        plan: a plan or its file, which replaces the search. None uses the plan of ``autopar run`` if that started this rank.
+        global_batch_size: samples of a step; None for the number of samples in ``example_inputs``, or 8 for each rank without them.
+        on_resize: what happens if the number of ranks is not that of the plan or the cluster: ``error`` raises, and ``replan`` searches a
+            plan for the machines on which the ranks run, with the global batch and the precision of the given plan.
+        collective_timeout_s: the timeout of every collective in seconds. Waiting for a search has no timeout.
+        weights: a folder of safetensors files with the parameters, and the buffers of ``state_dict()``; it is read slice by slice.
+        seed: the seed of dropout, and of the initialisation of a model on meta.
+        log_dir: a folder in which rank 0 writes measured and predicted times of the first steps, for ``autopar validate --from-run``.
 
     Raises:
-        RuntimeMismatchError: the job's ranks or devices are others than those of the cluster or plan, or were not told of each
-            other; the precision is one that is planned alone.
+        RuntimeMismatchError: the ranks or devices of the job are not those of the cluster or plan; several processes run that do not know
+            each other; or the precision can only be planned.
         PlanError: the plan is for another model.
         InfeasibleError: no plan satisfies the constraints.
     """
@@ -199,8 +200,8 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
     from autopar.runtime.job import given_plan
     from autopar.runtime.launch import launch
 
-    found = given_plan() if plan is None else plan
-    plan = None if found is None else _loaded(found)
+    source = given_plan() if plan is None else plan
+    plan = None if source is None else _loaded(source)
     if plan is not None or precision in PRECISIONS:
         check_can_run(PRECISIONS[precision] if plan is None else plan.precision)
     request = Request(
@@ -215,7 +216,7 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
 
 
 def _loaded(plan: Plan | str | Path) -> Plan:
-    """A plan, or that of a file."""
+    """Return a plan, which is read if its file is given."""
     if isinstance(plan, Plan):
         return plan
     if not isinstance(plan, str | Path):
@@ -233,43 +234,47 @@ def _prepared(
     collective_timeout_s: float,
     on_resize: str,
 ) -> tuple[str, Callable[[], tuple[Plan, Graph]]]:
-    """The kind of device of a job that has started, and what rank 0 gets its plan by, and the graph that it is for."""
+    """Start the job; return its kind of device, and the function by which rank 0 gets the plan and the graph that it is for.
+
+    Args:
+        limits: ``trials`` and ``search_timeout_s`` of a search.
+    """
     from autopar.hardware.places import cluster_at, gathered_places
     from autopar.runtime.failure_watch import ordinary
     from autopar.runtime.job import check_alone, choose_device_type, how_to_start, start
 
-    where = Cluster.parse(request.cluster) if isinstance(request.cluster, str) else request.cluster
-    is_cpu = where is not None and where.devices[0].kind == "cpu"
+    cluster = Cluster.parse(request.cluster) if isinstance(request.cluster, str) else request.cluster
+    is_cpu = cluster is not None and cluster.devices[0].kind == "cpu"
     device_type = choose_device_type(plan.cluster if plan is not None else "cpu" if is_cpu else "")
     is_alone = start(device_type, collective_timeout_s=collective_timeout_s)
     if on_resize not in {"error", "replan"}:
         raise UsageError(f"There is no on_resize={on_resize!r}", fix="Give error or replan")
     if on_resize == "replan":
-        plan, where, request = _resized(plan, where, request)
+        plan, cluster, request = _resized(plan, cluster, request)
     size = dist.get_world_size()
-    if plan is None and where is not None and where.world_size != size:
+    if plan is None and cluster is not None and cluster.world_size != size:
         raise RuntimeMismatchError(
-            f"This job has {size} rank{'s' * (size > 1)}, but the cluster {where.name} has {where.world_size} devices",
-            fix=f"{how_to_start(where.world_size)}, or pass a cluster of {size}",
+            f"This job has {size} rank{'s' * (size > 1)}, but the cluster {cluster.name} has {cluster.world_size} devices",
+            fix=f"{how_to_start(cluster.world_size)}, or pass a cluster of {size}",
         )
-    if is_alone and where is None and plan is None:
+    if is_alone and cluster is None and plan is None:
         check_alone()
         _LOGGER.warning(
             "This process was not started as one of several ranks, so the plan is for one device. %s, or name the cluster of one device "
             "where one is meant.",
             how_to_start("N"),
         )
-    # rank 0 plans alone, and knows of its own machine alone
+    # only rank 0 plans, and it can see only its own machine
     with ordinary():
-        places = gathered_places() if plan is None and where is None else ()
+        places = gathered_places() if plan is None and cluster is None else ()
 
     def make() -> tuple[Plan, Graph]:
         if plan is not None:
             return plan, _graph_of(plan, model, request.example_inputs, request.loss_fn)
         from autopar.planner.search import Limits
 
-        most = Limits(trials=limits[0], search_timeout_s=limits[1])
-        return _searched(model, replace(request, cluster=where or cluster_at(places)), size, most)
+        search_limits = Limits(trials=limits[0], search_timeout_s=limits[1])
+        return _searched(model, replace(request, cluster=cluster or cluster_at(places)), size, search_limits)
 
     return device_type, make
 
@@ -277,7 +282,10 @@ def _prepared(
 def _resized(
     plan: Plan | None, cluster: Cluster | None, request: Request
 ) -> tuple[Plan | None, Cluster | None, Request]:
-    """What is planned for: a plan or a cluster of another number of ranks than the job has gives way to the machines that there are."""
+    """Return the arguments without a plan or a cluster that has another number of ranks than the job.
+
+    The plan is then searched for the machines of the job, with the global batch and the precision of the dropped plan.
+    """
     size = dist.get_world_size()
     if plan is not None and plan.mesh.world_size != size:
         _LOGGER.warning(
@@ -295,10 +303,10 @@ def _resized(
 
 
 def _precision_of(plan: Plan) -> PrecisionName:
-    """The name of the plan's precision, as a search takes it.
+    """Return the name of the plan's precision in a request for a search.
 
     Raises:
-        RuntimeMismatchError: it has none.
+        RuntimeMismatchError: the precision has no name there.
     """
     for name, known in PRECISIONS.items():
         if known == plan.precision:
@@ -315,17 +323,19 @@ def _graph_of(
     example_inputs: Inputs | None,
     loss_fn: LossFunction | None,
 ) -> Graph:
-    """The graph that a given plan is for. The plan's own typing of axis ``batch`` says whether samples are apart, without a planner."""
+    """Return the graph that a plan is for. The plan's typing of axis ``batch`` shows whether samples are independent, without a planner."""
     from autopar.lower.read_plan import check_batch_typing
     from autopar.models.graph_for_plan import trace_model
 
     def samples_apart(graph: Graph) -> None:
         try:
             check_batch_typing(plan, graph)
-        except AutoparError:  # of another model, or samples meet: then the typing says where
-            from autopar.planner.sharding.input_axes import samples_apart as typed
+        except (
+            AutoparError
+        ):  # the plan is for another model, or samples depend on each other; the planner finds out where
+            from autopar.planner.sharding.input_axes import samples_apart as check_samples_apart
 
-            typed(graph)
+            check_samples_apart(graph)
 
     return trace_model(
         model,
@@ -340,7 +350,7 @@ def _graph_of(
 
 
 def _searched(model: torch.nn.Module, request: Request, ranks: int, limits: Limits) -> tuple[Plan, Graph]:
-    """The plan that a search finds, and the graph that it is for."""
+    """Return the plan that a search finds, and the graph that it is for."""
     from autopar.models.graph_for_plan import samples_of
     from autopar.planner.planner import Planner
     from autopar.planner.search import graph_of, task_of
@@ -361,24 +371,24 @@ def verify(
     compare_in: Literal["fp32", "fp64"] = "fp32",
     run_timeout_s: float = 300.0,
 ) -> VerifyReport:
-    """Runs ``plan`` on processes of this machine and compares losses, gradients and parameters with one process.
+    """Run ``plan`` on processes of this machine, and compare losses, gradients and parameters with a run on one process.
 
-    What is past the limits of fp32 is run again in fp64, which tells rounding from a wrong program. ``report.check()`` raises
-    where they differ. ``example_inputs`` and ``loss_fn`` are those of :class:`~autopar.request.Request`.
+    If differences exceed the limits of fp32, the comparison is repeated in fp64, which tells rounding from a wrong program.
+    ``report.check()`` raises if the runs differ. ``example_inputs`` and ``loss_fn`` are those of :class:`~autopar.request.Request`.
 
     Args:
-        model: with weights on one device, or a function that builds it. Each process gets a copy, so that its class (or the
-            function, and ``loss_fn``) stands in a module; a script calls this under ``if __name__ == "__main__":``.
-        plan: for this model, or its file.
-        example_inputs: with several different samples, of which all batches are made.
-        steps: of AdamW.
-        compare_in: ``fp64`` compares in float64 alone, within far tighter limits.
-        run_timeout_s: processes are killed after it.
+        model: a model with weights on one device, or a function that builds it. Each process gets a copy, so its class (or the
+            function, and ``loss_fn``) must be importable; a script calls this function under ``if __name__ == "__main__":``.
+        plan: a plan for this model, or its file.
+        example_inputs: several different samples, from which all batches are made.
+        steps: the number of AdamW steps.
+        compare_in: ``fp64`` compares only in float64, within far tighter limits.
+        run_timeout_s: seconds after which the processes are killed.
 
     Raises:
-        UsageError: the model cannot be sent to other processes, or the plan has more ranks than are started here.
+        UsageError: the model cannot be sent to other processes, or the plan has more ranks than this machine can start.
         PlanError: the plan is for another model.
-        VerificationError: one device alone cannot train the model, or not in fp64.
+        VerificationError: the model cannot be trained on one device, or not in fp64.
     """
     from autopar.verification.against_one_device import verify as compare
     from autopar.verification.compared_models import build_module, user_model

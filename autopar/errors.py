@@ -1,7 +1,8 @@
-"""The errors autopar raises: what went wrong, what was expected and what there is, and what to do.
+"""The exceptions of autopar, and helpers that word their messages.
 
-Users catch :class:`AutoparError`; its kinds differ by who has to act. ``exit_code`` is what the
-shell command returns. Anything else that escapes is a defect of autopar.
+A message says what went wrong, what was expected, what was found, and what the user can do about it. All exceptions derive from
+:class:`AutoparError`. The subclasses tell apart who has to act: the user, the planner's constraints, the job, or autopar's developers.
+``exit_code`` is the exit status of the shell command. Any other exception that escapes from autopar is a defect of autopar.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ from typing import ClassVar, Self, TypeVar
 Kind = TypeVar("Kind", bound="AutoparError")
 
 CHECK_FILE = "Check the path and the file"
+"""The default remedy for a file that cannot be read."""
 _REPORT = "This is a defect of autopar: please report it with the plan file"
 
 
 class AutoparError(Exception):
-    """Something that the user can mend, in at most three short sentences.
+    """An error that the user can correct. Its message has at most three short sentences.
 
     Args:
         problem: what went wrong, with a capital letter and without a full stop.
-        where: file, line, key, operator or rank; empty when the problem names it.
-        expected: what should be there; empty when the problem says it.
-        got: what is there instead. Without ``expected`` it is the reason, and follows the problem after a colon.
-        fix: what to do about it: the command, the keyword or the value.
+        where: the file, line, key, operator or rank; empty if the problem names it.
+        expected: what should be there; empty if the problem says it.
+        got: what was found instead. Without ``expected`` it is the reason, which follows the problem after a colon.
+        fix: the remedy: the command to run, or the keyword or value to change.
 
     >>> print(AutoparError("The job has 3 ranks", where="plan.json", expected="4", got=3, fix="Start 4 ranks"))
     plan.json: The job has 3 ranks. Expected 4, got 3. Start 4 ranks.
@@ -40,13 +42,13 @@ class AutoparError(Exception):
         super().__init__(" ".join(_sentence(part) for part in (self.short, second, fix) if part))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """By the fields: an error crosses processes, where every rank raises what one of them found."""
+        """Pickle the error by its fields: an error of one rank is sent to the others, which raise it too."""
         fields = {"where": self.where, "expected": self.expected, "fix": self.fix}
         return partial(type(self), self.problem, got=self.got or None, **fields), ()
 
     @classmethod
     def unknown(cls, kind: str, name: str, known: Iterable[str], *, where: str = "", fix: str = "") -> Self:
-        """A name that is none of the ``known`` ones.
+        """Return the error for a name that is not among the ``known`` names of its ``kind``.
 
         >>> print(UsageError.unknown("key", "devise", ["device", "nodes"], where="c.toml, line 3"))
         c.toml, line 3: Unknown key 'devise'. Did you mean 'device'? Known: device, nodes.
@@ -56,7 +58,7 @@ class AutoparError(Exception):
 
     @classmethod
     def unreadable(cls, path: object, error: BaseException, *, fix: str = CHECK_FILE) -> Self:
-        """A file that cannot be read, or is not what it should be.
+        """Return the error for a file that cannot be read or has the wrong content; ``error`` is the cause.
 
         >>> print(UsageError.unreadable("c.toml", FileNotFoundError(2, "No such file or directory")))
         Cannot read c.toml: no such file or directory. Check the path and the file.
@@ -65,7 +67,7 @@ class AutoparError(Exception):
 
     @classmethod
     def missing(cls, what: str, *, where: str = "", fix: str) -> Self:
-        """Something that has to be there.
+        """Return the error for a required thing that is missing.
 
         >>> print(UsageError.missing("package transformers", fix="Run: pip install 'autopar[hf]'"))
         Missing package transformers. Run: pip install 'autopar[hf]'.
@@ -74,7 +76,7 @@ class AutoparError(Exception):
 
     @classmethod
     def mismatch(cls, what: str, *, expected: object, got: object, fix: str, where: str = "") -> Self:
-        """Two things that must agree.
+        """Return the error for two values that must agree and do not.
 
         >>> print(UsageError.mismatch("The dtype of input_ids", expected="int64", got="float32", fix="Cast it"))
         The dtype of input_ids does not match. Expected int64, got float32. Cast it.
@@ -83,7 +85,7 @@ class AutoparError(Exception):
 
     @classmethod
     def unsupported(cls, what: str, *, instead: str, where: str = "") -> Self:
-        """What autopar does not do, and what to do instead.
+        """Return the error for a feature that autopar does not have; ``instead`` says what the user can do instead.
 
         >>> print(UsageError.unsupported("Training in fp8", instead="Make the plan with precision='bf16'"))
         Training in fp8 is not supported. Make the plan with precision='bf16'.
@@ -92,77 +94,77 @@ class AutoparError(Exception):
 
     @property
     def short(self) -> str:
-        """Where and what went wrong, without what to do about it."""
+        """The place and the problem, without the remedy."""
         first = f"{self.where}: {self.problem}" if self.where else self.problem
         return f"{first}: {self.got}" if self.got and not self.expected else first
 
     def becoming(self, kind: type[Kind], *, where: str | None = None, fix: str | None = None) -> Kind:
-        """The same error as another kind, or with another place or remedy."""
+        """Return this error as another class, optionally with another place or remedy."""
         where = self.where if where is None else where
         fix = self.fix if fix is None else fix
         return kind(self.problem, where=where, expected=self.expected, got=self.got or None, fix=fix)
 
     def within(self, where: str) -> Self:
-        """The same error with ``where`` put in front of its own, as it unwinds."""
+        """Return this error with ``where`` put in front of its place, for callers that know the wider place."""
         return self.becoming(type(self), where=f"{where}: {self.where}" if self.where else where)
 
 
 class UsageError(AutoparError):
-    """A malformed argument, pin, model or cluster description."""
+    """An argument, a pin, or the description of a model or a cluster is malformed."""
 
     exit_code = 2
 
 
 class TraceError(AutoparError):
-    """The model cannot be made into a graph; ``where`` is the user's line."""
+    """The model cannot be traced to a graph; ``where`` is the line of the user's code."""
 
 
 class RuleError(AutoparError):
-    """An operator has no rule, or a rule does not hold."""
+    """An operator has no sharding rule, or its rule does not hold for the call."""
 
 
 class InfeasibleError(AutoparError):
-    """No plan satisfies the constraints; ``got`` names the smallest set that conflicts."""
+    """No plan satisfies the constraints; ``got`` names the smallest set of constraints that conflict."""
 
     exit_code = 3
 
 
 class PlanError(AutoparError):
-    """A plan file is corrupt, newer than this autopar, or for another model or cluster."""
+    """A plan is corrupt, was written by a newer autopar, or is for another model or cluster."""
 
 
 class CheckpointError(PlanError):
-    """A checkpoint is damaged, incomplete or of a kind that is not read; an earlier one may be whole."""
+    """A checkpoint is damaged, incomplete or in an unsupported format; an earlier one may be intact."""
 
 
 class PlanFileError(PlanError):
-    """A plan file that the user named cannot be read, or holds no plan."""
+    """A plan file that the user named cannot be read or does not contain a plan."""
 
     exit_code = 2
 
 
 class RuntimeMismatchError(AutoparError):
-    """The running job is not the one that the plan was made for."""
+    """The running job does not match the plan: its ranks, devices or settings are others."""
 
 
 class RankFailedError(AutoparError):
-    """Another rank of the job has failed, or an earlier step of it; ``got`` names the rank, the stage and its error."""
+    """Another rank of the job has failed, or an earlier step has; ``got`` names the rank, the stage and its error."""
 
 
 class OutOfMemoryError(AutoparError):
-    """A device, or its host, has no memory left for a step; ``got`` holds what is there against the prediction."""
+    """A device or its host has too little memory for a step; ``got`` compares the memory in use with the prediction."""
 
 
 class NonFiniteError(AutoparError):
-    """A loss or a gradient is infinite or no number, and training was to stop there."""
+    """A loss or a gradient is infinite or NaN, and the user asked for training to stop in that case."""
 
 
 class VerificationError(AutoparError):
-    """The sharded program differs from the single device."""
+    """The results of the parallel program differ from those of one device."""
 
 
 class InternalError(AutoparError):
-    """A defect of autopar, which no user can mend.
+    """A defect of autopar, which the user cannot correct.
 
     >>> print(InternalError("The program of rank 0 has no loss"))
     The program of rank 0 has no loss. This is a defect of autopar: please report it with the plan file.
@@ -175,7 +177,7 @@ class InternalError(AutoparError):
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """The closest known name if there is one, or up to three that begin so, and all of them.
+    """Return the hint for a wrong name: up to three known names that start with it, else the closest name; then all known names.
 
     >>> closest("h10", ["cpu", "h100"])
     "Did you mean 'h100'? Known: cpu, h100"
@@ -188,7 +190,7 @@ def closest(name: str, known: Iterable[str]) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Why reading or writing failed, in a few words.
+    """Return in a few words why a file could not be read or written.
 
     >>> reason(PermissionError(13, "Permission denied")), reason(ValueError("no JSON, at all"))
     ('permission denied', 'no JSON, at all')
@@ -205,10 +207,7 @@ def _sentence(text: str) -> str:
     return text if text.endswith((".", "?", "!")) else f"{text}."
 
 
-# --- Texts of errors: the first line of another error.
-
-
 def first_line(error: BaseException) -> str:
-    """What an exception says, in one line."""
+    """Return the first line of an exception's message, at most 200 characters; its class if it has no message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:200]

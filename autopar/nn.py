@@ -1,4 +1,4 @@
-"""A mixture of experts for one's own model: what autopar splits as a whole, by tokens, width or experts.
+"""A mixture of experts for user models, which autopar can split by tokens, by width or by experts.
 
     >>> moe = Experts(num_experts=4, hidden=8, ffn=16)
     >>> router = torch.nn.Linear(8, 4, bias=False)
@@ -7,7 +7,7 @@
     >>> moe(x, weights, indices).shape
     torch.Size([2, 5, 8])
 
-The router is the model's own: any operators that give each token k weights and k expert numbers.
+The router belongs to the model: it may be any operators that give each token k weights and the numbers of k experts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.ops import experts as expert_ops
 from autopar.ops.kernels import Form
 
 _exported = torch.library.custom_op("autopar::experts", expert_ops.experts, mutates_args=())
-"""What stands in an exported graph for :func:`experts`."""
+"""The custom operator that represents :func:`experts` in an exported graph."""
 
 
 @_exported.register_fake
@@ -41,24 +41,25 @@ def experts(  # noqa: PLR0913  the tensors of a mixture
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """Each token through its experts: one operator with a rule when traced, ordinary PyTorch when run.
+    """Pass each token through its experts. A trace sees one operator with a sharding rule; otherwise it runs as ordinary PyTorch.
 
     Args:
-        hidden: [tokens..., h].
-        weights: [tokens..., k], of each token's experts; differentiable.
-        indices: [tokens..., k], integers: which experts.
-        gate, up: [E, f, h]; ``gate`` None: experts without a gate.
+        hidden: the tokens, [tokens..., h].
+        weights: the weight of each token's experts, [tokens..., k]; differentiable.
+        indices: the numbers of each token's experts, [tokens..., k]; integers.
+        gate, up: [E, f, h]. Experts have no gate if ``gate`` is None.
         down: [E, h, f].
-        activation: one of ``autopar.ops.kernels.ACTIVATIONS``, or what else :class:`autopar.ops.kernels.Form` says:
-            ``silu alpha=1.702 limit=7.0 shift=1.0``. Weights that it says are transposed are [E, h, f] and [E, f, h], gate and up that
-            it says are interleaved stand in ``up`` [E, 2f, h].
-        gate_bias, up_bias: [E, f] as gate and up; down_bias: [E, h]; None: none.
+        activation: one of ``autopar.ops.kernels.ACTIVATIONS``, or any other text of :class:`autopar.ops.kernels.Form`, such as
+            ``silu alpha=1.702 limit=7.0 shift=1.0``. If it says that weights are transposed, they are [E, h, f] and [E, f, h]. If it
+            says that they are interleaved, ``up`` holds gate and up as [E, 2f, h].
+        gate_bias, up_bias: [E, f], laid out like gate and up; None for no bias.
+        down_bias: [E, h]; None for no bias.
 
     Returns:
-        As hidden: sum over a token's experts of weight * down(act(gate x) * (up x)), no token dropped.
+        A tensor of the shape of ``hidden``: the sum over a token's experts of weight * down(act(gate x) * (up x)). No token is dropped.
 
     Raises:
-        UsageError: shapes that do not fit together, or an unknown activation.
+        UsageError: the shapes do not fit together, or the activation is unknown.
     """
     form = Form.parse(activation)
     e, pairs, h = (up.mT if form.is_transposed else up).shape
@@ -81,22 +82,22 @@ def experts(  # noqa: PLR0913  the tensors of a mixture
             fix="Pass such shapes",
         )
     run = torch.ops.autopar.experts if torch.compiler.is_exporting() else expert_ops.experts
-    found: Tensor = run(hidden, weights, indices, gate, up, down, gate_bias, up_bias, str(form))
+    output: Tensor = run(hidden, weights, indices, gate, up, down, gate_bias, up_bias, str(form))
     if down_bias is None:
-        return found
-    shares = weights.new_zeros((*weights.shape[:-1], e)).scatter_add(-1, indices, weights)  # of each expert in a token
-    return found + (shares @ down_bias.to(weights.dtype)).to(found.dtype)
+        return output
+    dense_weights = weights.new_zeros((*weights.shape[:-1], e)).scatter_add(-1, indices, weights)  # [tokens..., E]
+    return output + (dense_weights @ down_bias.to(weights.dtype)).to(output.dtype)
 
 
 class Experts(nn.Module):
-    """Gated feed-forward experts with their weights in three tensors.
+    """Gated feed-forward experts, whose weights are three tensors over all experts.
 
     Args:
-        num_experts: E.
-        hidden: h, width of the tokens.
-        ffn: f, width inside an expert.
+        num_experts: the number of experts, E.
+        hidden: the width of the tokens, h.
+        ffn: the width inside an expert, f.
         activation: see :func:`experts`.
-        gated: False: ``down(act(up x))``.
+        gated: whether experts have a gate; without one they compute ``down(act(up x))``.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As ``torch.nn.Linear`` begins, for each expert."""
+        """Initialise the weights of each expert as ``torch.nn.Linear`` does."""
         for weight in self.parameters():
             bound = weight.shape[-1] ** -0.5
             nn.init.uniform_(weight, -bound, bound)

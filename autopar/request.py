@@ -1,4 +1,4 @@
-"""What a plan is asked for: the keywords that ``search``, ``estimate``, ``trace`` and ``parallelize`` share."""
+"""The request for a plan: the keywords that ``search``, ``estimate``, ``trace`` and ``parallelize`` share."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ _EXAMPLES = {
     "space": "default",
     "sampler": "tpe",
 }
-"""What a text may be, of those arguments that take one."""
+"""An example value of each argument that takes a string, for error messages."""
 
 SAMPLES_PER_RANK = 8
-"""Of the global batch where neither it nor example inputs are given."""
+"""Samples of the global batch for each rank if neither the global batch nor example inputs are given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a plan is asked for. A keyword of any function of autopar means what it means here.
+    """What the user asks a plan for. A keyword of any public function has the meaning that is documented here.
 
     Attributes:
-        cluster: a :class:`~autopar.hardware.cluster.Cluster`, or a text that ``Cluster.parse`` reads: ``h100-sxm5-80gb:4x8``,
+        cluster: a :class:`~autopar.hardware.cluster.Cluster`, or a string for ``Cluster.parse``: ``h100-sxm5-80gb:4x8``,
             ``local`` or the path of a TOML file.
         global_batch_size: samples of one optimizer step, over all ranks and micro-batches.
-        example_inputs: a batch, by name or in order; made from its config for a Hugging Face model. Its number of samples does
-            not matter.
-        pins: constraints, as ``tp<=4`` (``autopar pins`` lists them).
-        precision: ``bf16``: computation in bfloat16, parameters at rest and sums in float32; ``fp16``: in float16 likewise, and
-            the loss is scaled (``ParallelModel.grad_scaler``); ``tf32``: float32 with products as GPUs make them under
-            ``torch.set_float32_matmul_precision("high")``, which the training script sets; ``fp64``: all in float64; ``fp8`` is
-            planned, and not run.
-        optimizer: ``adamw``, ``adam``, ``momentum``, ``sgd`` or ``adafactor``; ``adamw:bytes=2`` declares the bytes of states
-            for each element (8-bit optimizers).
-        space: what may be chosen: the name of a shipped space (``quick``, ``default``, ``wide``, ``exhaustive``) or a TOML file.
-        loss_fn: ``loss_fn(output, batch)`` gives the scalar loss, where the model does not.
+        example_inputs: a batch, as a mapping by name or a sequence by position. Its number of samples does not matter. For a
+            Hugging Face model it can be left out: it is then made from the model's config.
+        pins: constraints such as ``tp<=4`` (``autopar pins`` lists them).
+        precision: ``bf16`` computes in bfloat16, and keeps parameters and sums in float32. ``fp16`` does the same with float16,
+            and scales the loss (``ParallelModel.grad_scaler``). ``tf32`` is float32 with the products of GPUs under
+            ``torch.set_float32_matmul_precision("high")``, which the training script sets. ``fp64`` uses float64 everywhere.
+            ``fp8`` can be planned, but not run.
+        optimizer: ``adamw``, ``adam``, ``momentum``, ``sgd`` or ``adafactor``. ``adamw:bytes=2`` declares the bytes of optimizer
+            states for each element (8-bit optimizers).
+        space: the search space: the name of a shipped one (``quick``, ``default``, ``wide``, ``exhaustive``) or a TOML file.
+        loss_fn: ``loss_fn(output, batch)`` returns the scalar loss, for a model whose forward does not.
         opaque: modules that run as they are written, by path, pattern or class name; see
             ``autopar.tracing.opaque_regions``.
-        name: of the model in the plan.
-        sampler: ``tpe``, ``cmaes`` or ``nsga2`` asks for a part of the candidates, however few there are, ``none`` for nothing;
-            None: as the space says, where there are too many to be searched to the end.
-        sampler_seed: of the sampler's random numbers; a search without a sampler draws none.
-        cache_dir: where rules that are found by execution are kept; None for nowhere.
+        name: the name of the model in the plan.
+        sampler: ``tpe``, ``cmaes`` or ``nsga2`` samples the candidates, however few there are; ``none`` never samples. None
+            leaves it to the space, which samples only if there are too many candidates for a complete search.
+        sampler_seed: the seed of the sampler; a search without a sampler draws no random numbers.
+        cache_dir: the folder in which sharding rules that were found by execution are kept; None keeps none.
     """
 
     cluster: Cluster | str | None = None
@@ -72,25 +72,25 @@ class Request:
     cache_dir: Path | None = None
 
     def __post_init__(self) -> None:
-        """One text is one pin or name, or several with commas between them, as in the shell; never one for each letter.
+        """Convert arguments to their field types; a string of ``pins`` or ``opaque`` is split at commas, as in the shell.
 
         >>> Request(pins="tp=2, pp=1").pins, Request(pins=["tp=2", "pp=1"]).pins
         (('tp=2', 'pp=1'), ('tp=2', 'pp=1'))
 
         Raises:
-            UsageError: what has to be a text is none.
+            UsageError: an argument that has to be a string is not one, or the seed is not an integer.
         """
         for name, example in (("pins", "tp<=4"), ("opaque", "layers.0.mlp")):
             object.__setattr__(self, name, _texts(name, getattr(self, name), example))
-        for name, written in (("cluster", str), ("space", str), ("cache_dir", Path)):
+        for name, convert in (("cluster", str), ("space", str), ("cache_dir", Path)):
             if isinstance(getattr(self, name), str | Path):
-                object.__setattr__(self, name, written(getattr(self, name)))
+                object.__setattr__(self, name, convert(getattr(self, name)))
         for name, example in _EXAMPLES.items():
-            given = getattr(self, name)
-            is_left_out = given is None and name in ("cluster", "sampler")
-            if not (isinstance(given, str) or is_left_out or (name == "cluster" and isinstance(given, Cluster))):
-                raise UsageError(f"{name} takes a text, but got {given!r}", fix=f"Write for example {name}='{example}'")
-        for name in ("global_batch_size", "sampler_seed"):  # those of numpy are whole numbers too
+            value = getattr(self, name)
+            is_left_out = value is None and name in ("cluster", "sampler")
+            if not (isinstance(value, str) or is_left_out or (name == "cluster" and isinstance(value, Cluster))):
+                raise UsageError(f"{name} takes a text, but got {value!r}", fix=f"Write for example {name}='{example}'")
+        for name in ("global_batch_size", "sampler_seed"):  # integers of numpy are taken too
             if isinstance(getattr(self, name), Integral):
                 object.__setattr__(self, name, int(getattr(self, name)))
         if not isinstance(self.sampler_seed, int):
@@ -98,29 +98,29 @@ class Request:
 
     @property
     def recipe(self) -> Precision:
-        """The precision by its name.
+        """The dtypes of the requested precision.
 
         Raises:
-            UsageError: there is no such one.
+            UsageError: there is no precision of this name.
         """
         if self.precision not in PRECISIONS:
             raise UsageError.unknown("precision", self.precision, PRECISIONS)
         return PRECISIONS[self.precision]
 
 
-def _texts(name: str, given: object, example: str) -> tuple[str, ...]:
-    """Several texts, or those of one that has commas.
+def _texts(name: str, value: object, example: str) -> tuple[str, ...]:
+    """Return the strings of the argument ``name``: a sequence of strings, or one string that is split at commas.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: the value is neither.
     """
-    if isinstance(given, str):
-        return tuple(part.strip() for part in given.split(",") if part.strip())
-    found = tuple(given) if isinstance(given, Iterable) and not isinstance(given, Mapping) else (given,)
-    wrong = [one for one in found if not isinstance(one, str)]
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    items = tuple(value) if isinstance(value, Iterable) and not isinstance(value, Mapping) else (value,)
+    wrong = [item for item in items if not isinstance(item, str)]
     if wrong:
         raise UsageError(
             f"{name} takes texts, but got {wrong[0]!r}",
             fix=f"Write {name}=['{example}', ...] or {name}='{example},...'",
         )
-    return cast("tuple[str, ...]", found)
+    return cast("tuple[str, ...]", items)

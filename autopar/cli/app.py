@@ -1,4 +1,4 @@
-"""The table of commands, the parsing of the command line, and the exit code and message of each error."""
+"""The commands of the shell, the parsing of the command line, and the exit codes and messages of errors."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _message(error: Exception) -> str:
-    """Return the error as sentences."""
+    """Return the message of an error in sentences."""
     if isinstance(error, AutoparError):
         return str(error)
     if isinstance(error, OSError) and error.errno in _FULL:

@@ -52,7 +52,7 @@ def devices(as_json: Json = False) -> None:
 
 
 def pins(as_json: Json = False) -> None:
-    """List what --pin takes, with an example of each."""
+    """List the constraints of --pin, with an example of each."""
     from autopar.planner.space.pin_syntax import pins_summary, render_pins
 
     print_result(as_json, pins_summary, render_pins)
@@ -62,18 +62,23 @@ app = typer.Typer(help="Measure operators and links of a cluster.", no_args_is_h
 
 Output = Annotated[Path, typer.Option("-o", "--output", metavar="FILE.toml", help="Write the profile here.")]
 Batch = Annotated[
-    int | None, typer.Option("--global-batch", min=1, metavar="N", help="Samples of a step; 8 a rank if not given.")
+    int | None,
+    typer.Option("--global-batch", min=1, metavar="N", help="Samples of a step; 8 for each rank if not given."),
 ]
 Ranks = Annotated[
     int | None,
     typer.Option(
-        "--ranks", min=2, metavar="N", help="Without torchrun: local ranks; a GPU or a core each (at least 2)."
+        "--ranks",
+        min=2,
+        metavar="N",
+        help="Local ranks without torchrun; if not given, one for each GPU or core (at least 2).",
     ),
 ]
-Budget = Annotated[float, typer.Option("--budget", min=1, metavar="S", help="Seconds for all collectives.")]
-Largest = Annotated[int, typer.Option("--max-bytes", min=1024, metavar="N", help="Of the largest collective.")]
+Budget = Annotated[float, typer.Option("--budget", min=1, metavar="S", help="Seconds for measuring all collectives.")]
+Largest = Annotated[int, typer.Option("--max-bytes", min=1024, metavar="N", help="Bytes of the largest collective.")]
 Timeout = Annotated[
-    float, typer.Option("--collective-timeout", min=1, metavar="S", help="Seconds until a collective has failed.")
+    float,
+    typer.Option("--collective-timeout", min=1, metavar="S", help="Seconds after which a collective counts as failed."),
 ]
 Nics = Annotated[int | None, typer.Option("--nics", min=1, metavar="N", help="Network cards of a node.")]
 
@@ -91,7 +96,7 @@ def ops(
     opaque: Opaque = None,
     as_json: Json = False,
 ) -> None:
-    """Time every operator at every local shape that a search for MODEL can ask for; continues what was begun."""
+    """Time every operator at every local shape that a search for MODEL can need; an interrupted measurement is continued."""
     check_output(output)
     from autopar.hardware.describe import machine_of
     from autopar.measure.profiles import calls_of, device_of
@@ -115,7 +120,7 @@ def links(
     nics: Nics = None,
     as_json: Json = False,
 ) -> None:
-    """Time collectives between the ranks of a torchrun job, or of this machine; continues what was begun."""
+    """Time collectives between the ranks of a torchrun job or of this machine; an interrupted measurement is continued."""
     check_output(output)
     with progress("timing collectives") as advance:
         profiling = _profiling(output, advance, nics)
@@ -206,10 +211,10 @@ class Check:
     """One line of ``autopar doctor``.
 
     Attributes:
-        name: what was looked for.
+        name: the thing that is checked.
         ok: whether it is there.
-        found: what was found.
-        remedy: what to do if it is missing.
+        found: a description of what was found.
+        remedy: the remedy if it is missing.
         needed: whether autopar cannot work without it.
     """
 
@@ -340,7 +345,7 @@ def _version(package: str) -> str:
 
 
 def doctor(as_json: Json = False) -> None:
-    """Say what this machine and this torch can do; exits with 1 when something that autopar needs is missing."""
+    """Report the capabilities of this machine and of torch; exits with 1 if something that autopar needs is missing."""
     checks = [*_machine(), *_packages(), *_torch(), *_data(cache_dir())]
     healthy = all(check.ok for check in checks if check.needed)
     if as_json:

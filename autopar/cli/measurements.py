@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from autopar.benchmark.batches import Outcome
 
 
-app = typer.Typer(help="Run plans and hold the predictions against them.", no_args_is_help=True)
+app = typer.Typer(help="Run plans and compare them with their predictions.", no_args_is_help=True)
 
 
 @app.callback()
 def root() -> None:
-    """Run plans and hold the predictions against them."""
+    """Run plans and compare them with their predictions."""
 
 
 Ranks = Annotated[int, typer.Option("--ranks", min=1, metavar="N", help="Processes on this machine (CPU).")]
@@ -45,25 +45,31 @@ AsRank = Annotated[
         "--as-rank",
         min=0,
         metavar="R",
-        help="Run this rank of plans for N ranks alone, for its compute and memory; its collectives move nothing.",
+        help="Run only this rank of plans for N ranks, to measure compute and memory; collectives move no data.",
     ),
 ]
-Space = Annotated[str, typer.Option(metavar="NAME|FILE", help="What may be chosen: default, quick or a file.")]
+Space = Annotated[str, typer.Option(metavar="NAME|FILE", help="Search space: default, quick or a TOML file.")]
 Sample = Annotated[
-    int | None, typer.Option("--sample", min=1, metavar="N", help="So many candidates, drawn; all if not given.")
+    int | None,
+    typer.Option("--sample", min=1, metavar="N", help="Number of candidates, drawn at random; all if not given."),
 ]
-SampleSeed = Annotated[int, typer.Option("--sample-seed", metavar="N", help="Of the drawn candidates.")]
-Rounds = Annotated[int, typer.Option(min=1, metavar="N", help="Turns of each plan.")]
-Steps = Annotated[int, typer.Option(min=1, metavar="N", help="Timed steps of a turn.")]
+SampleSeed = Annotated[int, typer.Option("--sample-seed", metavar="N", help="Seed of the drawn candidates.")]
+Rounds = Annotated[int, typer.Option(min=1, metavar="N", help="Number of times that each plan runs.")]
+Steps = Annotated[int, typer.Option(min=1, metavar="N", help="Timed steps of each run of a plan.")]
 Fresh = Annotated[
-    bool, typer.Option("--fresh", help="Measure this machine's speed now; without it, when that was over 6 hours ago.")
+    bool,
+    typer.Option(
+        "--fresh", help="Measure the speed of this machine now, not only if the last time was over 6 hours ago."
+    ),
 ]
 RunTimeout = Annotated[
-    float, typer.Option("--run-timeout", min=1, metavar="S", help="A batch of plans is killed after it.")
+    float, typer.Option("--run-timeout", min=1, metavar="S", help="Seconds after which a batch of plans is killed.")
 ]
 Output = Annotated[
     Path | None,
-    typer.Option("-o", "--output", metavar="FILE", help="Keep measurements here; a run that stopped goes on."),
+    typer.Option(
+        "-o", "--output", metavar="FILE", help="Write measurements here; an interrupted run continues from them."
+    ),
 ]
 
 
@@ -87,11 +93,11 @@ def local(
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Run every plan of a space, or a sample, on this machine's ranks; print predicted against measured time and memory.
+    """Run all plans of a space, or a sample, on ranks of this machine, and print predicted and measured times and memory.
 
-    Says how well predictions rank the plans and what the plan that the search picks loses against the best measured.
-    With a GPU: one device, every micro-batch, recompute and precision of the space; or, with --as-rank, one rank of plans
-    without a pipeline for --ranks devices.
+    Reports how well predictions rank the plans, and how much slower the plan of a search is than the best measured plan.
+    With a GPU: one device, with every micro-batch, recompute and precision of the space; or, with --as-rank, one rank of
+    plans without a pipeline for --ranks devices.
     """
     from autopar.benchmark.batches import render
     from autopar.benchmark.local import BenchmarkRequest, run_local
@@ -133,7 +139,8 @@ Files = Annotated[
     list[Path] | None, typer.Argument(metavar="RUNS.csv...", help="Measured runs; see docs/evidence/accuracy.md.")
 ]
 FromRun = Annotated[
-    Path | None, typer.Option("--from-run", metavar="DIR", help="Instead: the log_dir of a run of autopar.parallelize.")
+    Path | None,
+    typer.Option("--from-run", metavar="DIR", help="The log_dir of a run of autopar.parallelize, instead of RUNS.csv."),
 ]
 LeaveOneOut = Annotated[
     bool, typer.Option("--leave-one-out", help="Predict each source with parameters fitted on the others.")
@@ -144,10 +151,10 @@ Calibrate = Annotated[
 ]
 Out = Annotated[
     Path | None,
-    typer.Option("-o", "--out", metavar="DIR", help="Write calibrated profiles here; without it they are printed."),
+    typer.Option("-o", "--out", metavar="DIR", help="Write calibrated profiles here; they are printed if not given."),
 ]
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a scatter of all runs.")]
-Markdown = Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Write the figures.")]
+Markdown = Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Write the accuracy figures.")]
 
 
 def validate(
@@ -160,9 +167,9 @@ def validate(
     markdown: Markdown = None,
     as_json: Json = False,
 ) -> None:
-    """Predict measured runs and print how far off: error, rank, interval, memory, by source.
+    """Predict measured runs and print the accuracy by source: errors, ranks, intervals and memory.
 
-    A row that cannot be predicted is reported with its error beside the predictions of the others; the exit code is then 1.
+    A run that cannot be predicted is reported with its error; the others are predicted, and the exit code is 1.
     """
     if from_run is not None:
         _from_run(from_run, files or [], as_json)

@@ -1,4 +1,4 @@
-"""What commands share: options and their conversion, output of results, progress, and environment variables, which are read only here."""
+"""Helpers of all commands: options and their conversion, output of results, progress, and environment variables (read only here)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def print_json(value: object) -> None:
-    """Exactly one JSON object on stdout."""
+    """Print one JSON object on stdout."""
     (_results.get() or sys.stdout).write(json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
@@ -33,7 +33,7 @@ _results: ContextVar[TextIO | None] = ContextVar("results", default=None)
 
 @contextmanager
 def json_alone() -> Iterator[None]:
-    """While it is open, only :func:`print_json` writes to stdout: what else is printed, by other processes too, goes to stderr."""
+    """Send all output of the body, that of child processes too, to stderr; only :func:`print_json` writes to stdout."""
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as results, redirect_stdout(sys.stderr):
         token = _results.set(results)
@@ -129,24 +129,27 @@ GlobalBatch = Annotated[
 ]
 Sequence_ = Annotated[
     int | None,
-    typer.Option("--seq", min=1, metavar="N", help="Tokens of a sample; the model's own length if not given."),
+    typer.Option("--seq", min=1, metavar="N", help="Tokens of a sample; the length of the model if not given."),
 ]
 PrecisionOption = Annotated[
     str,
     typer.Option(
         "--precision",
-        help="fp32, tf32 (products of fp32, on GPUs), bf16, fp16 (with a loss scaler) or fp64; fp8 is planned, not run.",
+        help="fp32, tf32 (products of fp32, on GPUs), bf16, fp16 (with a loss scaler) or fp64; fp8 can only be planned.",
     ),
 ]
 Optimizer = Annotated[
-    str, typer.Option("--optimizer", help="adamw, momentum, sgd, adafactor, adamw:bytes=2: for memory and time.")
+    str,
+    typer.Option(
+        "--optimizer", help="Optimizer, for memory and time: adamw, momentum, sgd, adafactor or adamw:bytes=2."
+    ),
 ]
 Pin = Annotated[
     list[str] | None,
     typer.Option(
         "--pin",
         metavar="K=V",
-        help="A constraint, repeatable: tp<=4, zero=1, recompute=full ('autopar pins' lists them); @FILE: one in a line.",
+        help="A constraint, repeatable: tp<=4, zero=1, recompute=full ('autopar pins' lists them); @FILE has one in each line.",
     ),
 ]
 Opaque = Annotated[
@@ -154,14 +157,15 @@ Opaque = Annotated[
     typer.Option(
         "--opaque",
         metavar="NAME",
-        help="A module that runs as it is written: its path, a pattern or a class; repeatable.",
+        help="A module that is not traced, by its path, a pattern or a class; repeatable.",
     ),
 ]
 Space = Annotated[
-    str, typer.Option(metavar="NAME|FILE", help="What may be chosen: quick, default, wide, exhaustive or a file.")
+    str, typer.Option(metavar="NAME|FILE", help="Search space: quick, default, wide, exhaustive or a TOML file.")
 ]
 MaxStepTime = Annotated[
-    float | None, typer.Option("--max-step-time", min=0, metavar="S", help="Slower plans do not count.")
+    float | None,
+    typer.Option("--max-step-time", min=0, metavar="S", help="Longest step in seconds; slower plans are excluded."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan here.")]

@@ -32,7 +32,7 @@ def show(
     perfetto: Annotated[Path | None, typer.Option(help="Write the predicted step as a trace for Perfetto.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Print a plan; or draw it as HTML or as a trace."""
+    """Print a plan, or draw it as HTML or as a trace."""
     from autopar.plan.plan import Plan
     from autopar.plan.text import render_plan
     from autopar.report.summaries import plan_summary
@@ -57,7 +57,7 @@ def compare(
     after: Annotated[Path, typer.Argument(metavar="PLAN", help="The plan to compare it with.")],
     as_json: Json = False,
 ) -> None:
-    """Compare two plans: predictions side by side, then every choice that differs."""
+    """Compare the predictions of two plans, and list all choices that differ."""
     from autopar.plan.plan import Plan
     from autopar.report.summaries import comparison, render_comparison
 
@@ -78,15 +78,17 @@ def run(
         str,
         typer.Argument(metavar="SCRIPT ...", help="A training script and its arguments; it calls parallelize(model)."),
     ],
-    nodes: Annotated[int, typer.Option(min=1, metavar="N", help="Machines; run the command on each of them.")] = 1,
+    nodes: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Number of machines; run the command on each of them.")
+    ] = 1,
     rendezvous: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="With --nodes: where the machines meet, one of them.")
+        str | None, typer.Option(metavar="HOST:PORT", help="With --nodes: address of one machine, at which all meet.")
     ] = None,
     max_restarts: Annotated[
-        int, typer.Option(min=0, metavar="N", help="How often all ranks are started anew after one has failed.")
+        int, typer.Option(min=0, metavar="N", help="Number of times that all ranks are restarted after one has failed.")
     ] = 0,
 ) -> None:
-    """Start a script by torchrun on the plan's ranks; parallelize() takes the plan where the script names none."""
+    """Start a script by torchrun on the ranks of a plan; parallelize() uses the plan if the script gives none."""
     from autopar.plan.plan import Plan
     from autopar.runtime.job import start_script
 
@@ -105,18 +107,24 @@ def run(
 Target = Annotated[str, typer.Argument(metavar="PLAN|MODEL", help="A plan file, or a MODEL as in search.")]
 VerifiedCluster = Annotated[str | None, typer.Option("--cluster", metavar="CLUSTER", help="For a MODEL: cpu:1xRANKS.")]
 VerifiedBatch = Annotated[
-    int | None, typer.Option("--global-batch", min=1, metavar="N", help="For a MODEL: default 4 samples a rank.")
+    int | None,
+    typer.Option(
+        "--global-batch", min=1, metavar="N", help="For a MODEL: samples of a step; 4 for each rank if not given."
+    ),
 ]
 ModelOfPlan = Annotated[
-    str | None, typer.Option("--model", metavar="MODEL", help="For a PLAN made from a model without a name.")
+    str | None, typer.Option("--model", metavar="MODEL", help="The MODEL of a PLAN whose name does not say it.")
 ]
 Steps = Annotated[int, typer.Option("--steps", min=1, metavar="N", help="AdamW steps to compare.")]
-RunTimeout = Annotated[float, typer.Option("--run-timeout", min=1, metavar="S", help="Processes are killed after it.")]
+RunTimeout = Annotated[
+    float, typer.Option("--run-timeout", min=1, metavar="S", help="Seconds after which the processes are killed.")
+]
 Bisect = Annotated[
-    bool, typer.Option("--bisect", help="Look for the first operator that differs even when all is well.")
+    bool, typer.Option("--bisect", help="Look for the first operator that differs even if no result does.")
 ]
 CompareIn = Annotated[
-    Literal["fp32", "fp64"], typer.Option("--compare-in", help="fp32 (past its limits fp64 as well) or fp64 alone.")
+    Literal["fp32", "fp64"],
+    typer.Option("--compare-in", help="fp32 (and fp64 if its limits are exceeded), or only fp64."),
 ]
 
 
@@ -136,8 +144,8 @@ def verify(
 ) -> None:
     """Run a plan on local processes and compare losses, gradients and parameters with one device, on every rank.
 
-    What differs is followed, in float64, to the first block and operator whose value or gradient is wrong.
-    For a MODEL a plan is made first, under the pins and as if links were free, so that it splits what it can.
+    If results differ, the first block and operator with a wrong value or gradient is searched in float64.
+    For a MODEL a plan is made first, under the pins and as if communication were free, so that it splits all it can.
     """
     from autopar.plan.plan import PRECISIONS
     from autopar.verification.against_one_device import verify as verify_plan
@@ -175,7 +183,7 @@ def trace(
     opaque: Opaque = None,
     as_json: Json = False,
 ) -> None:
-    """Trace a model: parameters, FLOPs, repeated blocks, operators, and what has no rule."""
+    """Trace a model and print its parameters, FLOPs, repeated blocks, operators, and operators without a rule."""
     with progress("tracing the model"):
         from autopar.models.resolve import resolve_model
         from autopar.report.summaries import graph_summary, render_graph

@@ -87,8 +87,8 @@ def save(plan: Plan, output: Path | None) -> None:
         warn(f"wrote {output}")
 
 
-Trials = Annotated[int | None, typer.Option(min=1, metavar="N", help="At most so many trials.")]
-Timeout = Annotated[float | None, typer.Option(min=0, metavar="S", help="At most so many seconds of search.")]
+Trials = Annotated[int | None, typer.Option(min=1, metavar="N", help="Largest number of trials.")]
+Timeout = Annotated[float | None, typer.Option(min=0, metavar="S", help="Longest search in seconds.")]
 Storage = Annotated[
     str | None,
     typer.Option(
@@ -99,24 +99,26 @@ Storage = Annotated[
 ]
 StudyName = Annotated[
     str | None,
-    typer.Option("--study-name", metavar="NAME", help="Of the study in --storage, if not named by what it is of."),
+    typer.Option(
+        "--study-name", metavar="NAME", help="Name of the study in --storage; made from what is searched if not given."
+    ),
 ]
 Workers = Annotated[
     int | None,
     typer.Option(
         min=1,
         metavar="N",
-        help="Processes; the plan is the same for any number. If not given, as many as cores, at most 4; with --storage 1.",
+        help="Number of processes, on which the plan does not depend; if not given, one for each core, at most 4, or 1 with --storage.",
     ),
 ]
 Sampler = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="tpe, cmaes or nsga2 asks for a part of the candidates, none for nothing; if not given, as the space says.",
+        help="Sample the candidates by tpe, cmaes or nsga2, or never (none); if not given, as the space says.",
     ),
 ]
-SamplerSeed = Annotated[int, typer.Option("--sampler-seed", min=0, metavar="N", help="Of the sampler's numbers.")]
+SamplerSeed = Annotated[int, typer.Option("--sampler-seed", min=0, metavar="N", help="Seed of the sampler.")]
 
 
 @takes_plan_options()
@@ -151,7 +153,7 @@ def search(
 
 @takes_plan_options(without=("max_step_time",))
 def estimate(plan_options: PlanOptions) -> None:
-    """Predict the plan that the pins describe, without a search over what they leave open."""
+    """Predict the plan that the pins describe, without a search; all else is as usual in practice."""
     check_output(plan_options.output)
     save_and_print(make_plan("estimate", plan_options), plan_options.output, plan_options.as_json)
 
@@ -163,7 +165,7 @@ def explain(
         typer.Option("--why-not", metavar="K=V,...", help="Compare with the best plan under these pins."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", metavar="MODEL", help="The model, where the plan's name does not say it.")
+        str | None, typer.Option("--model", metavar="MODEL", help="The MODEL of a plan whose name does not say it.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -205,16 +207,18 @@ def explain(
 
 
 LargestCluster = Annotated[
-    str, typer.Option("--cluster", metavar="CLUSTER", help="The largest that is considered: DEVICE:NODESxPER_NODE.")
+    str, typer.Option("--cluster", metavar="CLUSTER", help="The largest cluster to consider: DEVICE:NODESxPER_NODE.")
 ]
 LargestBatch = Annotated[
-    int, typer.Option("--global-batch", min=1, metavar="N", help="The largest that is considered.")
+    int, typer.Option("--global-batch", min=1, metavar="N", help="The largest batch to consider, in samples.")
 ]
 Price = Annotated[
-    list[str] | None, typer.Option(metavar="DEVICE=P", help="Of one device for an hour; repeatable, one for each kind.")
+    list[str] | None,
+    typer.Option(metavar="DEVICE=P", help="Price of one device for an hour; repeatable, for each kind of device."),
 ]
 OrCluster = Annotated[
-    list[str] | None, typer.Option(metavar="CLUSTER", help="A cluster to choose from too, up to all of it; repeatable.")
+    list[str] | None,
+    typer.Option(metavar="CLUSTER", help="A further cluster to choose from, in part or complete; repeatable."),
 ]
 Scale = Annotated[
     str,
@@ -228,7 +232,7 @@ Objectives = Annotated[
     str,
     typer.Option(metavar="A,B,...", help="Two or more of time, memory (left over), devices, price (with --price)."),
 ]
-Step = Annotated[int, typer.Option(min=1, metavar="N", help="Tokens by which sequences grow.")]
+Step = Annotated[int, typer.Option(min=1, metavar="N", help="Step between sequence lengths, in tokens.")]
 
 
 @takes_plan_options(cluster=LargestCluster)
@@ -333,11 +337,11 @@ def _ask(advance: Callable[[str, int, int], None], options: PlanOptions) -> Ask:
     )
 
 
-Name = Annotated[str | None, typer.Argument(metavar="NAME|FILE", help="A shipped layout, or a TOML file of one.")]
+Name = Annotated[str | None, typer.Argument(metavar="NAME|FILE", help="A shipped layout, or the TOML file of one.")]
 
 
 def published(name: Name = None, space: Space = "default", as_json: Json = False) -> None:
-    """List published layouts, or search a plan for the model and cluster of one and print it beside the layout."""
+    """List published layouts, or search a plan for the model and cluster of one and compare it with the layout."""
     from autopar.planner.branch_and_bound.process_group import cores
     from autopar.planner.space.space import load_space
     from autopar.questions import answers_as_text as text

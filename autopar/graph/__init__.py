@@ -1,4 +1,4 @@
-"""The graph of a model as plain data, and questions asked of it: blocks, aliases, FLOPs, attention, an interpreter.
+"""The graph of a model as plain data, with what can be derived from it alone: aliases, kinds of operators, rewrites and an interpreter.
 
-Nothing here traces: :mod:`autopar.tracing` makes graphs.
+:mod:`autopar.tracing` makes graphs; this package does not trace.
 """

@@ -1,7 +1,7 @@
-"""Which tensors share memory: views and their bases, told by strides.
+"""Finds out which tensors share memory: views and their bases, by their strides.
 
-A graph's view copies where strides do not allow a view (the expanded keys of grouped-query
-attention before they are flattened into heads): what it makes is a storage of its own then.
+A ``view`` of a graph copies if the strides of its operand do not allow a view, as for the expanded keys of grouped-query attention before
+they are flattened into heads. Its result then has a new storage.
 """
 
 from __future__ import annotations
@@ -20,57 +20,57 @@ Strides: TypeAlias = tuple[int, ...]
 _RESTRIDED = aten_targets(
     "view.default transpose.int permute.default unsqueeze.default expand.default slice.Tensor select.int detach.default"
 )
-"""Operators whose output can lie in the storage of their operand."""
+"""Operators whose output can be in the storage of their operand."""
 
 _BY_TOKEN = ("aten.scaled_dot_product_attention.default", "autopar.attention")
-"""Fused attention lays its output [batch, heads, tokens, width] out token by token, heads inside."""
+"""Fused attention, whose output [batch, heads, tokens, width] is stored token by token, with the heads of a token together."""
 
 
 def storage_roots(ops: Sequence[Op], spec_of: Callable[[Ref], TensorSpec]) -> dict[Ref, Ref]:
-    """For every value that ``ops`` make, the value whose storage it lies in: itself unless it is a view.
+    """Return for every output of ``ops`` the value in whose storage it is: itself unless it is a view.
 
     Args:
-        ops: in order, the makers of all values that they read except leaves, which are contiguous.
-        spec_of: of leaves and of what ``ops`` read.
+        ops: operators in order. Values that they read and do not produce are taken as contiguous.
+        spec_of: returns the specs of these other values.
     """
     number: dict[Ref, int] = {}
     makes = [[number.setdefault(Ref(op.name, k), len(number)) for k in range(len(op.outputs))] for op in ops]
-    made = len(number)
+    num_outputs = len(number)
     reads = [[number.setdefault(ref, len(number)) for ref in op.operands] for op in ops]
     values = list(number)
-    specs = [spec for op in ops for spec in op.outputs] + [spec_of(ref) for ref in values[made:]]
+    specs = [spec for op in ops for spec in op.outputs] + [spec_of(ref) for ref in values[num_outputs:]]
     roots = numbered_roots(ops, reads, makes, specs)
-    return {values[v]: values[roots[v]] for v in range(made)}
+    return {values[v]: values[roots[v]] for v in range(num_outputs)}
 
 
 def numbered_roots(
     ops: Sequence[Op], reads: Sequence[Sequence[int]], makes: Sequence[Sequence[int]], specs: Sequence[TensorSpec]
 ) -> list[int]:
-    """As :func:`storage_roots`, of values by number; those that ``ops`` do not make are their own.
+    """Return the result of :func:`storage_roots` for values that are given by number; a value that ``ops`` do not produce is its own root.
 
     Args:
-        reads, makes: of each operator its operands and outputs.
-        specs: of the values.
+        reads: the operands of each operator.
+        makes: the outputs of each operator.
+        specs: the spec of each value.
     """
     roots = list(range(len(specs)))
-    strides: dict[int, Strides] = {}
-    """Of what ``ops`` make and look at, where it is not contiguous."""
-    for op, own, made in zip(ops, reads, makes, strict=True):
+    strides: dict[int, Strides] = {}  # of values that are not contiguous
+    for op, operands, outputs in zip(ops, reads, makes, strict=True):
         if op.target in _RESTRIDED:
-            source, shape = own[0], specs[own[0]].shape
-            before = strides.get(source) or contiguous(shape)
-            found = _strides(op.target, op.args[1:], specs[made[0]].shape, shape, before)
-            if found is not None:
-                roots[made[0]], strides[made[0]] = roots[source], found
+            source, shape = operands[0], specs[operands[0]].shape
+            source_strides = strides.get(source) or contiguous(shape)
+            view_strides = _strides(op.target, op.args[1:], specs[outputs[0]].shape, shape, source_strides)
+            if view_strides is not None:
+                roots[outputs[0]], strides[outputs[0]] = roots[source], view_strides
             continue
-        dense = _dense_as(op, own, specs, strides)
+        dense = _dense_as(op, operands, specs, strides)
         if dense is not None:
-            strides[made[0]] = dense
+            strides[outputs[0]] = dense
     return roots
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Row-major strides.
+    """Return the row-major strides of a shape.
 
     >>> contiguous((2, 3, 4))
     (12, 4, 1)
@@ -84,47 +84,50 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _dense_as(
     op: Op, reads: Sequence[int], specs: Sequence[TensorSpec], strides: Mapping[int, Strides]
 ) -> Strides | None:
-    """Strides of an elementwise output: those of the operand of the same shape, where that is dense; None: contiguous."""
+    """Return the strides of the output of an operator that is not a view; None if it is contiguous.
+
+    An elementwise output has the strides of its first operand if that has the same shape and is dense.
+    """
     if op.target in _BY_TOKEN and len(op.spec.shape) == 4:
         _, h, s, e = op.spec.shape
         return (s * h * e, e, h * e, 1)
     if op.target not in _KEEPS_ORDER or not reads:
         return None
-    own, shape = strides.get(reads[0]), op.spec.shape
-    if own is None or specs[reads[0]].shape != shape:
+    operand_strides, shape = strides.get(reads[0]), op.spec.shape
+    if operand_strides is None or specs[reads[0]].shape != shape:
         return None
-    dense = sorted(zip(own, shape, strict=True), reverse=True)
-    sizes = [n for _, n in dense]
-    return own if tuple(s for s, _ in dense) == contiguous(tuple(sizes)) else None
+    by_stride = sorted(zip(operand_strides, shape, strict=True), reverse=True)
+    sizes = [n for _, n in by_stride]
+    return operand_strides if tuple(s for s, _ in by_stride) == contiguous(tuple(sizes)) else None
 
 
 _KEEPS_ORDER = aten_targets(
     "add.Tensor sub.Tensor mul.Tensor div.Tensor neg.default pow.Tensor_Scalar silu.default gelu.default relu.default"
     " tanh.default sigmoid.default exp.default to.dtype masked_fill.Scalar"
 ) | {"autopar.dropout"}
-"""Elementwise operators, whose outputs are laid out as their operand."""
+"""Elementwise operators, whose outputs have the strides of their operand."""
 
 
 @lru_cache(maxsize=4096)
 def _strides(
     target: str,
     args: tuple[Argument, ...],
-    made: tuple[int, ...],
+    view_shape: tuple[int, ...],
     shape: tuple[int, ...],
     strides: Strides,
 ) -> Strides | None:
-    """Strides of a view of shape ``made``; None where these strides have no such view, so that it copies."""
+    """Return the strides of a view of a tensor of ``shape`` and ``strides``; None if there is no such view, so that the operator copies."""
     source = torch.empty_strided(shape, strides, device="meta")
     if target == "aten.view.default":
         try:
-            return tuple(source.view(made).stride())
-        except RuntimeError:  # torch's way to say so
+            return tuple(source.view(view_shape).stride())
+        except RuntimeError:  # these strides have no such view
             return None
     return tuple(resolve(target)(source, *args).stride())
 
 
 def dim_groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[range, range]]:
-    """Smallest runs of dims of both shapes with equal products; trailing ones are left out.
+    """Return the smallest runs of dims of both shapes that have equal products; trailing dims without a counterpart are left out.
 
     >>> dim_groups((4, 6, 5), (24, 5))
     [(range(0, 2), range(0, 1)), (range(2, 3), range(1, 2))]

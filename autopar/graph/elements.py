@@ -1,8 +1,8 @@
-"""What a graph consists of, as plain data: references to tensors, operators, leaves and blocks, and what the model returns.
+"""The elements of a graph as plain data: references to tensors, operators, leaves, blocks, and the outputs of the model.
 
-What the model returns stands beside the operators of the loss and changes nothing of them: a plan is searched, priced and checked
-for the loss alone. A tensor is a value of the loss's operators wherever one is the same. What only outputs need is a list of
-operators of its own, which run on complete values.
+Outputs of the model besides the loss do not affect the operators of the loss: plans are searched, priced and checked for the loss alone.
+An output refers to a value of the loss's operators if it equals one. Operators that only outputs need are in a separate list
+(:attr:`Outputs.ops`) and run on complete values.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Layout: TypeAlias = tuple[tuple[str, Type], ...]
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A tensor by the name of what makes it: an operator, an input, a parameter or a buffer.
+    """A reference to a tensor by the name of its producer: an operator, an input, a parameter or a buffer.
 
-    ``index`` counts the outputs of an operator that has several.
+    ``index`` selects one output of an operator that has several.
     """
 
     name: str
     index: int = 0
 
     def __hash__(self) -> int:
-        """Of the name: references are looked up again and again, and few operators have several outputs."""
+        """Hash the name alone: references are looked up often, and few operators have several outputs."""
         return hash(self.name)
 
     def __str__(self) -> str:
@@ -47,36 +47,40 @@ Argument: TypeAlias = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """Shape and dtype; ``requires_grad``: a gradient flows through this tensor in training."""
+    """The shape and dtype of a tensor; ``requires_grad`` says whether a gradient flows through it in training."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = False
 
     def __hash__(self) -> int:
-        """Of the shape: specs are looked up again and again, and few differ in anything else alone."""
+        """Hash the shape alone: specs are looked up often, and few differ only in dtype or gradient."""
         return hash(self.shape)
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
+        """The size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """One call: ``target`` as torch prints it (``aten.linear.default``) or ``autopar.NAME``.
+    """One call of an operator.
 
     Attributes:
-        name: unique in the graph; the name of its value in emitted code.
-        args: nested tuples of :data:`Argument`; tensors are :class:`Ref`.
-        outputs: one spec for each output.
-        module: path of the ``nn.Module`` that made the call (``model.layers.0.mlp``).
-        source: ``file.py:12`` of the user's code, or empty.
-        layouts: for each output the (axis, type) pairs of the axes applied so far; empty before any.
+        name: the name of the operator, unique in the graph; its value has this name in emitted code.
+        target: the function as torch prints it (``aten.linear.default``), or ``autopar.NAME``.
+        args: the positional arguments, nested tuples of :data:`Argument`; tensors are :class:`Ref`.
+        kwargs: the keyword arguments as pairs.
+        outputs: the spec of each output.
+        module: the path of the ``nn.Module`` that made the call (``model.layers.0.mlp``).
+        source: the place in the user's code, as ``file.py:12``; empty if it is not known.
+        layouts: the (axis, type) pairs of each output for the axes applied so far; empty before the first axis.
     """
 
     name: str
@@ -91,38 +95,38 @@ class Op:
 
     @property
     def operands(self) -> tuple[Ref, ...]:
-        """Every tensor argument in order of appearance in ``args`` then ``kwargs``, repeats kept.
+        """Every tensor argument in the order of ``args`` and then ``kwargs``, repeats included.
 
-        A rule's ``Strategy.inputs`` has one type for each of these.
+        ``Strategy.inputs`` of a rule has one type for each operand.
         """
         if self._operands is not None:
             return self._operands
-        found: list[Ref] = []
-        collect_refs(self.args, found)
+        refs: list[Ref] = []
+        collect_refs(self.args, refs)
         if self.kwargs:
-            collect_refs((value for _, value in self.kwargs), found)
-        operands = tuple(found)
-        object.__setattr__(self, "_operands", operands)  # asked for again and again; follows from the other fields
+            collect_refs((value for _, value in self.kwargs), refs)
+        operands = tuple(refs)
+        object.__setattr__(self, "_operands", operands)  # cached, as it is read often and depends only on frozen fields
         return operands
 
     @property
     def spec(self) -> TensorSpec:
-        """The spec of the only (or first) output."""
+        """The spec of the first output, which is the only one of most operators."""
         return self.outputs[0]
 
     def with_operands(self, refs: tuple[Ref, ...]) -> Op:
-        """The same call on other tensors, one for each of :attr:`operands`."""
+        """Return the same call on other tensors, one for each of :attr:`operands`."""
         if refs == self.operands:
             return self
-        rest = iter(refs)
-        args = tuple(map_refs(arg, lambda _: next(rest)) for arg in self.args)
-        kwargs = tuple((key, map_refs(value, lambda _: next(rest))) for key, value in self.kwargs)
+        new_refs = iter(refs)
+        args = tuple(map_refs(arg, lambda _: next(new_refs)) for arg in self.args)
+        kwargs = tuple((key, map_refs(value, lambda _: next(new_refs))) for key, value in self.kwargs)
         return replace(self, args=args, kwargs=kwargs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """A tensor of the batch; ``batch_dim`` is the dim that counts samples, None if it has none."""
+    """A tensor of the batch; ``batch_dim`` is the dim of samples, or None if it has none."""
 
     name: str
     spec: TensorSpec
@@ -131,7 +135,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """The slice ``start:stop`` of dim ``dim`` of a model parameter."""
+    """The slice ``start:stop`` of dim ``dim`` of a parameter of the model."""
 
     dim: int
     start: int
@@ -140,7 +144,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """Zeros behind the first ``length`` elements of dim ``dim``, so that it splits evenly; the model has no more."""
+    """Padding of dim ``dim`` with zeros so that it splits evenly; the parameter of the model has ``length`` elements there."""
 
     dim: int
     length: int
@@ -148,18 +152,18 @@ class Padding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A trained tensor, or a part of one where the model computes several projections from it.
+    """A trained tensor of the model, or a part of it if the model computes several projections from one tensor.
 
     Attributes:
-        name: unique in the graph, an identifier.
-        fqn: the model's name for it (``model.layers.0.mlp.up_proj.weight``).
-        aliases: further names of the same storage (tied weights).
-        spec: shape and dtype of this part.
-        part: None when this is the whole model parameter.
-        layout: at rest, I or S(d) on each axis applied so far; ``spec`` is then the local shape.
-        padding: None when the model's parameter is as long as this one.
-        gradient_sum_axes: axes on which the gradient that backward leaves is a pending sum (the
-            parameter is I at rest and used as R): summed once a step, not once a micro-batch.
+        name: an identifier, unique in the graph.
+        fqn: the name in the model (``model.layers.0.mlp.up_proj.weight``).
+        spec: the shape and dtype of this part; the local shape once axes are applied.
+        aliases: further names of the same storage in the model (tied weights).
+        part: the slice of the model's parameter; None for all of it.
+        layout: the types at rest, I or S(d), on each axis applied so far.
+        padding: the padding of this parameter; None if it is as long as that of the model.
+        gradient_sum_axes: axes on which backward leaves the gradient as a pending sum, because the parameter is I at rest and read as R.
+            It is summed once in a step, not for each micro-batch.
     """
 
     name: str
@@ -173,13 +177,13 @@ class Parameter:
 
     @property
     def key(self) -> str:
-        """Unique and stable between plans: the name in checkpoints and in pins."""
+        """The name in checkpoints and pins; it is unique and the same for all plans."""
         return self.fqn if self.part is None else f"{self.fqn}[{self.part.start}:{self.part.stop}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffer:
-    """A constant tensor of the model, or one made when constants were folded (``value`` set then)."""
+    """A buffer of the model, or a constant that folding has produced; the latter has a ``value``."""
 
     name: str
     fqn: str
@@ -189,9 +193,9 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutation:
-    """A buffer that training changes: after a step it holds what ``value`` was in it, the same for every sample.
+    """A buffer that training changes: after a step it holds the value that ``value`` had in the step, which is the same for all samples.
 
-    ``buffer`` is the name of one of :attr:`Graph.buffers`; whoever reads that name reads what the step began with.
+    ``buffer`` is the name of one of :attr:`Graph.buffers`. Operators that read that name read the value from before the step.
     """
 
     buffer: str
@@ -200,10 +204,10 @@ class Mutation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Operators ``start:stop`` of :attr:`Graph.ops`; blocks partition them in order.
+    """The operators ``start:stop`` of :attr:`Graph.ops`; blocks partition them in order.
 
-    Equal ``hash``: equal subgraphs (operators, literals, wiring, shapes), names aside. ``label``
-    is for people: the common module path (``model.layers.3``).
+    Blocks of equal ``hash`` have equal operators, literals, wiring and shapes; only names differ. ``label`` is the common path of their
+    modules (``model.layers.3``), for people.
     """
 
     index: int
@@ -214,7 +218,7 @@ class Block:
 
 
 def map_refs(argument: Argument, change: Callable[[Ref], Argument]) -> Argument:
-    """``argument`` with every :class:`Ref` in it replaced, in order."""
+    """Return ``argument`` with every :class:`Ref` in it replaced by the result of ``change``, in order."""
     if isinstance(argument, Ref):
         return change(argument)
     if isinstance(argument, tuple):
@@ -222,13 +226,13 @@ def map_refs(argument: Argument, change: Callable[[Ref], Argument]) -> Argument:
     return argument
 
 
-def collect_refs(arguments: Iterable[Argument], found: list[Ref]) -> None:
-    """Every :class:`Ref` in ``arguments``, in order, appended to ``found``."""
+def collect_refs(arguments: Iterable[Argument], refs: list[Ref]) -> None:
+    """Append every :class:`Ref` in ``arguments`` to ``refs``, in order."""
     for argument in arguments:
         if type(argument) is Ref:
-            found.append(argument)
+            refs.append(argument)
         elif type(argument) is tuple:
-            collect_refs(argument, found)
+            collect_refs(argument, refs)
 
 
 Kind: TypeAlias = Literal["tensor", "loss", "value", "tuple", "list", "mapping", "fields"]
@@ -236,15 +240,17 @@ Kind: TypeAlias = Literal["tensor", "loss", "value", "tuple", "list", "mapping",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structure:
-    """One place in what a model returns.
+    """One node in the nested structure that a model returns.
 
     Attributes:
-        kind: a tensor, the loss, a plain value (None for what is not kept), or what holds others: ``mapping`` by keys, ``fields``
-            by the names of a class (a dataclass or a named tuple).
-        index: of a tensor, among :attr:`Outputs.leaves`.
-        value, twice: of a plain value, and what it is at twice the batch size (a count of samples).
-        type: module and qualified name of the class, for what is no plain tuple, list or dict.
-        names: of ``items``.
+        kind: a tensor, the loss, a plain value, or a container. A ``mapping`` has keys, and ``fields`` have the names of a class (a
+            dataclass or a named tuple).
+        index: the position of a tensor in :attr:`Outputs.leaves`.
+        value: a plain value; None also stands for an object that is not returned.
+        twice: the plain value at twice the batch size, which differs from ``value`` if it counts samples.
+        type: the module and qualified name of a container's class, unless it is a plain tuple, list or dict.
+        names: the keys or field names of ``items``.
+        items: the children of a container.
     """
 
     kind: Kind
@@ -256,14 +262,14 @@ class Structure:
     items: tuple[Structure, ...] = ()
 
     def all(self) -> Iterator[Structure]:
-        """This place and all inside."""
+        """Iterate over this node and all nodes below it."""
         yield self
         for item in self.items:
             yield from item.all()
 
     @property
     def numbers(self) -> bool:
-        """Whether numbers stand in it, which may count samples."""
+        """Whether the structure holds numbers, which may count samples."""
         return any(type(place.value) in (int, float) for place in self.all())
 
 
@@ -272,11 +278,11 @@ class Leaf:
     """A tensor that a model returns.
 
     Attributes:
-        name: where it stands (``logits``, ``hidden_states.0``).
-        ref: an output of :attr:`Outputs.ops`, a value of the graph's operators, an input, a parameter or a buffer; None where it cannot
-            be made.
-        reason: why not.
-        reads: names of the batch's inputs that it depends on.
+        name: the place in the returned structure (``logits``, ``hidden_states.0``).
+        ref: an output of :attr:`Outputs.ops`, a value of the graph's operators, an input, a parameter or a buffer; None if the tensor
+            cannot be computed.
+        reason: why it cannot be computed.
+        reads: names of the inputs of the batch that it depends on.
     """
 
     name: str
@@ -287,14 +293,17 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """What a model returns.
+    """The outputs of a model.
 
     Attributes:
-        taps: values of the graph's operators that are kept, with their specs as traced.
-        ops: operators that only outputs need, in order; for complete values at ``batch_size``.
-        twice: the same at twice the batch size, where numbers in them may count samples; else empty.
-        parameters: that ``ops`` read and the loss does not: no step changes them.
-        buffers: that ``ops`` read.
+        structure: the nested structure that the model returns.
+        leaves: the tensors in it.
+        batch_size: the number of samples for which ``ops`` are.
+        taps: values of the graph's operators that outputs need, with their specs as traced.
+        ops: operators that only outputs need, in order; they run on complete values.
+        twice: the same operators at twice the batch size if numbers in them may count samples, otherwise empty.
+        parameters: parameters that ``ops`` read and the loss does not; no step changes them.
+        buffers: buffers that ``ops`` read.
     """
 
     structure: Structure
@@ -307,46 +316,50 @@ class Outputs:
     buffers: tuple[Buffer, ...] = ()
 
     def ops_at(self, samples: int) -> tuple[Op, ...]:
-        """The operators for as many samples."""
+        """Return the operators for another number of samples; their numbers are extrapolated linearly."""
         if not self.twice or samples == self.batch_size:
             return self.ops
         more = Fraction(samples - self.batch_size, self.batch_size)
-        return tuple(_between(one, two, more) for one, two in zip(self.ops, self.twice, strict=True))
+        return tuple(_op_at(once, twice, more) for once, twice in zip(self.ops, self.twice, strict=True))
 
 
-def _between(one: Op, two: Op, more: Fraction) -> Op:
+def _op_at(once: Op, twice: Op, more: Fraction) -> Op:
+    """Return an operator at ``1 + more`` batches from the same operator at one batch and at two."""
+
     def at(a: Argument, b: Argument) -> Argument:
         if isinstance(a, tuple) and isinstance(b, tuple):
             return tuple(at(x, y) for x, y in zip(a, b, strict=True))
         return number_at(a, b, more) if isinstance(a, int | float) and isinstance(b, int | float) else a
 
-    args = tuple(at(a, b) for a, b in zip(one.args, two.args, strict=True))
-    kwargs = tuple((name, at(a, b)) for (name, a), (_, b) in zip(one.kwargs, two.kwargs, strict=True))
-    return replace(one, args=args, kwargs=kwargs)
+    args = tuple(at(a, b) for a, b in zip(once.args, twice.args, strict=True))
+    kwargs = tuple((name, at(a, b)) for (name, a), (_, b) in zip(once.kwargs, twice.kwargs, strict=True))
+    return replace(once, args=args, kwargs=kwargs)
 
 
-def number_at(one: float, two: float, more: Fraction) -> float:
-    """A number that is ``one`` for a batch and ``two`` for twice as much, at ``1 + more`` batches.
+def number_at(once: float, twice: float, more: Fraction) -> float:
+    """Return a number at ``1 + more`` batches that is ``once`` at one batch and ``twice`` at two, by linear extrapolation.
 
     >>> number_at(32, 64, Fraction(3)), number_at(1, 3, Fraction(1, 2)), number_at(-1, -1, Fraction(5))
     (128, 2, -1)
     """
-    if one == two:
-        return one
-    found = one + (two - one) * more
-    return int(found) if isinstance(one, int) and isinstance(two, int) else float(found)
+    if once == twice:
+        return once
+    result = once + (twice - once) * more
+    return int(result) if isinstance(once, int) and isinstance(twice, int) else float(result)
 
 
 def same_calls(ops: Iterable[Op], others: Iterable[Op]) -> bool:
-    """Whether two lists are the same operators on the same values, numbers aside."""
+    """Return whether two lists have the same operators on the same values; numbers among the arguments may differ."""
     return [*map(_without_numbers, ops)] == [*map(_without_numbers, others)]
 
 
 def _without_numbers(op: Op) -> object:
-    return op.target, op.operands, _shape_of(op.args), _shape_of(tuple(value for _, value in op.kwargs))
+    kwargs = tuple(value for _, value in op.kwargs)
+    return op.target, op.operands, _argument_without_numbers(op.args), _argument_without_numbers(kwargs)
 
 
-def _shape_of(argument: Argument) -> object:
+def _argument_without_numbers(argument: Argument) -> object:
+    """Return an argument with every number in it replaced by the name of its type."""
     if isinstance(argument, tuple):
-        return tuple(_shape_of(item) for item in argument)
+        return tuple(_argument_without_numbers(item) for item in argument)
     return type(argument).__name__ if isinstance(argument, int | float) else argument

@@ -1,4 +1,4 @@
-"""Running a graph on one device: the meaning of every other way to run it."""
+"""Runs a graph on one device. This is the reference for every other way to run it."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def evaluate(
     buffers: Mapping[str, torch.Tensor] | None = None,
     model: torch.nn.Module | None = None,
 ) -> torch.Tensor:
-    """The loss of ``batch``, differentiable in ``parameters``.
+    """Return the loss of ``batch``, which is differentiable in ``parameters``.
 
     Args:
         batch: tensors by the names of ``graph.inputs``, in the shapes of the graph.
-        parameters: model parameters by name (``fqn``), whole; parts are cut from them.
-        buffers: model buffers by name (``fqn``), for those whose value the graph does not hold.
-        model: for the code of its opaque regions.
+        parameters: the complete parameters of the model by name (``fqn``); parts are cut from them.
+        buffers: the buffers of the model by name (``fqn``); those whose value the graph holds may be missing.
+        model: the model, which holds the code of opaque regions; only needed if the graph has some.
 
     Raises:
-        AutoparError: an input or buffer is missing, or the model where the graph has opaque modules.
+        AutoparError: an input, a buffer or a needed model is missing.
     """
     return step(graph, batch, parameters, buffers, model)[0]
 
@@ -44,7 +44,7 @@ def step(
     buffers: Mapping[str, torch.Tensor] | None = None,
     model: torch.nn.Module | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """As :func:`evaluate`; also the new values of the buffers that a step changes, by name (``fqn``)."""
+    """Return the loss as :func:`evaluate` does, and the new values of the buffers that a step changes, by name (``fqn``)."""
     env = leaves(graph, batch, parameters, buffers or {})
     run((*graph.prelude, *graph.ops), env, model)
     names = {buffer.name: buffer.fqn for buffer in graph.buffers}
@@ -57,7 +57,11 @@ def leaves(
     parameters: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
 ) -> dict[Ref, torch.Tensor]:
-    """Values of inputs, parameters and buffers."""
+    """Return the values of inputs, parameters and buffers.
+
+    Raises:
+        AutoparError: an input of the batch or the value of a buffer is missing.
+    """
     device = next(iter(batch.values())).device
     env: dict[Ref, torch.Tensor] = {}
     for entry in graph.inputs:
@@ -75,13 +79,13 @@ def leaves(
 
 
 def part_of(parameter: Parameter, whole: torch.Tensor) -> torch.Tensor:
-    """What ``parameter`` is of the model's tensor."""
+    """Return the part of the model's tensor ``whole`` that ``parameter`` is."""
     part = parameter.part
     return whole if part is None else whole.narrow(part.dim, part.start, part.stop - part.start)
 
 
 def function_of(op: Op, model: torch.nn.Module | None) -> Callable[..., Any]:
-    """What computes ``op``; the code of an opaque region is that of ``model``."""
+    """Return the function that computes ``op``; the code of an opaque region is taken from ``model``."""
     if op.target != "autopar.opaque":
         return resolve(op.target)
     holder = Holder(region_of(str(op.args[0])))
@@ -91,20 +95,20 @@ def function_of(op: Op, model: torch.nn.Module | None) -> Callable[..., Any]:
 
 
 def run(ops: Iterable[Op], env: dict[Ref, torch.Tensor], model: torch.nn.Module | None = None) -> None:
-    """Executes ``ops`` in order, adding their outputs to ``env``; random numbers are the same in every run.
+    """Execute ``ops`` in order and add their outputs to ``env``. Random numbers are the same in every run.
 
     Args:
-        model: has the code of opaque regions.
+        model: the model, which holds the code of opaque regions.
     """
 
-    def given(argument: Argument) -> Any:
+    def value_of(argument: Argument) -> Any:
         return map_refs(argument, env.__getitem__)  # type: ignore[arg-type]
 
-    for number, op in enumerate(ops):
-        args, kwargs = map(given, op.args), {key: given(argument) for key, argument in op.kwargs}
+    for position, op in enumerate(ops):
+        args, kwargs = map(value_of, op.args), {key: value_of(argument) for key, argument in op.kwargs}
         if op.target.startswith("aten.") and draws_random(op.target):
-            where = None if op.operands else next(iter(env.values())).device
-            result = partial(draw, salt=number, device=where)(op.target, *args, **kwargs)
+            device = None if op.operands else next(iter(env.values())).device
+            result = partial(draw, salt=position, device=device)(op.target, *args, **kwargs)
         else:
             result = function_of(op, model)(*args, **kwargs)
         for i, value in enumerate(result if isinstance(result, tuple | list) else (result,)):

@@ -1,17 +1,12 @@
-"""What is known of operators: which draw random numbers, which are attention, which selective recompute makes again in backward.
+"""Kinds of operators: which draw random numbers, which are attention, and which are recomputed in backward by selective recompute.
 
-**Selective recompute.** Kept are the outputs of what is dear, sends, draws or decides: products with a parameter, convolutions, fused attention,
-changes of type, experts, look-ups in tables, losses, random draws, choices (top-k, sorts), code that nobody knows. Made
-again are element-wise operators, activations, norms, softmaxes, reductions and copies, and products of two activations
-whose result is larger than both (the scores of attention that is not fused). So torchtitan's "op" selective checkpointing,
-and Megatron's (Korthikanti et al. 2022, section 5) where attention is not fused. With exceptions where nothing would be freed:
+**Selective recompute** keeps the outputs of operators that are expensive, communicate, draw or choose: products with a parameter,
+convolutions, fused attention, changes of type, experts, embeddings, losses, random draws, top-k, sorts, and unknown code. It recomputes
+element-wise operators, activations, norms, softmaxes, reductions and copies, and products of two activations whose result is larger than
+both (the scores of unfused attention). torchtitan's "op" selective checkpointing does the same, and so does Megatron (Korthikanti et al.
+2022, section 5) for unfused attention. Exceptions are made where recompute would free no memory (:func:`made_again`).
 
-- a sum, a difference or a dropout of values that are all kept is kept: what it reads is as large, and would be needed;
-- a group of operators made again that read each other's values (rotary positions, casts, the mean behind a projection) is kept
-  where what backward needs of their values is no larger than what they read and nothing else of the block keeps.
-
-It depends on the graph of one rank alone, so that the cost model and the program that runs agree.
-See docs/adr/0015-selective-recompute.md.
+The choice depends only on the graph of one rank, so that the cost model and the program agree. See docs/adr/0015-selective-recompute.md.
 """
 
 from __future__ import annotations
@@ -29,24 +24,24 @@ from autopar.graph.graph import Block, Graph, Op, Ref
 from autopar.ops.kernels import aten_targets, resolve
 
 _NOT_BY_ITSELF = aten_targets("scaled_dot_product_attention.default lstm.input gru.input rnn_tanh.input rnn_relu.input")
-"""Tagged as random, and not at every call: attention is where an argument says so, at which the pass that emits code looks; of
-recurrent networks the dropout between layers is an operator of its own in a graph."""
+"""Operators that torch tags as random although most calls draw nothing. Attention draws if its dropout argument says so, which the lowering
+checks. The dropout between layers of recurrent networks is a separate operator in a graph."""
 
 
 @cache
 def draws_random(target: str) -> bool:
-    """Whether an operator draws random numbers at every call.
+    """Return whether an operator draws random numbers at every call.
 
     >>> draws_random("aten.bernoulli.p"), draws_random("autopar.dropout"), draws_random("aten.add.Tensor")
     (True, True, False)
     """
-    if target.startswith("autopar."):  # its kernels need not be loaded to say so
+    if target.startswith("autopar."):  # known without loading the kernels
         return target == "autopar.dropout"
     return target not in _NOT_BY_ITSELF and torch.Tag.nondeterministic_seeded in _tags(target)
 
 
 def _tags(target: str) -> Collection[torch.Tag]:
-    """Those of an operator of torch's; none of any other."""
+    """Return the tags of an operator of torch; none for any other operator."""
     try:
         return cast("Collection[torch.Tag]", getattr(resolve(target), "tags", ()))
     except RuleError:
@@ -59,11 +54,11 @@ DROPOUT_ARGUMENT = {
     "aten.native_dropout.default": 1,
     "aten.scaled_dot_product_attention.default": 4,
 }
-"""Position of the probability among the arguments."""
+"""The position of the dropout probability among the arguments, by target."""
 
 
 def without_dropout(op: Op) -> Op:
-    """The same call, that drops nothing."""
+    """Return the same call with a dropout probability of 0."""
     position = DROPOUT_ARGUMENT.get(op.target)
     if position is None:
         return op
@@ -72,34 +67,35 @@ def without_dropout(op: Op) -> Op:
 
 
 def is_attention(op: Op) -> bool:
-    """Whether an operator is fused attention."""
+    """Return whether an operator is fused attention."""
     return op.target in ("aten.scaled_dot_product_attention.default", "autopar.attention")
 
 
 def is_scores(op: Op) -> bool:
-    """Whether an operator is the softmax over [samples, heads, rows, columns] of attention that is written out."""
+    """Return whether an operator is the softmax of unfused attention, over scores [samples, heads, rows, columns]."""
     return op.target == "aten.softmax.int" and len(op.spec.shape) == 4 and op.args[1] in (-1, 3)
 
 
 def has_written_attention(graph: Graph) -> bool:
-    """Whether some attention is no operator of its own, so that a ring cannot run it."""
+    """Return whether the graph has unfused attention, which ring attention cannot run."""
     return any(is_scores(op) for op in graph.ops)
 
 
 def attention_heads(graph: Graph, operand: int = 0) -> tuple[int, ...]:
-    """Head counts of the model's fused attentions: of the queries (``operand`` 0), of keys and values (1)."""
+    """Return the distinct numbers of heads of fused attention, ascending: of queries (``operand`` 0), or of keys and values (1)."""
     shapes = [graph.spec(op.operands[operand]).shape for op in graph.ops if is_attention(op)]
     return tuple(sorted({shape[1] for shape in shapes if len(shape) == 4}))
 
 
 def attention_sequences(graph: Graph) -> tuple[int, ...]:
-    """Lengths that are split: of the queries and keys of the model's attentions, of the rows alone where it is written out.
+    """Return the distinct lengths of sequences that can be split, ascending.
 
-    There keys are whole when scores are made, which may have columns besides (sinks).
+    These are the lengths of queries and keys of fused attention. Of unfused attention only the rows of the scores count: its keys are
+    complete when the scores are computed, and the scores may have further columns (attention sinks).
     """
-    found = {graph.spec(ref).shape[-2] for op in graph.ops if is_attention(op) for ref in op.operands[:2]}
-    found |= {op.spec.shape[-2] for op in graph.ops if is_scores(op)}
-    return tuple(sorted(found))
+    lengths = {graph.spec(ref).shape[-2] for op in graph.ops if is_attention(op) for ref in op.operands[:2]}
+    lengths |= {op.spec.shape[-2] for op in graph.ops if is_scores(op)}
+    return tuple(sorted(lengths))
 
 
 _SUMS = aten_targets("add.Tensor sub.Tensor")
@@ -111,7 +107,7 @@ VIEWS = aten_targets(
     " alias.default detach.default split.Tensor split_with_sizes.default chunk.default unbind.int diagonal.default movedim.int"
     " unfold.default view_as.default expand_as.default"
 )
-"""Operators whose output lies in the storage of their first operand."""
+"""Operators whose output is in the storage of their first operand."""
 _COPIES = aten_targets(
     "clone.default contiguous.default to.dtype _to_copy.default type_as.default cat.default stack.default pad.default"
     " constant_pad_nd.default repeat.default repeat_interleave.self_int roll.default flip.default tril.default triu.default"
@@ -120,7 +116,7 @@ _REDUCTIONS = aten_targets("mean.default mean.dim sum.default sum.dim_IntList cu
 _SCALED = aten_targets("add.Scalar sub.Scalar rsub.Scalar neg.default mul.Scalar div.Scalar")
 _LINEAR = (VIEWS - {"aten.unfold.default"}) | _COPIES | _REDUCTIONS | _SUMS | _SCALED
 SAVES_NOTHING = _LINEAR | aten_targets("rsub.Tensor zeros_like.default ones_like.default")
-"""Operators whose backward needs neither what they read nor what they make."""
+"""Operators whose backward needs neither their operands nor their outputs."""
 _OTHERS = aten_targets(
     "softmax.int _softmax.default log_softmax.int _log_softmax.default layer_norm.default native_layer_norm.default"
     " rms_norm.default group_norm.default instance_norm.default amax.default amin.default logsumexp.default var.correction"
@@ -133,77 +129,88 @@ SAVES_OUTPUT = aten_targets(
     " amax.default amin.default logsumexp.default prod.default elu.default selu.default softmax.int _softmax.default"
     " log_softmax.int _log_softmax.default"
 )
-"""Operators whose backward needs what they make, and not what they read."""
+"""Operators whose backward needs their outputs, but not their operands."""
 
 
 def is_dear(op: Op) -> bool:
-    """Whether an operator is kept whatever it reads and however large that is."""
+    """Return whether selective recompute always keeps the outputs of an operator, whatever its operands are."""
     return op.target not in _SUMS and op.target not in _PRODUCTS and op.target != _DROPOUT and not _is_cheap(op.target)
 
 
 def made_again(graph: Graph, block: Block, roots: Mapping[Ref, Ref] | None = None) -> frozenset[int]:
-    """Positions in ``graph.block_ops(block)`` of the operators that backward makes again, as far as it needs them.
+    """Return the positions in ``graph.block_ops(block)`` of the operators that selective recompute runs again in backward.
+
+    The rules of the module have two exceptions, in which recompute would free no memory:
+
+    - a sum, a difference or a dropout of values that are all kept is kept, as its operands are as large and would be needed instead;
+    - a group of recomputed operators that read each other's values (rotary positions, casts, the mean behind a projection) is kept if
+      the values that backward needs from it are no larger than its operands that no other operator of the block keeps.
 
     Args:
-        roots: for every value of the block the one whose storage it lies in; None: :func:`storage_roots` of it.
+        roots: for every value of the block the value in whose storage it is; None computes them with :func:`storage_roots`.
     """
     ops = graph.block_ops(block)
-    where = storage_roots(ops, graph.spec) if roots is None else roots
-    reads = [tuple(dict.fromkeys(where.get(ref, ref) for ref in op.operands)) for op in ops]
-    again: dict[str, int] = {}
-    of_parameters: set[str] = set()
+    root_of = storage_roots(ops, graph.spec) if roots is None else roots
+    reads = [tuple(dict.fromkeys(root_of.get(ref, ref) for ref in op.operands)) for op in ops]
+    recomputed: dict[str, int] = {}
+    of_parameters: set[str] = set()  # operators that read nothing but parameters, directly or through each other
     for i, op in enumerate(ops):
-        if op.outputs and all(where.get(Ref(op.name, k)) != Ref(op.name, k) for k in range(len(op.outputs))):
+        if op.outputs and all(root_of.get(Ref(op.name, k)) != Ref(op.name, k) for k in range(len(op.outputs))):
             continue  # a view
-        own = [ref for ref in reads[i] if not graph.is_prelude(ref)]
-        if own and all(graph.is_parameter(ref) or ref.name in of_parameters for ref in own):
+        live = [ref for ref in reads[i] if not graph.is_prelude(ref)]
+        if live and all(graph.is_parameter(ref) or ref.name in of_parameters for ref in live):
             of_parameters.add(op.name)
         if op.target in _PRODUCTS:
-            weighs = any(graph.is_parameter(ref) or ref.name in of_parameters for ref in own)
-            chosen = not weighs and op.spec.num_bytes > _bytes_of(graph, op.operands)
+            has_weight = any(graph.is_parameter(ref) or ref.name in of_parameters for ref in live)
+            is_recomputed = not has_weight and op.spec.num_bytes > _bytes_of(graph, op.operands)
         elif op.target in _SUMS or op.target == _DROPOUT:
-            chosen = any(ref.name in again for ref in own)
+            is_recomputed = any(ref.name in recomputed for ref in live)
         else:
-            chosen = _is_cheap(op.target)
-        if chosen:
-            again[op.name] = i
-    return frozenset(_without_idle(graph, ops, reads, again).values())
+            is_recomputed = _is_cheap(op.target)
+        if is_recomputed:
+            recomputed[op.name] = i
+    return frozenset(_without_idle(graph, ops, reads, recomputed).values())
 
 
 def _without_idle(
-    graph: Graph, ops: tuple[Op, ...], reads: list[tuple[Ref, ...]], again: Mapping[str, int]
+    graph: Graph, ops: tuple[Op, ...], reads: list[tuple[Ref, ...]], recomputed: Mapping[str, int]
 ) -> dict[str, int]:
-    """Those of ``again`` but the groups that free nothing; ``reads``: of each operator the storages."""
-    group = {name: name for name in again}
+    """Return ``recomputed`` without the groups of operators whose recompute frees no memory.
+
+    Args:
+        reads: the storages that each operator reads.
+        recomputed: the positions of recomputed operators in ``ops``, by name.
+    """
+    parent = {name: name for name in recomputed}  # a union-find structure over operators that read each other's values
 
     def find(name: str) -> str:
-        while group[name] != name:
-            group[name] = group[group[name]]
-            name = group[name]
+        while parent[name] != name:
+            parent[name] = parent[parent[name]]
+            name = parent[name]
         return name
 
-    for name, i in again.items():
+    for name, i in recomputed.items():
         for ref in reads[i]:
-            if ref.name in group:
-                group[find(ref.name)] = find(name)
-    group_of = {name: find(name) for name in again}
-    made: dict[str, set[Ref]] = {name: set() for name in group_of.values()}
-    read: dict[str, set[Ref]] = {name: set() for name in made}
-    kept: set[Ref] = set()  # what some operator keeps of what it reads
+            if ref.name in parent:
+                parent[find(ref.name)] = find(name)
+    group_of = {name: find(name) for name in recomputed}
+    needed: dict[str, set[Ref]] = {name: set() for name in group_of.values()}  # values of a group that backward needs
+    read: dict[str, set[Ref]] = {name: set() for name in needed}  # values that a group reads
+    kept: set[Ref] = set()  # operands that backward of some operator keeps
     for op, roots in zip(ops, reads, strict=True):
-        own = group_of.get(op.name, "")
+        group = group_of.get(op.name, "")
         keeps = _keeps_operands(graph, op)
         kept.update(roots if keeps else ())
-        if own and op.target in SAVES_OUTPUT:
-            made[own].update(Ref(op.name, k) for k in range(len(op.outputs)))
+        if group and op.target in SAVES_OUTPUT:
+            needed[group].update(Ref(op.name, k) for k in range(len(op.outputs)))
         for ref in roots:
-            maker = group_of.get(ref.name, "")
-            if maker and (keeps or maker != own):
-                made[maker].add(ref)
-            elif own and not maker and not graph.is_parameter(ref) and not graph.is_prelude(ref):
-                read[own].add(ref)
-    idle = {name for name in made if _bytes_of(graph, made[name]) <= _bytes_of(graph, read[name] - kept)}
-    return {name: i for name, i in again.items() if group_of[name] not in idle}
+            producer = group_of.get(ref.name, "")
+            if producer and (keeps or producer != group):
+                needed[producer].add(ref)
+            elif group and not producer and not graph.is_parameter(ref) and not graph.is_prelude(ref):
+                read[group].add(ref)
+    idle = {name for name in needed if _bytes_of(graph, needed[name]) <= _bytes_of(graph, read[name] - kept)}
+    return {name: i for name, i in recomputed.items() if group_of[name] not in idle}
 
 
 def _bytes_of(graph: Graph, refs: Iterable[Ref]) -> int:
@@ -211,7 +218,7 @@ def _bytes_of(graph: Graph, refs: Iterable[Ref]) -> int:
 
 
 def _keeps_operands(graph: Graph, op: Op) -> bool:
-    """Whether backward of an operator needs what it reads: products do, fused attention, norms, most functions."""
+    """Return whether backward of an operator needs its operands, as for products, fused attention, norms and most functions."""
     if op.target in _LINEAR or op.target in SAVES_OUTPUT or not any(spec.requires_grad for spec in op.outputs):
         return False
     if op.target == "aten.mul.Tensor":
@@ -223,7 +230,7 @@ def _keeps_operands(graph: Graph, op: Op) -> bool:
 
 @cache
 def _is_cheap(target: str) -> bool:
-    """Whether an operator is element-wise, or named above; one that draws random numbers is not.
+    """Return whether an operator is in the lists above or is element-wise; operators that draw random numbers are not.
 
     >>> _is_cheap("aten.gelu.default"), _is_cheap("aten.linear.default"), _is_cheap("autopar.all_gather")
     (True, False, False)

@@ -1,14 +1,13 @@
-"""Graphs made of graphs: few blocks that stand for many equal ones, and vocabularies made longer so that they split evenly.
+"""Rewrites of graphs: the compact graph, in which few blocks stand for many equal ones, and padded vocabularies, which split evenly.
 
-A run of equal blocks (equal hash, each fed by the one before) is cut down to its first, one inner and its last block; where
-layers of several kinds follow each other in turn, so is the run of windows that hold one turn each.
-Everything that the search does, it does on this *compact* graph; a plan then names the layout for each block.
+**Compact graph.** A run of equal blocks (equal hash, each reads the one before) is cut down to its first, one inner and its last block. If
+layers of several kinds alternate, the windows of one period each are cut down in the same way. The search works on the compact graph; a
+plan then names the layout of every block.
 
-A vocabulary is a set of dims that must have one length: rows of embedding tables, features out of heads (weights and
-biases), classes of logits. Padding is a change of shapes alone: the same operators in the same order. Rows that are
-added are zeros that no index picks; logits that are added are left out of the loss, which is told how many classes
-are real, so that their gradients are zero, and an optimizer leaves zeros zeros. Where any operator besides these sees
-a padded dim, nothing is padded.
+**Vocabularies.** A vocabulary is a set of dims that must have one length: rows of embedding tables, output features of heads (weights and
+biases), and classes of logits. Padding changes shapes alone: operators and their order stay. Added rows are zeros that no index selects.
+Added logits are ignored by the loss, which gets the number of real classes, so their gradients are zero and the optimizer keeps the zeros.
+A vocabulary is not padded if any other operator reads a padded dim.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from autopar.ops.kernels import aten_targets
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compact:
-    """A compact graph and what it stands for.
+    """A compact graph and its relation to the original graph.
 
     Attributes:
-        graph: with fewer blocks; its fingerprint is that of the original.
+        graph: the graph with fewer blocks and the fingerprint of the original.
         members: for each block of ``graph`` the indices of the original blocks that it stands for.
-        alike: pairs of values of ``graph`` that must have one type on every axis: what feeds an inner window and
-            what it makes, because inner windows feed each other.
+        alike: pairs of values of ``graph`` that must have the same type on every axis: an input of an inner window and the output in its
+            place, as inner windows feed each other.
     """
 
     graph: Graph
@@ -38,28 +37,28 @@ class Compact:
 
     @property
     def class_of(self) -> tuple[int, ...]:
-        """For each original block the block of ``graph`` that stands for it."""
-        standing_in = {i: k for k, members in enumerate(self.members) for i in members}
-        return tuple(standing_in[i] for i in range(len(standing_in)))
+        """For each original block the index of the block of ``graph`` that stands for it."""
+        class_by_block = {i: k for k, members in enumerate(self.members) for i in members}
+        return tuple(class_by_block[i] for i in range(len(class_by_block)))
 
 
 def compact(graph: Graph, *, keys: Sequence[object] = ()) -> Compact:
-    """The compact graph of ``graph``.
+    """Return the compact graph of ``graph``.
 
     Args:
-        keys: one for each block; blocks of a run are merged only where theirs are equal (pins differ, say).
+        keys: a key for each block, for example its pins; only blocks with equal keys are merged. Empty means equal keys.
     """
-    if any(key is not None for key in keys):
+    if keys:
         return _compact(graph, keys)
     if compact not in graph.passes:
         graph.passes[compact] = _compact(graph, ())
-    small: Compact = graph.passes[compact]
-    return small
+    result: Compact = graph.passes[compact]
+    return result
 
 
 def _compact(graph: Graph, keys: Sequence[object]) -> Compact:
-    kept: list[tuple[Block, tuple[int, ...]]] = []
-    stands_for: dict[str, str] = {}
+    kept: list[tuple[Block, tuple[int, ...]]] = []  # blocks of the compact graph, each with its members
+    replacement: dict[str, str] = {}  # for each dropped operator the one that stands for it
     for start, period, count in _repeats(_kinds(graph, keys or [None] * len(graph.blocks))):
         windows = [range(start + k * period, start + (k + 1) * period) for k in range(count)]
         if count <= 3:
@@ -72,29 +71,29 @@ def _compact(graph: Graph, keys: Sequence[object]) -> Compact:
         for window in others:
             for i, dropped in zip(inner, window, strict=True):
                 pairs = zip(*(graph.block_ops(graph.blocks[k]) for k in (dropped, i)), strict=True)
-                stands_for.update((op.name, instead.name) for op, instead in pairs)
+                replacement.update((op.name, other.name) for op, other in pairs)
     alike: dict[tuple[Ref, Ref], None] = {}
     for block, members in kept:
         if len(members) > 1:
-            mine = graph.block_inputs(block)
+            inputs = graph.block_inputs(block)
             for other in members[1:]:
-                for a, b in zip(mine, graph.block_inputs(graph.blocks[other]), strict=True):
-                    b = Ref(stands_for.get(b.name, b.name), b.index)
+                for a, b in zip(inputs, graph.block_inputs(graph.blocks[other]), strict=True):
+                    b = Ref(replacement.get(b.name, b.name), b.index)
                     if a != b:
                         alike[a, b] = None
     return Compact(
-        graph=_cut(graph, [block for block, _ in kept], stands_for),
+        graph=_cut(graph, [block for block, _ in kept], replacement),
         members=tuple(members for _, members in kept),
         alike=tuple(alike),
     )
 
 
 def _kinds(graph: Graph, keys: Sequence[object]) -> list[object]:
-    """Equal for blocks of equal hash and key that share no parameter with any other block."""
+    """Return a kind for each block; kinds are equal if hashes and keys are, unless a block shares a parameter with another one."""
     owner: dict[str, int] = {}
     shares = set[int]()
     for block in graph.blocks:
-        for parameter in graph.block_parameters(block):  # each once
+        for parameter in graph.block_parameters(block):
             if parameter.name in owner:
                 shares |= {owner[parameter.name], block.index}
             else:
@@ -103,7 +102,10 @@ def _kinds(graph: Graph, keys: Sequence[object]) -> list[object]:
 
 
 def _repeats(kinds: Sequence[object]) -> Iterator[tuple[int, int, int]]:
-    """Windows of equal kinds that follow each other, as (start, period, count): those that cover most, in order."""
+    """Iterate over runs of equal windows as (start, period, count), in order; they partition the blocks.
+
+    At each start the run that covers the most blocks is taken. Only runs of more than three windows are merged, as a compact run has three.
+    """
     start = 0
     while start < len(kinds):
         period, count = 1, 1
@@ -116,17 +118,17 @@ def _repeats(kinds: Sequence[object]) -> Iterator[tuple[int, int, int]]:
         start += period * count
 
 
-def _cut(graph: Graph, blocks: Sequence[Block], stands_for: dict[str, str]) -> Graph:
-    """``graph`` with ``blocks`` alone; what reads a dropped block reads the one that stands for it."""
+def _cut(graph: Graph, blocks: Sequence[Block], replacement: dict[str, str]) -> Graph:
+    """Return ``graph`` with only ``blocks``; readers of a dropped operator read its replacement."""
     ops: list[Op] = []
-    made: list[Block] = []
+    new_blocks: list[Block] = []
     for index, block in enumerate(blocks):
         start = len(ops)
         ops += [
-            op.with_operands(tuple(Ref(stands_for.get(r.name, r.name), r.index) for r in op.operands))
+            op.with_operands(tuple(Ref(replacement.get(r.name, r.name), r.index) for r in op.operands))
             for op in graph.block_ops(block)
         ]
-        made.append(replace(block, index=index, start=start, stop=len(ops)))
+        new_blocks.append(replace(block, index=index, start=start, stop=len(ops)))
     read = {ref.name for op in ops for ref in op.operands}
     dropped = {op.name for op in graph.ops} - {op.name for op in ops}
     return replace(
@@ -134,60 +136,56 @@ def _cut(graph: Graph, blocks: Sequence[Block], stands_for: dict[str, str]) -> G
         parameters=tuple(p for p in graph.parameters if p.name in read),
         mutations=tuple(m for m in graph.mutations if m.value.name not in dropped),
         ops=tuple(ops),
-        blocks=tuple(made),
+        blocks=tuple(new_blocks),
     )
 
 
-# --- Sequences of operators as text, by which blocks with equal operators are known.
-
-
 def signature(ops: Sequence[Op], spec_of: Callable[[Ref], TensorSpec]) -> str:
-    """Text that is equal for equal sequences of operators, names aside; equal ones have equal strategies."""
-    known: dict[str, str] = {}
-    outside: dict[Ref, str] = {}
+    """Return a text that is equal for sequences of operators that differ only in names; such sequences have the same strategies."""
+    operators: dict[str, str] = {}
+    external: dict[Ref, str] = {}
 
     def numbered(ref: Ref) -> Argument:
-        if ref.name in known:
-            return f"{known[ref.name]}[{ref.index}]"
-        if ref not in outside:  # a tensor without gradient has other strategies than one with
+        if ref.name in operators:
+            return f"{operators[ref.name]}[{ref.index}]"
+        if ref not in external:  # a tensor without gradient has other strategies than one with
             spec = spec_of(ref)
-            outside[ref] = f"${len(outside)}:{spec.shape}:{spec.dtype}:{spec.requires_grad}"
-        return outside[ref]
+            external[ref] = f"${len(external)}:{spec.shape}:{spec.dtype}:{spec.requires_grad}"
+        return external[ref]
 
     lines: list[str] = []
     for op in ops:
         args: Iterable[Argument] = (map_refs(arg, numbered) for arg in op.args)
         kwargs = ((key, map_refs(value, numbered)) for key, value in op.kwargs)
-        for_salt = tuple(args)[:2] if op.target == "autopar.dropout" else tuple(args)
-        lines.append(
-            f"{op.target}{for_salt}{tuple(kwargs)}{[(s.shape, s.dtype, s.requires_grad) for s in op.outputs]}{op.layouts}"
-        )
-        known[op.name] = f"%{len(known)}"
+        without_salt = tuple(args)[:2] if op.target == "autopar.dropout" else tuple(args)
+        outputs = [(s.shape, s.dtype, s.requires_grad) for s in op.outputs]
+        lines.append(f"{op.target}{without_salt}{tuple(kwargs)}{outputs}{op.layouts}")
+        operators[op.name] = f"%{len(operators)}"
     return "\n".join(lines)
 
 
 CROSS_ENTROPY = "autopar.cross_entropy_sum"
 CLASSES_ARGUMENT = 4
-"""Position of the number of real classes among the arguments of the loss; 0, or left out: all."""
+"""The position of the number of real classes among the arguments of the loss; a missing argument or 0 means all classes."""
 
 _LINEARS = {"aten.linear.default": 0, "autopar.linear_t": 1}
-"""The dim of the weight that counts features out."""
+"""The dim of output features of a linear's weight, by target."""
 
 _ELEMENTWISE = aten_targets(
     "mul.Tensor div.Tensor add.Tensor sub.Tensor mul.Scalar div.Scalar tanh.default neg.default to.dtype"
 )
-"""Of one tensor: with a finite derivative at zero, so that a gradient of zero stays zero."""
+"""Elementwise operators through which logits may pass. Their derivatives are finite at zero, so that a gradient of zero stays zero."""
 
 
 @dataclass(slots=True, eq=False)
 class Vocabulary:
-    """Dims of one length.
+    """A set of dims that must have one length.
 
     Attributes:
-        size: their length.
-        parameters: the dim of each, by name.
-        values: whose last dim it is.
-        losses: names of the operators in which it ends.
+        size: the length.
+        parameters: the dim of each parameter, by name.
+        values: the values whose last dim belongs to the set.
+        losses: the names of the losses that read these values.
     """
 
     size: int
@@ -197,11 +195,11 @@ class Vocabulary:
 
 
 def vocabularies(graph: Graph) -> tuple[Vocabulary, ...]:
-    """Every vocabulary of the graph all of whose uses are understood."""
+    """Return the vocabularies of the graph that can be padded: all operators that read their dims are supported."""
     if vocabularies not in graph.passes:
         graph.passes[vocabularies] = _vocabularies(graph)
-    found: tuple[Vocabulary, ...] = graph.passes[vocabularies]
-    return found
+    result: tuple[Vocabulary, ...] = graph.passes[vocabularies]
+    return result
 
 
 def _vocabularies(graph: Graph) -> tuple[Vocabulary, ...]:
@@ -220,26 +218,24 @@ def _vocabularies(graph: Graph) -> tuple[Vocabulary, ...]:
 
 
 def lengths(graph: Graph, ranks: int, multiple: int = 1) -> dict[str, int]:
-    """The padded length of each parameter whose vocabulary is not as long as :func:`length` says, by its key.
+    """Return the padded length (:func:`length`) of each parameter whose vocabulary has to be padded, by ``Parameter.key``.
 
     Args:
-        ranks: over which vocabularies may be split.
-        multiple: of the rows that a rank then holds, of vocabularies that are multiplied with (tables that are only looked up
-            in, such as those of positions, gain nothing by it).
+        ranks: the number of ranks over which vocabularies may be split.
+        multiple: the rows of a rank are a multiple of this. It applies to vocabularies of products; tables that are only looked up, such
+            as those of positions, gain nothing from it.
     """
-    if ranks == multiple == 1:
-        return {}
-    found = {v: length(v.size, ranks, multiple if v.values else 1) for v in vocabularies(graph)}
+    padded = {v: length(v.size, ranks, multiple if v.values else 1) for v in vocabularies(graph)}
     return {
         graph.parameter(name).key: size
-        for vocabulary, size in found.items()
+        for vocabulary, size in padded.items()
         if size > vocabulary.size
         for name in vocabulary.parameters
     }
 
 
 def vocabulary_sizes(graph: Graph) -> tuple[tuple[int, int], ...]:
-    """Of each vocabulary that is multiplied with its length, and the elements that its parameters have for one of it."""
+    """Return for each vocabulary of products its length, and the number of elements of its parameters for one entry."""
     return tuple(
         (v.size, sum(graph.parameter(name).spec.numel // v.size for name in v.parameters))
         for v in vocabularies(graph)
@@ -248,10 +244,10 @@ def vocabulary_sizes(graph: Graph) -> tuple[tuple[int, int], ...]:
 
 
 def length(size: int, ranks: int, multiple: int = 1) -> int:
-    """A vocabulary of ``size`` so long that each of ``ranks`` has a multiple of ``multiple`` rows.
+    """Return the padded length of a vocabulary of ``size`` with which each of ``ranks`` has a multiple of ``multiple`` rows.
 
-    Where some rank would hold more padding than anything else, rows are not aligned; where that is so even then, nothing is
-    padded.
+    The padding, which is on the last rank, is less than ``ranks * multiple`` rows. If that could be more than the real rows of a rank, the
+    length is only made a multiple of ``ranks``. If it could be more even then, the vocabulary is not padded.
 
     >>> length(50257, 1, 64), length(50257, 8, 64), length(50257, 8), length(50257, 1)
     (50304, 50688, 50264, 50257)
@@ -265,19 +261,19 @@ def length(size: int, ranks: int, multiple: int = 1) -> int:
 
 
 def pad(graph: Graph, wanted: Mapping[str, int]) -> Graph:
-    """The graph with parameters lengthened.
+    """Return the graph with padded vocabularies.
 
     Args:
-        wanted: padded lengths by ``Parameter.key``; those of one vocabulary are equal.
+        wanted: padded lengths by ``Parameter.key``; those of one vocabulary must be equal.
 
     Raises:
-        ValueError: a vocabulary is padded in part, or one of them is none.
+        ValueError: a parameter has no vocabulary, or a vocabulary is padded only in part.
     """
-    known = {graph.parameter(name).key: v for v in vocabularies(graph) for name in v.parameters}
-    if unknown := sorted(wanted.keys() - known.keys()):
+    by_key = {graph.parameter(name).key: v for v in vocabularies(graph) for name in v.parameters}
+    if unknown := sorted(wanted.keys() - by_key.keys()):
         raise ValueError(f"{unknown[0]} has no dim that can be padded")
-    vocabs = {id(known[key]): (known[key], size) for key, size in wanted.items()}
-    for vocabulary, size in vocabs.values():
+    sizes = {id(by_key[key]): (by_key[key], size) for key, size in wanted.items()}
+    for vocabulary, size in sizes.values():
         if any(wanted.get(graph.parameter(n).key) != size for n in vocabulary.parameters) or size < vocabulary.size:
             raise ValueError(
                 f"{', '.join(vocabulary.parameters)} are padded together, to one length of at least {size}"
@@ -287,7 +283,12 @@ def pad(graph: Graph, wanted: Mapping[str, int]) -> Graph:
 
 
 class _Walk:
-    """The state of one search for what shares a dim with a parameter."""
+    """The state of one search for the parameters and values that share a dim with a parameter.
+
+    Attributes:
+        queue: tensors whose readers are not examined yet.
+        found: the vocabulary so far.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -295,6 +296,7 @@ class _Walk:
         self.found = Vocabulary(0)
 
     def run(self, name: str, dim: int) -> Vocabulary | None:
+        """Return the vocabulary of dim ``dim`` of a parameter; None if it cannot be padded."""
         self.found.size = self.graph.parameter(name).spec.shape[dim]
         if not self._parameter(name, dim):
             return None
@@ -309,7 +311,7 @@ class _Walk:
         return self.found
 
     def _parameter(self, name: str, dim: int) -> bool:
-        """Takes a parameter in; False where it cannot be padded."""
+        """Add a parameter to the vocabulary; return False if it cannot be padded."""
         if name in self.found.parameters:
             return self.found.parameters[name] == dim
         parameter = self.graph.parameter(name)
@@ -320,6 +322,7 @@ class _Walk:
         return True
 
     def _value(self, op: Op) -> bool:
+        """Add the output of an operator to the vocabulary; return False if its last dim is not that of the vocabulary."""
         if op.spec.shape[-1:] != (self.found.size,) or len(op.outputs) != 1:
             return False
         ref = Ref(op.name)
@@ -329,13 +332,13 @@ class _Walk:
         return True
 
     def _use(self, op: Op, ref: Ref) -> bool:
-        """Whether a use of a padded tensor is understood; takes in what it makes."""
-        places = [i for i, operand in enumerate(op.operands) if operand == ref]
+        """Return whether an operator may read the padded tensor ``ref``; its output is added to the vocabulary."""
+        positions = [i for i, operand in enumerate(op.operands) if operand == ref]
         is_parameter = self.graph.is_parameter(ref)
         if op.target == "aten.embedding.default":
-            return is_parameter and places == [0] and self.found.parameters[ref.name] == 0
+            return is_parameter and positions == [0] and self.found.parameters[ref.name] == 0
         if op.target in _LINEARS:
-            if not is_parameter or 0 in places:
+            if not is_parameter or 0 in positions:
                 return False
             weight, *bias = op.operands[1:]
             return (
@@ -344,7 +347,7 @@ class _Walk:
                 and all(self.graph.is_parameter(b) and self._parameter(b.name, 0) for b in bias)
                 and self._value(op)
             )
-        if is_parameter or places != [0] or op.args[0] != ref:
+        if is_parameter or positions != [0] or op.args[0] != ref:
             return False
         if op.target == CROSS_ENTROPY:
             self.found.losses[op.name] = None
@@ -359,14 +362,16 @@ class _Walk:
 
 
 def _padded(graph: Graph, vocabulary: Vocabulary, size: int) -> Graph:
+    """Return the graph with one vocabulary padded to ``size``."""
+
     def longer(spec: TensorSpec, dim: int) -> TensorSpec:
         dim %= len(spec.shape)
         return replace(spec, shape=(*spec.shape[:dim], size, *spec.shape[dim + 1 :]))
 
     def changed(op: Op) -> Op:
         if op.name in vocabulary.losses:
-            given = (*op.args, *(-100, 0.0)[len(op.args) - 2 :])
-            return replace(op, args=(*given, vocabulary.size))
+            args = (*op.args, *(-100, 0.0)[len(op.args) - 2 :])  # the defaults of ignore_index and label_smoothing
+            return replace(op, args=(*args, vocabulary.size))
         if Ref(op.name) not in vocabulary.values:
             return op
         new = replace(op, outputs=(longer(op.spec, -1),))

@@ -1,4 +1,4 @@
-"""How fast a device multiplies matrices, dtype by dtype, and computes functions; a part of ``device.py``'s schema."""
+"""The rates of a device for matrix products in each dtype and for elementwise functions; a part of the schema of ``device.py``."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from dataclasses import dataclass, replace
 from autopar.util.toml import T, Table
 
 ALIGNED_ELEMENTS = 8
-"""Matrix units load 16 bytes at once (NVIDIA, Matrix Multiplication Background User's Guide): 8 half elements."""
+"""Elements of half precision that matrix units load at once: 16 bytes (NVIDIA, Matrix Multiplication Background User's Guide)."""
 
 
 def times(value: T, factor: float, *names: str) -> T:
-    """A dataclass with these of its numbers times ``factor``."""
+    """Return a copy of a dataclass in which the named numbers are multiplied by ``factor``."""
     return replace(value, **{name: getattr(value, name) * factor for name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """One point of an efficiency curve: the smallest of a matmul's m, n, k, and the fraction of the ceiling it reaches.
+    """One point of an efficiency curve.
 
-    ``backward_efficiency``: of the two products of its backward together; 0: as ``efficiency``.
+    Attributes:
+        smallest_dim: the smallest of a matmul's m, n and k.
+        efficiency: the fraction of the ceiling that such a matmul reaches.
+        backward_efficiency: the fraction that the two products of its backward reach together; 0 stands for ``efficiency``.
     """
 
     smallest_dim: int
@@ -30,28 +33,29 @@ class CurvePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatmulRate:
-    """How fast one dtype multiplies matrices.
+    """The rate of matrix products in one dtype. Fractions are fractions of the ceiling, unless something else is said.
 
     Attributes:
-        dtype: torch's name without ``torch.``.
-        ceiling_flops_per_s: the most that a large matmul was measured to reach.
-        datasheet_flops_per_s: the published dense peak; what MFU divides by. Equal to the ceiling where none is published.
+        dtype: the name of the dtype without ``torch.``.
+        ceiling_flops_per_s: the highest rate that was measured for a large matmul, in FLOP per second.
+        datasheet_flops_per_s: the published dense peak, from which MFU is computed; equal to the ceiling if none is published.
         calibrated: whether the curve was measured.
-        attention_fraction: of the ceiling that fused attention reaches, masked scores not counted; 1 where not known.
-        attention_backward_fraction: likewise backward; 0: as forward.
-        attention_half_width: width of a head at which half of that is reached; 0: at any.
-        triton_fraction: of the ceiling that the first fused attention in Triton reaches (FlashAttention 1 with a bias); 0:
-            as ``attention_fraction``.
-        triton_backward_fraction: likewise backward; 0: as forward.
-        flash2_fraction: of the ceiling that FlashAttention-2 reaches where ``attention_fraction`` is of a faster kernel; 0: as
-            that.
-        flash2_backward_fraction: likewise backward; 0: as forward.
-        ordered_fraction: of the rate of fused attention's backward, what is left where it adds up in one order
-            (deterministic); 0: not known, and as without.
-        num_units: that take tiles of a product side by side; 0: only the curve counts.
-        tile_elements: of the output, of one tile.
+        attention_fraction: the fraction that fused attention reaches, masked scores not counted; 1 if it is not known.
+        attention_backward_fraction: the same in backward; 0 stands for the forward fraction.
+        attention_half_width: the width of a head at which half of the fraction is reached; 0 if it does not depend on the width.
+        triton_fraction: the fraction of the first fused attention in Triton (FlashAttention 1 with a bias); 0 stands for
+            ``attention_fraction``.
+        triton_backward_fraction: the same in backward; 0 stands for the forward fraction.
+        flash2_fraction: the fraction of FlashAttention-2 if ``attention_fraction`` is that of a faster kernel; 0 stands for
+            ``attention_fraction``.
+        flash2_backward_fraction: the same in backward; 0 stands for the forward fraction.
+        ordered_fraction: the fraction of the rate of attention's backward that remains if it sums in a fixed order (deterministic);
+            0 if it is not known, which is taken as no loss.
+        num_units: the number of units that compute tiles of a product in parallel; 0 if only the curve counts.
+        tile_elements: the number of output elements of a tile.
         wave_loss, fill_depth, unaligned_fraction, unaligned_batched_fraction: see :meth:`product_flops_per_s`.
-        curve: points by rising ``smallest_dim``; interpolated in log space, constant outside.
+        curve: the points by rising ``smallest_dim``. The efficiency is interpolated in log space between them and constant outside.
+        provenance: the source of the numbers.
     """
 
     dtype: str
@@ -76,13 +80,12 @@ class MatmulRate:
     provenance: str
 
     def product_flops_per_s(self, count: int, rows: int, columns: int, depth: int) -> float:
-        """The rate of ``count`` products [rows, depth] x [depth, columns] in one kernel.
+        """Return the rate of ``count`` products [rows, depth] x [depth, columns] in one kernel, in FLOP per second.
 
-        The output is cut in tiles that the units take in waves: the last wave is ``wave_loss`` of one idle on average,
-        and each tile loads and stores for as long as ``fill_depth`` more of its depth would take. Rows of a length
-        that is no multiple of 8 elements cannot be loaded as the matrix units want them: one product of those reaches
-        ``unaligned_fraction`` of the rate, several in one kernel ``unaligned_batched_fraction`` (other kernels, and measured
-        apart).
+        The output is divided into tiles, which the units compute in waves. On average ``wave_loss`` of the last wave is idle, and loading
+        and storing a tile takes as long as ``fill_depth`` further elements of depth. Rows whose length is not a multiple of 8 elements are
+        not aligned for the matrix units: a single such product reaches ``unaligned_fraction`` of the rate, and several in one kernel
+        reach ``unaligned_batched_fraction`` (these are other kernels, which are measured separately).
 
         >>> rate = MatmulRate(dtype="float16", ceiling_flops_per_s=1e12, datasheet_flops_per_s=1e12, calibrated=True,
         ...                   curve=(CurvePoint(smallest_dim=1, efficiency=0.5),), provenance="example", num_units=1,
@@ -97,10 +100,10 @@ class MatmulRate:
         return self.flops_per_s(min(rows, columns, depth)) * share
 
     def at_best(self) -> MatmulRate:
-        """A rate that no padding, cut or order of dims takes a product above: the floor of its time rests on it.
+        """Return a rate that a product cannot exceed with any padding, split or order of dims; lower bounds of times use it.
 
-        Rows are aligned, and a smaller product is no faster than a larger one. Parts of a product then take together no less
-        time than the whole: ``product_flops_per_s`` and ``flops_per_s`` fall with each dim.
+        Rows count as aligned, and a smaller product is no faster than a larger one: ``product_flops_per_s`` and ``flops_per_s`` do not
+        increase as a dim gets smaller. The parts of a product then take together no less time than the complete product.
         """
         best = tuple(
             replace(
@@ -113,14 +116,14 @@ class MatmulRate:
         return replace(self, curve=best, unaligned_fraction=1.0, unaligned_batched_fraction=1.0)
 
     def attention_flops_per_s(self, smallest_dim: int, *, backward: bool = False) -> float:
-        """The rate of fused attention forward or backward, masked scores not counted."""
+        """Return the rate of fused attention in forward or backward, masked scores not counted, in FLOP per second."""
         share = self.attention_fraction
         if backward and self.attention_backward_fraction:
             share = self.attention_backward_fraction
         return self.ceiling_flops_per_s * share * smallest_dim / (smallest_dim + self.attention_half_width)
 
     def efficiency(self, smallest_dim: int, *, backward: bool = False) -> float:
-        """The fraction of the ceiling that a matmul with this smallest dim reaches.
+        """Return the fraction of the ceiling that a matmul with this smallest dim reaches, or the products of its backward.
 
         >>> points = (CurvePoint(smallest_dim=1, efficiency=0.25), CurvePoint(smallest_dim=64, efficiency=1.0))
         >>> rate = MatmulRate(dtype="float32", ceiling_flops_per_s=1e11, datasheet_flops_per_s=1e11, curve=points,
@@ -144,17 +147,17 @@ class MatmulRate:
         return reached(before)
 
     def flops_per_s(self, smallest_dim: int, *, backward: bool = False) -> float:
-        """The rate that a matmul with this smallest dim reaches, or the products of its backward."""
+        """Return the rate of a matmul with this smallest dim, or of the products of its backward, in FLOP per second."""
         return self.ceiling_flops_per_s * self.efficiency(smallest_dim, backward=backward)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionRate:
-    """Seconds for each element of an elementwise function that computes longer than it moves bytes.
+    """The rate of an elementwise function whose time is limited by computation, not by memory.
 
     Attributes:
         name: one of ``autopar.cost.operators.work.FUNCTIONS``.
-        forward_s, backward_s: for one element of its first operand.
+        forward_s, backward_s: seconds for one element of its first operand.
     """
 
     name: str
@@ -163,10 +166,10 @@ class FunctionRate:
 
 
 def rate_of(dtype: str, table: Table) -> MatmulRate:
-    """Read a table ``[device.matmul.DTYPE]``.
+    """Return the rate of a table ``[device.matmul.DTYPE]``.
 
     Raises:
-        UsageError: a key is missing, unknown or has a wrong value; names file, line and key.
+        UsageError: a key is missing or unknown, or has a wrong value; the error names file, line and key.
     """
     ceiling = table.number("ceiling_flops_per_s")
     curve = []
@@ -179,7 +182,7 @@ def rate_of(dtype: str, table: Table) -> MatmulRate:
         raise table.wrong("curve", "at least one point, by rising smallest_dim", sizes or "none")
     datasheet = table.number("datasheet_flops_per_s", ceiling)
     rate = table.record(MatmulRate, dtype=dtype, curve=tuple(curve), datasheet_flops_per_s=datasheet)
-    for key in ("unaligned_fraction", "unaligned_batched_fraction"):  # what is left of a rate
+    for key in ("unaligned_fraction", "unaligned_batched_fraction"):
         if getattr(rate, key) > 1:
             raise table.wrong(key, "a number from 0 to 1", getattr(rate, key))
     return rate

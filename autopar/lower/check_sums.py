@@ -33,7 +33,7 @@ from autopar.rules.apply import BATCH, OVER_DATA
 
 
 def check_program(program: Program) -> None:
-    """Runs :func:`check_gradients` on every axis of a program; it is quick enough to precede every run.
+    """Check the gradients of a program on every axis (:func:`check_gradients`). It is fast enough to precede every run.
 
     Raises:
         InternalError: as in :func:`check_gradients`.
@@ -45,7 +45,7 @@ def check_program(program: Program) -> None:
 
 
 def check_gradients(graph: Graph, axis: str) -> int:
-    """Checks the gradients on all paths from the loss to the parameters, on one axis.
+    """Check the gradients on all paths from the loss to the parameters, on one axis.
 
     Args:
         graph: the graph of one rank, with types.
@@ -64,7 +64,7 @@ class _Walk:
     """The state of one :func:`check_gradients`.
 
     Attributes:
-        names: the mesh axes behind ``axis``.
+        names: the mesh axes that ``axis`` stands for.
         totals: values that are summed over samples before the step, and so are R on ``batch``.
     """
 
@@ -74,6 +74,7 @@ class _Walk:
         self.totals = frozenset(graph.sums) if axis == BATCH else frozenset[Ref]()
 
     def run(self) -> int:
+        """Check all operators that the loss depends on, and return the number of checked operands."""
         reached, count = {self.graph.loss}, 0
         for op in reversed(self.graph.ops):
             outputs = [ref for ref in (Ref(op.name, i) for i in range(len(op.outputs))) if ref in reached]
@@ -81,7 +82,7 @@ class _Walk:
                 continue
             trained = {ref for ref in op.operands if self.graph.spec(ref).requires_grad}
             reached |= trained
-            if self._works_over_axis(op):  # a change of type, or an operator that communicates over the axis itself
+            if self._works_over_axis(op):
                 continue
             self._check_values(op, outputs)
             for ref in trained:
@@ -90,11 +91,12 @@ class _Walk:
         return count
 
     def _works_over_axis(self, op: Op) -> bool:
+        """Return whether an operator changes types or communicates over the axis itself."""
         is_change = self.axis == BATCH and op.target == OVER_DATA
         return is_change or _mentions((op.args, tuple(value for _, value in op.kwargs)), self.names)
 
     def _check_values(self, op: Op, outputs: list[Ref]) -> None:
-        """Checks that no result is stated to be equal on all ranks if an operand differs between them."""
+        """Check that no output is stated to be equal on all ranks if an operand differs between them."""
         different = [ref for ref in op.operands if _differs(self._type(ref))]
         equal = [ref for ref in outputs if self._type(ref).kind in ("I", "R")]
         if different and equal:
@@ -105,9 +107,11 @@ class _Walk:
             )
 
     def _check_gradient(self, op: Op, outputs: list[Ref], ref: Ref) -> None:
-        """Checks that the gradient that ``op`` passes back to the operand ``ref`` is what the operand's type says."""
+        """Check that the gradient that ``op`` passes back to its operand ``ref`` has the form that the operand's type states."""
         kind = self._type(ref)
-        other = next((r for r in op.operands if r != ref and self._takes_up(kind, self._type(r))), None)
+        # the gradient of a pending sum takes up no differences: other summands (a bias of one) are only added to it
+        others = () if kind.kind == "P" else op.operands
+        other = next((r for r in others if r != ref and _differs(self._type(r))), None)
         result = next((r for r in outputs if _gradient_differs(self._type(r))), None)
         differs = other is not None or result is not None or kind.is_split
         if differs == _gradient_differs(kind):
@@ -126,15 +130,8 @@ class _Walk:
             where=self._place(op),
         )
 
-    @staticmethod
-    def _takes_up(kind: Type, other: Type) -> bool:
-        """Whether the gradient of an operand takes up the differences of another one.
-
-        Nothing is taken up by a pending sum: other summands (a bias of one) are only added to it.
-        """
-        return kind.kind != "P" and _differs(other)
-
     def _type(self, ref: Ref) -> Type:
+        """Return the stated type of a tensor on the axis, where operators read it."""
         if ref in self.totals:
             return R
         graph = self.graph
@@ -150,15 +147,17 @@ class _Walk:
 
 
 def _differs(kind: Type) -> bool:
+    """Return whether the value of a tensor differs between ranks."""
     return kind.kind in ("S", "P")
 
 
 def _gradient_differs(kind: Type) -> bool:
-    """Whether the gradient differs between ranks: each has a shard or a summand of it."""
+    """Return whether the gradient of a tensor differs between ranks, which have a shard or a summand of it."""
     return kind.kind in ("S", "R")
 
 
 def _mentions(argument: Argument, names: frozenset[str]) -> bool:
+    """Return whether one of the mesh axes is among the arguments of an operator."""
     if isinstance(argument, tuple):
         return any(_mentions(item, names) for item in argument)
     return isinstance(argument, str) and argument in names
@@ -193,12 +192,17 @@ _CHOOSE = frozenset((torch.gather, torch.index_select, torch.repeat_interleave))
 
 
 def passes_by(target: Any, call: Callable[..., Any]) -> bool:
-    """Whether the checker cannot follow a pending sum through an operator that the program states to be linear in it."""
+    """Return whether the checker cannot follow a pending sum through an operator that the program states to be linear in it.
+
+    Args:
+        target: the function of the program.
+        call: the function that replaces it in the check (:func:`linear_call`).
+    """
     return not _is_known(call) or target in _LINEAR or target in CHANGES
 
 
 def _is_known(call: Callable[..., Any]) -> bool:
-    """Whether the checker can tell that a pending sum may pass."""
+    """Return whether the checker can find out if a pending sum may pass."""
     return call in _checker._OP_REGISTRY or call.__module__ in (
         "autopar.ops.collectives",
         "autopar.ops.plain",
@@ -210,7 +214,7 @@ def _is_known(call: Callable[..., Any]) -> bool:
 
 
 def linear_call(target: Any) -> Callable[..., Any]:
-    """The function that replaces ``target`` in the check: a linear one that the checker knows, as it does not know overloads."""
+    """Return the function that replaces ``target`` in the check: a linear function that the checker knows, as it knows no overloads."""
     name = target_name(target)
     if name in ("aten.linear.default", "autopar.linear_t"):
         return _linear_t if name == "autopar.linear_t" else _linear
@@ -228,7 +232,7 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 
 
 def _linear_t(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """A product plus a bias of which each rank may have a summand."""
+    """Return ``x @ weight + bias``, in which each rank may have a summand of the bias."""
     y = torch.matmul(x, weight)
     if bias is None:
         return y
@@ -239,13 +243,13 @@ def _linear_t(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
 
 
 def _embedding_product(weight: torch.Tensor, ids: torch.Tensor, axis: str, padding_idx: int = -1) -> torch.Tensor:
-    """An embedding look-up as the product of one-hot rows and the table, whose ranks on another axis may have summands of it."""
+    """Return embeddings as the product of one-hot rows and the table, of which ranks on another axis may have summands."""
     chosen = ids.unsqueeze(-1).expand(*ids.shape, weight.shape[0]).to(weight.dtype)
     return sharded_ops._pending(torch.matmul(chosen, weight), collectives.group(axis))
 
 
 def target_name(target: Any) -> str:
-    """The name by which graphs call the function of a node."""
+    """Return the name that graphs have for the function of a node (``Op.target``)."""
     if target in TARGETS:
         return TARGETS[target]
     if isinstance(target, torch._ops.OpOverload):

@@ -52,11 +52,11 @@ GLOBAL = frozenset(
 
 
 _NUMBERS = {SEED: 0, SHARE: 1.0, MICRO_BATCH_WEIGHT: 1.0}
-"""Values for the inputs that are not tensors."""
+"""The values of inputs that are not tensors, for the check."""
 
 
 def typecheck(program: Program, mesh: Mesh | None = None, *, rank: int = 0) -> int:
-    """Checks every distinct block and prelude of ``program``.
+    """Check every distinct block and prelude of ``program``.
 
     Args:
         mesh: the mesh to check for, by default that of the plan. Its degrees on sharded axes must be those of the plan.
@@ -66,7 +66,7 @@ def typecheck(program: Program, mesh: Mesh | None = None, *, rank: int = 0) -> i
         The number of operators checked.
 
     Raises:
-        InternalError: a type is wrong; the error names block and operator.
+        InternalError: a type is wrong; the error names the block and the operator.
         UsageError: this process already has a process group.
     """
     mesh = mesh or program.mesh
@@ -76,7 +76,7 @@ def typecheck(program: Program, mesh: Mesh | None = None, *, rank: int = 0) -> i
 
 @contextmanager
 def _fake_world(mesh: Mesh, rank: int) -> Iterator[DeviceMesh]:
-    """A device mesh over ranks that do not exist. It leaves out ``pp``, as pipeline ranks run different programs."""
+    """Provide a device mesh over ranks that do not exist. It leaves out ``pp``, as pipeline ranks run different programs."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
@@ -89,7 +89,12 @@ def _fake_world(mesh: Mesh, rank: int) -> Iterator[DeviceMesh]:
 
 
 class _Check:
-    """The state of one :func:`typecheck`."""
+    """The state of one :func:`typecheck`.
+
+    Attributes:
+        axes: the mesh axes of more than one rank, without ``pp``.
+        count: the number of operators checked.
+    """
 
     def __init__(self, program: Program, mesh: Mesh) -> None:
         self.program = program
@@ -97,6 +102,7 @@ class _Check:
         self.count = 0
 
     def run(self) -> int:
+        """Check all parts of the program, and return the number of operators checked."""
         program = self.program
         for sums in program.sums:
             self.module(sums.module, "sums", sums.outputs)
@@ -113,7 +119,7 @@ class _Check:
         return self.count
 
     def loss(self) -> None:
-        """Checks that the loss is I on every axis of the program and a pending sum over samples."""
+        """Check that the loss is I on every axis of the program and a pending sum over samples."""
         layout = dict(layout_of(self.program.graph, self.program.graph.loss))
         for axis, kind in layout.items():
             if kind.kind != ("P" if axis == BATCH else "I"):
@@ -127,9 +133,10 @@ class _Check:
     # --- one module
 
     def module(self, module: fx.GraphModule, place: str, outputs: tuple[str, ...]) -> None:
+        """Run a module node by node and check each node; ``outputs`` are the names of its results."""
         env: dict[fx.Node, Any] = {}
         for node in module.graph.nodes:
-            here = f"{place}: {node.name} ({target_name(node.target)})"
+            node_place = f"{place}: {node.name} ({target_name(node.target)})"
             if node.op == "placeholder":
                 env[node] = _NUMBERS[node.target] if node.target in _NUMBERS else self.tensor(node)
             elif node.op == "get_attr":
@@ -137,20 +144,20 @@ class _Check:
             elif node.target is operator.floordiv:
                 env[node] = 0  # the seed of the step, derived from that of a micro-batch
             elif node.op == "call_function":
-                with _naming_errors(here):
-                    env[node] = self.call(node, env, here)
+                with _naming_errors(node_place):
+                    env[node] = self.call(node, env, node_place)
             else:
                 self.check_outputs(node, place, outputs)
 
     def check_outputs(self, node: fx.Node, place: str, outputs: tuple[str, ...]) -> None:
-        """Checks that the outputs of a module have the types that later blocks expect."""
+        """Check that the outputs of a module have the types that later blocks expect."""
         graph = self.program.graph
         stated = {str_name(ref): layout_of(graph, ref) for ref in graph._index.refs if not graph.is_parameter(ref)}
         for name, value in zip(outputs, cast("tuple[fx.Node, ...]", node.args[0]), strict=True):
             for axis, kind in stated[name]:
                 got = dict(value.meta["types"]).get(axis, kind)
-                total = axis == BATCH and kind.kind == "P" and got.kind == "R"  # a sum, summed before the prelude
-                if got != kind and not total:
+                is_total = axis == BATCH and kind.kind == "P" and got.kind == "R"  # it is summed before the prelude
+                if got != kind and not is_total:
                     raise InternalError(
                         f"{name} leaves with the wrong type",
                         where=f"{place}: {value.name}",
@@ -159,17 +166,25 @@ class _Check:
                     )
 
     def call(self, node: fx.Node, env: dict[fx.Node, Any], place: str) -> Any:
+        """Run the operator of a node on meta tensors, check its types, and return its result.
+
+        Args:
+            env: the values of earlier nodes.
+            place: block and operator, for errors.
+        """
         args, kwargs = _arguments(node, env)
         operands = [n for n in node.all_input_nodes if "types" in n.meta]
         changed = node.args[1] if node.target in CHANGES else ""
         pending = [axis for axis in self.axes if axis != changed and any(self.kind(n, axis) == "P" for n in operands)]
-        stated = [node] if "types" in node.meta else list(node.users)  # several outputs: each getitem states its own
+        # the types of several outputs are stated by their getitem nodes
+        stated = [node] if "types" in node.meta else list(node.users)
         partial = bool(pending) and all(self.kind(n, axis) in ("P", None) for n in stated for axis in pending)
         call = linear_call(node.target) if partial else cast("Callable[..., Any]", node.target)
         if not operands and "types" in node.meta:  # a factory: its result has the stated types
             self.count += 1
             value = cast("Callable[..., Any]", node.target)(*args, **kwargs)
-            if node.target is operator.getitem and not node.meta["spec"].requires_grad:  # inferred I where R is stated
+            # the checker infers I for such an output, and R is stated
+            if node.target is operator.getitem and not node.meta["spec"].requires_grad:
                 self.compare(value, node, place)
                 value = _untyped(value)
             return self.annotate(value, node)
@@ -201,7 +216,7 @@ class _Check:
         return result
 
     def operands(self, node: fx.Node, operands: list[fx.Node], place: str) -> None:
-        """Checks that each operand has the types that the operator was lowered for."""
+        """Check that each operand has the types that the operator was lowered for."""
         for operand, expected in zip(operands, node.meta.get("takes", ()), strict=False):
             if operand.meta["types"] != expected:
                 raise InternalError(
@@ -212,9 +227,10 @@ class _Check:
                 )
 
     def compare(self, result: torch.Tensor, node: fx.Node, place: str) -> None:
-        """Compares inferred with stated types; where P is stated of a tensor that the checker sees as varying, the check goes on with P.
+        """Compare the inferred types with the stated ones.
 
-        Of a value without gradient I and R mean the same, and the checker's R is accepted.
+        If P is stated for a tensor that the checker infers as varying, the check continues with P. For a value without gradient I and R
+        mean the same, and the checker's R is accepted.
         """
         has_gradient = node.meta["spec"].requires_grad
         for axis in self.axes:
@@ -232,10 +248,10 @@ class _Check:
                 raise _wrong_type(place, axis, stated, found)
 
     def check_globally(self, node: fx.Node, call: Callable[..., Any], place: str) -> None:
-        """Runs the operator again in global mode, on operands of the stated types and dims."""
+        """Run the operator again in global mode, on operands of the stated types and dims, and compare the types of the result."""
         with checking(strict_mode="strict", local=False):
-            fresh = {n: self.tensor(n, with_dims=True) for n in node.all_input_nodes}
-            args, kwargs = _arguments(node, fresh)
+            operands = {n: self.tensor(n, with_dims=True) for n in node.all_input_nodes}
+            args, kwargs = _arguments(node, operands)
             try:
                 result = call(*args, **kwargs)
             except spmd_types.SpmdTypeError as error:
@@ -251,9 +267,11 @@ class _Check:
     # --- tensors
 
     def tensor(self, node: fx.Node, *, with_dims: bool = False) -> torch.Tensor:
+        """Return a meta tensor of the spec of a node, with its stated types."""
         return self.annotate(_empty(node.meta["spec"]), node, with_dims=with_dims)
 
     def annotate(self, tensor: torch.Tensor, node: fx.Node, *, with_dims: bool = False) -> torch.Tensor:
+        """Give a tensor the stated types of a node, and the split dims too if ``with_dims``; return it."""
         dims: list[list[str]] = [[] for _ in tensor.shape]
         types: dict[str, Any] = {}
         for axis in self.axes:
@@ -269,7 +287,7 @@ class _Check:
         return cast("torch.Tensor", spmd_types.assert_type(tensor, types, partition_spec=spec))
 
     def type(self, node: fx.Node, axis: str) -> Type | None:
-        """The stated type on a mesh axis, None if there is none; I of a value without gradient is returned as R."""
+        """Return the stated type of a node on a mesh axis, None if there is none; I of a value without gradient is returned as R."""
         layout: Layout = node.meta["types"]
         if node.op == "call_function" and node.target is plain.local:
             layout = cast("fx.Node", node.args[0]).meta["types"]
@@ -282,8 +300,9 @@ class _Check:
         return kind
 
     def kind(self, node: fx.Node, axis: str) -> str | None:
-        found = self.type(node, axis)
-        return None if found is None else found.kind
+        """Return the letter of :meth:`type`, without its dim."""
+        stated = self.type(node, axis)
+        return None if stated is None else stated.kind
 
 
 _FLATTENS = "Attempted to flatten multiple dimensions"
@@ -293,9 +312,11 @@ Its rules of linears and attention flatten rows, or samples and heads, to one di
 There only local types are checked."""
 
 _LOCAL = {"I": spmd_types.I, "R": spmd_types.R, "S": spmd_types.V, "P": spmd_types.P}
+"""The checker's local types by ours."""
 
 
 def _wrong_type(place: str, axis: str, stated: str, found: object, suffix: str = "") -> InternalError:
+    """Return the error for a result whose inferred type ``found`` is not the stated one."""
     return InternalError(
         f"The result of the operator has the wrong type{suffix}",
         where=place,
@@ -305,11 +326,12 @@ def _wrong_type(place: str, axis: str, stated: str, found: object, suffix: str =
 
 
 def _text(layout: Layout) -> str:
+    """Return the types of a layout for messages."""
     return ", ".join(f"{axis}: {kind}" for axis, kind in layout) or "no type"
 
 
 def _has_global_rule(node: fx.Node) -> bool:
-    """Whether global mode has a rule that fits the node.
+    """Return whether global mode has a rule that fits the node.
 
     It has none for causal attention, which makes its mask inside where the checker cannot follow, nor for grouped heads. A linear whose
     inner dims have length one becomes a batch of products, for which there is no rule. Truth values, which collectives send as bytes, have
@@ -324,9 +346,10 @@ def _has_global_rule(node: fx.Node) -> bool:
 
 
 def _arguments(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call with the values of its operands; factories get the device meta."""
     args = fx.node.map_arg(node.args, lambda n: values[n])
     kwargs = fx.node.map_arg(node.kwargs, lambda n: values[n])
-    if "device" in kwargs:  # a factory makes its tensor where the checker's are
+    if "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("meta")}
     return cast("tuple[Any, ...]", args), cast("dict[str, Any]", kwargs)
 
@@ -336,17 +359,18 @@ def _empty(spec: TensorSpec) -> torch.Tensor:
 
 
 def _untyped(result: torch.Tensor) -> torch.Tensor:
-    """The result without types that it may have inherited from an operand."""
+    """Return a tensor like ``result`` without the types that it may have inherited from an operand."""
     untyped = torch.empty(result.shape, dtype=result.dtype, device=result.device)
     return untyped.requires_grad_(result.requires_grad)
 
 
 @contextmanager
 def _naming_errors(place: str) -> Iterator[None]:
+    """Turn errors of the checker and of operators in the body into an InternalError that names ``place``."""
     try:
         yield
     except (spmd_types.SpmdTypeError, RuntimeError, ValueError, IndexError) as error:
-        # where a change of type is missing, shapes are wrong and operators refuse them
+        # if a change of type is missing, shapes are wrong, and operators refuse them
         raise InternalError(
             "The generated program is inconsistent", where=place, got=str(error).strip().partition("\n")[0]
         ) from error

@@ -31,12 +31,14 @@ MICRO_BATCH_WEIGHT = "micro_batch_weight"
 """Name of the input that sums over the samples of all data ranks read: a Python float, the weight of the micro-batch in them."""
 
 _KEYWORDS = {SHARE: "share", MICRO_BATCH_WEIGHT: "micro_batch_weight"}
+"""The keyword arguments of operators that take these inputs."""
 
 _STATISTICS = {
     "autopar.batch_norm": (SHARE, MICRO_BATCH_WEIGHT),
     "autopar.batch_norm_running": (SHARE, MICRO_BATCH_WEIGHT),
     "autopar.total": (MICRO_BATCH_WEIGHT,),
 }
+"""The inputs that operators over the batch take if they sum over data ranks, by target."""
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f"aten.{name}.Tensor": getattr(torch, name) for name in ("add", "sub", "mul", "div")},
@@ -61,7 +63,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 """Functions that take the arguments of the operator: they read like ordinary PyTorch code, and calls are faster than those of overloads.
 
-A view becomes a reshape, which copies where it must: strides depend on kernels, which differ between devices and shapes."""
+A view becomes a reshape, which copies if it must: strides depend on kernels, which differ between devices and shapes."""
 
 TARGETS = {function: target for target, function in _FUNCTIONS.items() if target != "aten.view.default"}
 
@@ -71,21 +73,21 @@ _ATTENTIONS = (_ATTENTION, "autopar.attention_gathered", "autopar.attention_ring
 
 
 def is_random(op: Op) -> bool:
-    """Whether the operator draws random numbers."""
+    """Return whether the operator draws random numbers."""
     if op.target in _ATTENTIONS:
         return len(op.args) > 4 and bool(op.args[4])
     return op.target == OPAQUE or draws_random(op.target)
 
 
 def counts_samples(graph: Graph, op: Op) -> bool:
-    """Whether the operator divides by a number of elements that grows with the global batch."""
+    """Return whether the operator divides by a number of elements that grows with the global batch."""
     if op.target != "autopar.partial_mean" or dict(op.layouts[0]).get(BATCH) != P:
         return False
     return any(dict(layout_of(graph, ref)).get(BATCH, R).is_split for ref in op.operands)
 
 
 def numbers_of_batch(graph: Graph, op: Op) -> tuple[str, ...]:
-    """The inputs among :data:`SHARE` and :data:`MICRO_BATCH_WEIGHT` that the operator reads, as its result depends on the batch size."""
+    """Return which of :data:`SHARE` and :data:`MICRO_BATCH_WEIGHT` the operator reads, because its result depends on the batch size."""
     if op.target == OVER_DATA:
         return (MICRO_BATCH_WEIGHT,) if "P" in op.args[1:] and not moves_samples(op) else ()
     if op.target in _STATISTICS and any(axis in op.args for axis in DATA_AXES):
@@ -94,7 +96,7 @@ def numbers_of_batch(graph: Graph, op: Op) -> tuple[str, ...]:
 
 
 def moves_samples(op: Op) -> bool:
-    """Whether a change of type over samples gathers or splits them, rather than only summing the values of data ranks."""
+    """Return whether a change of type over samples gathers or splits them, rather than only summing the values of data ranks."""
     return not {"P", "I", "R"}.issuperset(op.args[1:])
 
 
@@ -103,9 +105,11 @@ class Emitter:
     """One fx module under construction.
 
     Attributes:
+        name: the name of the module's class.
         salts: a number for each random operator of the program, by the operator's name.
-        period: the seed of a step exceeds that of the step before by this; the seeds of its micro-batches lie between.
-        device: the device of tensors that are made from no other tensor.
+        period: the difference between the seeds of two consecutive steps; the seeds of a step's micro-batches are in between.
+        device: the device of tensors that operators make from no other tensor.
+        graph, root: the fx graph, and the module that holds parameters and buffers.
         values: the node of each value.
         numbers: the inputs that are not tensors, by name.
         read_numbers: the inputs of :func:`numbers_of_batch` that each operator reads, by the operator's name.
@@ -122,14 +126,14 @@ class Emitter:
     read_numbers: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def input(self, ref: Ref, spec: TensorSpec, layout: Layout) -> str:
-        """Adds a tensor that the caller passes; returns its name."""
+        """Add a tensor that the caller passes, and return its name."""
         node = _typed(self._placeholder(str_name(ref)), spec, layout)
         node.meta["reads"] = ref
         self.values[ref] = node
         return str_name(ref)
 
     def number_inputs(self, graph: Graph, ops: Iterable[Op]) -> list[str]:
-        """Adds the inputs of ``ops`` that are not tensors (the seed, :func:`numbers_of_batch`); returns their names."""
+        """Add the inputs of ``ops`` that are not tensors (the seed, :func:`numbers_of_batch`), and return their names."""
         self.read_numbers = {op.name: numbers_of_batch(graph, op) for op in ops}
         names = [SEED] if any(is_random(op) for op in ops) else []
         names += sorted({name for read in self.read_numbers.values() for name in read})
@@ -137,19 +141,19 @@ class Emitter:
         return names
 
     def shared_parameter(self, parameter: Parameter) -> str:
-        """Adds a parameter that the caller passes; returns its name."""
+        """Add a parameter that the caller passes, and return its name."""
         node = self._placeholder(parameter.name)
         self._local(parameter, node)
         return parameter.name
 
     def parameter(self, parameter: Parameter) -> None:
-        """Adds a parameter that the module holds, on meta, with its local shape."""
+        """Add a parameter that the module holds, on meta, with its local shape."""
         tensor = torch.empty(parameter.spec.shape, dtype=parameter.spec.dtype, device="meta")
         self.root.register_parameter(parameter.name, torch.nn.Parameter(tensor, parameter.spec.requires_grad))
         self._local(parameter, self.graph.get_attr(parameter.name))
 
     def buffer(self, buffer: Buffer) -> str:
-        """Adds a buffer that the module holds and returns its name; it is on meta if the model has its value."""
+        """Add a buffer that the module holds, and return its name. It is on meta if the graph does not hold its value."""
         value = buffer.value
         if value is None:
             value = torch.empty(buffer.spec.shape, dtype=buffer.spec.dtype, device="meta")
@@ -160,7 +164,7 @@ class Emitter:
         return buffer.name
 
     def op(self, op: Op) -> None:
-        """Adds one call. :meth:`number_inputs` must have been given the operator. Each of several outputs becomes a node."""
+        """Add one call, which :meth:`number_inputs` must have seen before. Each of several outputs becomes a node."""
         target, args = op.target, list(op.args)
         kwargs: dict[str, Any] = dict(op.kwargs)
         if takes_device(op):
@@ -198,14 +202,17 @@ class Emitter:
             self.values[Ref(op.name, i)] = _typed(part, op.outputs[i], layouts[i])
 
     def _seed_of(self, op: Op) -> fx.Node:
-        """The seed of the micro-batch, or that of the step for a value that all samples share, which one device would draw once."""
+        """Return the node of the seed: that of the micro-batch, or that of the step if all samples share the drawn value.
+
+        One device would draw such a value once in a step.
+        """
         layout, seed = dict(op.layouts[0]) if op.layouts else {}, self.numbers[SEED]
         if self.period == 1 or layout.get(BATCH, P).kind not in ("I", "R"):
             return seed
         return self.graph.create_node("call_function", operator.floordiv, (seed, self.period), name=f"{op.name}_seed")
 
     def finish(self, outputs: Sequence[Ref]) -> fx.GraphModule:
-        """The finished module; it returns a tuple with one tensor for each of ``outputs``."""
+        """Return the finished module, whose forward returns a tuple with one tensor for each of ``outputs``."""
         self.graph.output(tuple(self.values[ref] for ref in outputs))
         for node in tuple(self.graph.nodes):
             if node.target is operator.getitem and not node.users:
@@ -213,18 +220,20 @@ class Emitter:
         return fx.GraphModule(self.root, self.graph, class_name=self.name)
 
     def _placeholder(self, name: str) -> fx.Node:
-        return self.graph.create_node("placeholder", name, name=name)  # fx's own method changes the case
+        return self.graph.create_node("placeholder", name, name=name)  # Graph.placeholder changes the case of names
 
     def _local(self, parameter: Parameter, node: fx.Node) -> None:
+        """Add the node of a parameter's local tensor, cast to its dtype if FSDP does not cast it."""
         _typed(node, parameter.spec, use_layout(parameter))
         name = f"{parameter.name}_local"
-        is_cast_here = not parameter.spec.shape or any(axis == SPREAD for axis, _ in parameter.layout)  # FSDP does not
+        is_cast_here = not parameter.spec.shape or any(axis == SPREAD for axis, _ in parameter.layout)
         args = (node, parameter.spec.dtype) if is_cast_here else (node,)
         local = self.graph.create_node("call_function", plain.local, args, name=name)
         local.meta["reads"] = Ref(parameter.name)
         self.values[Ref(parameter.name)] = _typed(local, parameter.spec, parameter.layout)
 
     def _argument(self, argument: Argument) -> Any:
+        """Return an argument with the nodes of its tensors."""
         if isinstance(argument, Ref):
             return self.values[argument]
         if isinstance(argument, tuple):
@@ -233,35 +242,36 @@ class Emitter:
 
 
 def random_axes(layout: Layout) -> tuple[str, ...]:
-    """Mesh axes on which ranks draw different numbers: those that split the tensor. Ranks with summands of one tensor share a mask."""
+    """Return the mesh axes on which ranks draw different numbers: those that split the tensor. Ranks with summands share a mask."""
     split = (DATA_AXES if axis == BATCH else (axis,) for axis, kind in layout if kind.is_split)
     return tuple(axis for axes in split for axis in axes)
 
 
 def str_name(ref: Ref, *, suffix_first: bool = False) -> str:
-    """An identifier for a value. It cannot be the name of an operator, as a second ``topk`` is called ``topk_1``."""
+    """Return an identifier for a value. It differs from all names of operators, as a second ``topk`` is called ``topk_1``."""
     return f"{ref.name}_out{ref.index}" if ref.index or suffix_first else ref.name
 
 
 def use_layout(parameter: Parameter) -> Layout:
-    """The types of a parameter where it is read: R over samples, and on axes where its gradient is left as a pending sum."""
+    """Return the types of a parameter where it is read: R over samples and on axes on which its gradient is left as a pending sum."""
     pending = (*parameter.gradient_sum_axes, BATCH)
     return tuple((axis, R if axis in pending and kind == I else kind) for axis, kind in parameter.layout)
 
 
 def _typed(node: fx.Node, spec: TensorSpec, layout: Layout) -> fx.Node:
-    """Records the spec and the types of a node, for comments and for the check."""
+    """Record the spec and the types of a node, for comments and for the check, and return it."""
     node.meta["spec"], node.meta["types"] = spec, layout
     return node
 
 
 def _comment(node: fx.Node) -> str:
+    """Return the shape and the types of a node as a comment."""
     types = ", ".join(f"{axis}: {kind}" for axis, kind in node.meta["types"])
     return f"{list(node.meta['spec'].shape)} {types}".rstrip()
 
 
 def takes_device(op: Op) -> bool:
-    """Whether the operator makes a tensor from no other one and has an argument ``device``."""
+    """Return whether the operator makes a tensor from no other tensor and has an argument ``device``."""
     if op.operands or not op.target.startswith("aten."):
         return False
     schema = getattr(resolve(op.target), "_schema", None)
@@ -274,13 +284,14 @@ _SHORT = (
     ("torch.nn.functional.", "F."),
     *((f"autopar_ops_{kernels}_", f"{kernels}.") for kernels in KERNELS),
 )
+"""Prefixes in the code of fx, and their short forms."""
 
 
 def readable(module: fx.GraphModule) -> str:
-    """The code of the module for people to read.
+    """Return the code of the module for people to read.
 
-    Names of modules are short, clean-up statements are left out, attributes stand where they are read, and each line has a comment with
-    shape and types of its result.
+    Names of modules are short, statements that free values are left out, attributes are written where they are read, and each line has a
+    comment with the shape and the types of its result.
     """
     comments = {node.name: _comment(node) for node in module.graph.nodes if "types" in node.meta}
     attributes: dict[str, str] = {}
@@ -301,7 +312,7 @@ def readable(module: fx.GraphModule) -> str:
 
 
 def ancestors(ops: Sequence[Op], wanted: Iterable[Ref], stop: frozenset[Ref] = frozenset()) -> tuple[Op, ...]:
-    """The operators of ``ops`` that ``wanted`` depends on, in order; the search ends at the values in ``stop``."""
+    """Return the operators of ``ops`` that ``wanted`` depends on, in order; the search ends at the values in ``stop``."""
     needed = {ref.name for ref in wanted if ref not in stop}
     reached: list[Op] = []
     for op in reversed(ops):
@@ -312,7 +323,7 @@ def ancestors(ops: Sequence[Op], wanted: Iterable[Ref], stop: frozenset[Ref] = f
 
 
 def layout_of(graph: Graph, ref: Ref) -> Layout:
-    """The types of a value that is not a parameter; axes that are left out are R."""
+    """Return the types of a value that is not a parameter; it is R on axes that are left out."""
     producer = graph.producer(ref)
     if producer is not None:
         return producer.layouts[ref.index] if producer.layouts else ()

@@ -1,13 +1,13 @@
 """The program: what each rank of a plan executes, as fx modules of plain PyTorch with typed collectives.
 
-Ranks of one pipeline stage run the same code. This module needs no process group, device or weights. One step on a data rank:
+Ranks of one pipeline stage run the same code. Lowering needs no process group, device or weights. One step on a data rank:
 
-1. before the first micro-batch, the modules of :attr:`Program.sums` run on every micro-batch, and their results are summed over
-   micro-batches and data ranks (counts of tokens);
-2. for each micro-batch a stage runs its prelude, which reads batch inputs and these totals. It then runs its blocks in order over one
-   environment of named values: those received, those of the prelude, and the outputs of earlier blocks;
-3. it sends ``sends`` to the next stage. In the last stage's environment ``Program.loss`` is this rank's part of the global loss, which is
-   the sum over data ranks and micro-batches.
+1. Before the first micro-batch, the modules of :attr:`Program.sums` run on every micro-batch, and their results are summed over
+   micro-batches and data ranks (counts of tokens).
+2. For each micro-batch a stage runs its prelude, which reads inputs of the batch and these totals. It then runs its blocks in order over
+   one environment of named values: received values, those of the prelude, and outputs of earlier blocks.
+3. The stage sends ``sends`` to the next one. In the last stage ``Program.loss`` names this rank's part of the global loss, which is the
+   sum over data ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ from autopar.plan.plan import Plan, Recompute, StagePlan
 from autopar.rules.apply import BATCH
 
 _HEADER = "import torch\nimport torch.nn.functional as F\nfrom autopar.ops import collectives, experts, plain, seeded, sequence, sharded\naten = torch.ops.aten"
+"""The imports in front of a program's code."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreludeProgram:
-    """A module without parameters, from batch inputs (and totals of :attr:`Program.sums`) to named values.
+    """A module without parameters, which computes named values from inputs of the batch and totals of :attr:`Program.sums`.
 
     Attributes:
+        module: takes ``inputs`` in order and returns the tuple of ``outputs``.
         inputs, outputs: names of the module's arguments and results, in order.
         buffers: names of the buffers registered in ``module``. Those with a name in the model (``Graph.buffers`` with value None) are on
             meta and must be loaded.
@@ -53,16 +55,16 @@ class BlockProgram:
     """One block of one stage.
 
     Attributes:
-        index, label: as in the plan.
+        index, label: the index and the label of the block in the plan.
         module: takes ``inputs`` in order and returns the tuple of ``outputs``. Parameters are on meta.
         inputs: live values, prelude values and shared parameters; then ``rng_seed`` (a Python int) if the block draws random numbers,
             ``batch_share`` and ``micro_batch_weight`` (Python floats) if it takes means of samples, or sums of them over data ranks.
         outputs: values that later blocks or stages read; in the last block the loss is among them.
         parameters: names of ``Graph.parameters`` that the module holds, registered under these names.
         recompute: which activations are dropped and recomputed in backward.
-        again: names of the operators that are recomputed if ``recompute`` is ``selective``.
+        kind: a text that is equal for blocks whose code is equal up to names.
         offload: whether activations that the block keeps for backward are in host memory.
-        kind: equal for blocks whose code is equal up to names.
+        again: names of the operators that are recomputed if ``recompute`` is ``selective``.
     """
 
     index: int
@@ -82,14 +84,15 @@ class StageProgram:
     """One pipeline stage.
 
     Attributes:
-        index, pp_rank: as in the plan.
-        receives: values that the stage before sends, including those only passed through.
-        sends: values that the stage sends to the next, including those only passed through; empty for the last stage.
-        prelude: None if no block reads a value of the prelude.
+        index, pp_rank: the index and the pipeline rank of the stage in the plan.
+        blocks: the blocks, in order.
+        prelude: the prelude of the stage; None if it needs no value of it.
+        receives: values that the previous stage sends, including those that are only passed through.
+        sends: values that the stage sends to the next one, including those that are only passed through; empty for the last stage.
         shared_parameters: parameters that several blocks of this stage read; they are passed to the blocks as inputs.
+        is_last: whether the last block of the stage computes the loss.
         state: buffers that steps change and that the prelude of this stage reads as inputs.
         mutations: buffers that this stage changes, with the names of their new values.
-        is_last: whether its last block computes the loss.
     """
 
     index: int
@@ -111,13 +114,14 @@ class StageProgram:
 
 @dataclass(frozen=True, kw_only=True)  # no slots: cached_property needs a dict
 class Program:
-    """What each rank of a plan executes; the text of this module describes one step.
+    """What each rank of a plan executes; the docstring of this module describes one step.
 
     Attributes:
+        plan: the plan.
         graph: the graph of one rank for one micro-batch; its ``parameters`` have the layouts.
         stages: all stages, in order of the model.
         sums: the sums over the batch, in rounds: a later one may read the totals of earlier ones. Their outputs are inputs of preludes.
-        loss: name of the loss.
+        loss: the name of the loss.
         tied: parameters that several stages hold, with the indices of the stages; their gradients are summed.
         state: buffers that steps change, in the order of the graph.
     """
@@ -157,12 +161,12 @@ class Program:
 
 
 def lower(plan: Plan, graph: Graph, *, device: torch.device | str = "cpu", rank: int = 0) -> Program:
-    """The program of a plan for a traced model.
+    """Return the program of a plan for a traced model.
 
     Args:
-        graph: the complete model as traced; its fingerprint must be that of the plan.
-        device: where preludes make tensors that depend on no input (positions).
-        rank: the rank whose program it is; it matters if data ranks take different numbers of samples (``Plan.data_shares``).
+        graph: the complete graph of the model as traced; its fingerprint must be that of the plan.
+        device: the device of tensors that depend on no input (positions).
+        rank: the rank whose program is returned; it matters if data ranks take different numbers of samples (``Plan.data_shares``).
 
     Raises:
         PlanError: the plan is for another graph or names strategies that do not exist.
@@ -172,7 +176,7 @@ def lower(plan: Plan, graph: Graph, *, device: torch.device | str = "cpu", rank:
 
 
 def from_local_graph(plan: Plan, local: Graph, *, device: torch.device | str = "cpu") -> Program:
-    """The program of the graph of one rank, cut into the stages of the plan."""
+    """Return the program of the graph of one rank, cut into the stages of the plan."""
     build = _Builder(plan, local, torch.device(device))
     holders: dict[str, list[int]] = {}
     for stage in plan.stages:
@@ -208,7 +212,10 @@ class _Builder:
         self.homes = self._homes()
 
     def _homes(self) -> dict[str, int]:
-        """For each buffer that steps change the stage that computes its new value: that of its module, otherwise the first."""
+        """Return for each buffer that steps change the index of the stage that computes its new value.
+
+        A value of the prelude is computed by the first stage that runs the buffer's module, or by the first stage of all.
+        """
         graph, homes = self.graph, dict[str, int]()
         modules: dict[str, int] = {}
         for stage in self.plan.stages:
@@ -223,6 +230,7 @@ class _Builder:
         return homes
 
     def stage(self, stage: StagePlan) -> StageProgram:
+        """Return the program of one stage."""
         graph = self.graph
         blocks = graph.blocks[stage.start : stage.stop]
         counts = Counter(p.name for block in blocks for p in graph.block_parameters(block))
@@ -248,6 +256,7 @@ class _Builder:
         )
 
     def block(self, block: Block, shared: set[str]) -> BlockProgram:
+        """Return the program of one block; ``shared`` are the parameters that several blocks of its stage read."""
         graph, ops = self.graph, self.graph.block_ops(block)
         emitter = Emitter(f"Block{block.index}", self.salts, self.device, self.period)
         reads = (*graph.block_inputs(block), *graph.block_prelude(block))
@@ -280,12 +289,12 @@ class _Builder:
         )
 
     def layout(self, ref: Ref) -> Layout:
-        """Types of a value where a block or the prelude reads it: a total is R on ``batch``."""
+        """Return the types of a value where a block or the prelude reads it: a total is R on ``batch``."""
         types = layout_of(self.graph, ref)
         return tuple((axis, R if axis == BATCH else kind) for axis, kind in types) if ref in self.graph.sums else types
 
     def sums(self) -> tuple[PreludeProgram, ...]:
-        """The sums over the batch. A sum that depends on totals is one round later than these."""
+        """Return the sums over the batch. A sum that depends on totals is one round later than these."""
         rounds: dict[str, int] = {}
         for op in self.graph.prelude:
             rounds[op.name] = max((rounds.get(r.name, 0) + (r in self.graph.sums) for r in op.operands), default=0)
@@ -300,7 +309,7 @@ class _Builder:
         )
 
     def prelude(self, name: str, wanted: Iterable[Ref], totals: frozenset[Ref]) -> PreludeProgram:
-        """The module of the operators that ``wanted`` depends on; values of ``totals`` are inputs."""
+        """Return the module of the operators that ``wanted`` depends on; ``totals`` are sums that it takes as inputs."""
         graph, outputs = self.graph, tuple(wanted)
         ops = ancestors(graph.prelude, outputs, totals)
         reads = dict.fromkeys((*(ref for op in ops for ref in op.operands), *outputs))

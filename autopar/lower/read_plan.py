@@ -1,4 +1,4 @@
-"""Applies the typings of a plan to a traced graph: names of strategies in the plan become strategies of operators."""
+"""Applies the typings of a plan to a traced graph: the plan names a strategy for each operator, which is looked up in the rules."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ SHARDED_AXES = ("cp", "tp")
 
 
 def local_graph(plan: Plan, graph: Graph, data_rank: int = 0) -> Graph:
-    """The graph of one rank for one micro-batch: the traced ``graph`` with every typing of the plan applied.
+    """Return the graph of one rank for one micro-batch: the traced ``graph`` with every typing of the plan applied.
 
     Args:
-        data_rank: the data rank whose micro-batch it is; it matters if their sizes differ (``Plan.data_shares``).
+        data_rank: the data rank whose micro-batch is taken; it matters if their sizes differ (``Plan.data_shares``).
 
     Raises:
         PlanError: the plan is for another graph, or names a strategy that no rule offers.
@@ -37,7 +37,7 @@ def local_graph(plan: Plan, graph: Graph, data_rank: int = 0) -> Graph:
 
 
 def local_graph_and_typings(plan: Plan, graph: Graph, data_rank: int = 0) -> tuple[Graph, tuple[Typing, ...]]:
-    """The result of :func:`local_graph`, and the typings in the order in which it applies them: ``batch``, then the sharded axes."""
+    """Return the result of :func:`local_graph`, and the typings in the order in which they are applied: ``batch``, then sharded axes."""
     if plan.model.fingerprint != graph.fingerprint:
         raise PlanError(
             f"This plan was made for model '{plan.model.name}' ({plan.model.fingerprint}), "
@@ -53,7 +53,7 @@ def local_graph_and_typings(plan: Plan, graph: Graph, data_rank: int = 0) -> tup
     if crossing and plan.num_micro_batches > 1:
         raise _one_micro_batch(plan, crossing[0])
     if crossing and plan.data_shares:
-        raise _equal_shares(plan, f"{crossing[0].name} ({crossing[0].target}), {crossing[0].module}")
+        raise _equal_shares(plan, _place(crossing[0]))
     if plan.mesh.ep_data > 1:
         result = local_graphs.spread(result, plan.mesh.ep_data, _spread_mixtures(plan, graph))
     result = _pad(plan, result)
@@ -65,12 +65,17 @@ def local_graph_and_typings(plan: Plan, graph: Graph, data_rank: int = 0) -> tup
 
 
 def _check_number(what: str, expected: int, got: int, place: str = "") -> None:
+    """Check that the plan has as many entries as the graph needs.
+
+    Raises:
+        PlanError: the numbers differ.
+    """
     if got != expected:
         raise PlanError.mismatch(f"The number of {what}", where=place, expected=expected, got=got, fix=_AGAIN)
 
 
 def whole_graph(plan: Plan, graph: Graph) -> Graph:
-    """The traced ``graph`` for the plan's global batch on one device: every operator as traced, with other shapes."""
+    """Return the traced ``graph`` for the plan's global batch on one device: the same operators, with other shapes."""
     single_device = replace(plan, mesh=Mesh(), micro_batch_size=plan.global_batch_size, data_shares=())
     typing = batch_typing(single_device, graph)
     as_traced = {name: replace(strategy, target="") for name, strategy in typing.strategies.items()}
@@ -80,7 +85,7 @@ def whole_graph(plan: Plan, graph: Graph) -> Graph:
 
 
 def _spread_mixtures(plan: Plan, graph: Graph) -> frozenset[str]:
-    """Names of the mixtures of the traced ``graph`` whose experts the plan splits over ``ep_data``."""
+    """Return the names of the mixtures of the traced ``graph`` whose experts the plan splits over ``ep_data``."""
     mixtures: list[str] = []
     for block, planned in zip(graph.blocks, plan.blocks, strict=True):
         place = f"block {block.index} ({block.label})"
@@ -91,17 +96,16 @@ def _spread_mixtures(plan: Plan, graph: Graph) -> frozenset[str]:
             if name == local_graphs.DISPATCH and op.target == local_graphs.EXPERTS:
                 mixtures.append(op.name)
             elif name != local_graphs.SAMPLES:
-                raise PlanError(
-                    f"{op.target} has no strategy '{name}' on axis {local_graphs.AXIS}",
-                    where=f"{place}: {op.name}",
-                    expected=local_graphs.SAMPLES,
-                    fix=_AGAIN,
-                )
+                raise _unknown_strategy(op, name, local_graphs.AXIS, place, local_graphs.SAMPLES)
     return frozenset(mixtures)
 
 
 def _pad(plan: Plan, graph: Graph) -> Graph:
-    """The graph with the vocabularies that the plan pads."""
+    """Return the graph with the vocabularies padded as the plan says.
+
+    Raises:
+        PlanError: the model does not have such a vocabulary.
+    """
     try:
         return pad(graph, {entry.parameter: entry.length for entry in plan.padding})
     except ValueError as error:
@@ -109,19 +113,19 @@ def _pad(plan: Plan, graph: Graph) -> Graph:
 
 
 def batch_typing(plan: Plan, graph: Graph, micro_batch_size: int | None = None) -> Typing:
-    """The typing on axis ``batch``, which cuts a micro-batch out of the traced batch. Inputs are split by samples.
+    """Return the typing on axis ``batch``, which cuts a micro-batch out of the traced batch. Inputs are split by samples.
 
     Args:
-        micro_batch_size: in samples, by default that of the plan.
+        micro_batch_size: samples of the micro-batch, by default those of the plan.
 
     Raises:
         PlanError: the plan does not fit the graph, or samples depend on each other in a way that its micro-batches or shares do not allow.
     """
     size = Fraction(graph.batch_size, micro_batch_size or plan.micro_batch_size)
-    reader = _Reader(graph, BATCH, size)
     _check_number("strategies of the prelude", len(graph.prelude), len(plan.prelude))
-    reader.read(graph.prelude, plan.prelude, "prelude")
-    typing = _blocks_typing(plan, graph, reader)
+    prelude = _strategies(graph, graph.prelude, plan.prelude, BATCH, size, "prelude")
+    typing = _blocks_typing(plan, graph, BATCH, size)
+    typing = replace(typing, strategies={**prelude, **typing.strategies})
     if graph.exact and plan.global_batch_size != graph.batch_size:
         raise PlanError(
             f"The model was traced for a global batch of {graph.batch_size} and holds for no other, "
@@ -136,16 +140,16 @@ def batch_typing(plan: Plan, graph: Graph, micro_batch_size: int | None = None) 
             fix="Pin num_micro_batches=1",
         )
     every = (*graph.prelude, *graph.ops)
-    mixing = next((op for op in every if reader.strategies[op.name].name.startswith("statistics")), None)
+    mixing = next((op for op in every if typing.strategies[op.name].name.startswith("statistics")), None)
     if mixing is not None and plan.num_micro_batches > 1:
         raise _one_micro_batch(plan, mixing)
     if plan.data_shares and (graph.mixing or mixing is not None):
-        place = f"{mixing.name} ({mixing.target}), {mixing.module}" if mixing is not None else graph.mixing
-        raise _equal_shares(plan, place)
+        raise _equal_shares(plan, _place(mixing) if mixing is not None else graph.mixing)
     return typing
 
 
 def _equal_shares(plan: Plan, place: str) -> PlanError:
+    """Return the error for unequal data shares although samples depend on each other in ``place``."""
     return PlanError(
         "Samples of the batch depend on each other, so data ranks cannot take the unequal shares "
         f"{'-'.join(map(str, plan.data_shares))}",
@@ -154,17 +158,23 @@ def _equal_shares(plan: Plan, place: str) -> PlanError:
     )
 
 
+def _place(op: Op) -> str:
+    """Return an operator with its target and module, for errors."""
+    return f"{op.name} ({op.target}), {op.module}"
+
+
 def _one_micro_batch(plan: Plan, op: Op) -> PlanError:
+    """Return the error for several micro-batches although ``op`` takes statistics over the batch."""
     is_norm = op.target in ("autopar.batch_norm", "autopar.batch_norm_running")
     return PlanError(
         f"Statistics over the batch cannot be taken in {plan.num_micro_batches} micro-batches",
-        where=f"{op.name} ({op.target}), {op.module}",
+        where=_place(op),
         fix="Pin num_micro_batches=1" + (", or use a norm that looks at one sample (group norm)" if is_norm else ""),
     )
 
 
 def check_batch_typing(plan: Plan, graph: Graph) -> None:
-    """Checks that the plan's typing of axis ``batch`` holds on the graph: samples are independent wherever it says so.
+    """Check that the plan's typing of axis ``batch`` holds for the graph: samples are independent wherever it says so.
 
     Raises:
         PlanError: the plan has no typing for the graph.
@@ -176,56 +186,75 @@ def check_batch_typing(plan: Plan, graph: Graph) -> None:
 
 
 def axis_typing(plan: Plan, graph: Graph, axis: str) -> Typing:
-    """The typing on a sharded axis, where every rank repeats the prelude."""
-    return _blocks_typing(plan, graph, _Reader(graph, axis, Fraction(getattr(plan.mesh, axis))))
+    """Return the typing on a sharded axis, on which every rank repeats the prelude."""
+    return _blocks_typing(plan, graph, axis, Fraction(getattr(plan.mesh, axis)))
 
 
-def _blocks_typing(plan: Plan, graph: Graph, reader: _Reader) -> Typing:
+def _blocks_typing(plan: Plan, graph: Graph, axis: str, size: Fraction) -> Typing:
+    """Return the typing of all blocks on one axis, which divides dims by ``size``.
+
+    Raises:
+        PlanError: the layout of a block is missing or does not fit its operators, or a parameter has two types.
+    """
+    strategies: dict[str, Strategy] = {}
     parameters: dict[str, Type] = {}
     for block, planned in zip(graph.blocks, plan.blocks, strict=True):
         place = f"block {block.index} ({block.label})"
-        chosen = _chosen(plan, planned.layout, reader.axis, place)
+        chosen = _chosen(plan, planned.layout, axis, place)
         if chosen is None:
-            raise PlanError.missing(f"types and strategies of the block on axis {reader.axis}", where=place, fix=_AGAIN)
-        reader.read(graph.block_ops(block), chosen.strategies, place)
+            raise PlanError.missing(f"types and strategies of the block on axis {axis}", where=place, fix=_AGAIN)
+        strategies |= _strategies(graph, graph.block_ops(block), chosen.strategies, axis, size, place)
         owned = graph.block_parameters(block)
         _check_number("types of the block's parameters", len(owned), len(chosen.parameters), place)
         for parameter, kind in zip(owned, chosen.parameters, strict=True):
             if parameters.setdefault(parameter.name, kind) != kind:
                 raise PlanError(
-                    f"The plan gives a parameter two types on axis {reader.axis}: {parameters[parameter.name]} and {kind}",
+                    f"The plan gives a parameter two types on axis {axis}: {parameters[parameter.name]} and {kind}",
                     where=f"{place}: {parameter.fqn}",
                     fix=_AGAIN,
                 )
-    return Typing(axis=reader.axis, size=reader.size, strategies=reader.strategies, parameters=parameters)
+    return Typing(axis=axis, size=size, strategies=strategies, parameters=parameters)
 
 
 def _chosen(plan: Plan, layout: int, axis: str, place: str) -> AxisTyping | None:
+    """Return the typing of a layout on one axis; None if the layout has none.
+
+    Raises:
+        PlanError: the plan has no such layout.
+    """
     if not 0 <= layout < len(plan.layouts):
         raise PlanError(f"The plan has no layout {layout}", where=place, fix=_AGAIN)
     return next((t for t in plan.layouts[layout].typings if t.axis == axis), None)
 
 
-class _Reader:
-    """Collects the strategies of operators on one axis, by their names in the plan."""
+def _strategies(
+    graph: Graph, ops: Sequence[Op], names: Sequence[str], axis: str, size: Fraction, place: str
+) -> dict[str, Strategy]:
+    """Return the strategies on one axis by the names of their operators.
 
-    def __init__(self, graph: Graph, axis: str, size: Fraction) -> None:
-        self.graph, self.axis, self.size = graph, axis, size
-        self.strategies: dict[str, Strategy] = {}
+    Args:
+        names: the names of the strategies in the plan, one for each of ``ops``.
 
-    def read(self, ops: Sequence[Op], names: Sequence[str], place: str) -> None:
-        _check_number("strategies", len(ops), len(names), place)
-        self.strategies |= {op.name: self._find(op, name, place) for op, name in zip(ops, names, strict=True)}
+    Raises:
+        PlanError: there are too many or too few names, or an operator has no strategy of its name.
+    """
+    _check_number("strategies", len(ops), len(names), place)
+    strategies = {}
+    for op, name in zip(ops, names, strict=True):
+        specs = tuple(graph.spec(ref) for ref in op.operands)
+        offered = rules.default_table().strategies(op, specs, axis=axis, size=size, fallback=True)
+        strategy = next((strategy for strategy in offered if strategy.name == name), None)
+        if strategy is None:
+            raise _unknown_strategy(op, name, axis, place, f"one of {', '.join(s.name for s in offered) or 'none'}")
+        strategies[op.name] = strategy
+    return strategies
 
-    def _find(self, op: Op, name: str, place: str) -> Strategy:
-        specs = tuple(self.graph.spec(ref) for ref in op.operands)
-        offered = rules.default_table().strategies(op, specs, axis=self.axis, size=self.size, fallback=True)
-        for strategy in offered:
-            if strategy.name == name:
-                return strategy
-        raise PlanError(
-            f"{op.target} has no strategy '{name}' on axis {self.axis}",
-            where=f"{place}: {op.name}",
-            expected=f"one of {', '.join(s.name for s in offered) or 'none'}",
-            fix=_AGAIN,
-        )
+
+def _unknown_strategy(op: Op, name: str, axis: str, place: str, expected: str) -> PlanError:
+    """Return the error for a name in the plan that is no strategy of an operator."""
+    return PlanError(
+        f"{op.target} has no strategy '{name}' on axis {axis}",
+        where=f"{place}: {op.name}",
+        expected=expected,
+        fix=_AGAIN,
+    )

@@ -1,1 +1,1 @@
-"""From the text that names a model to the model, its batches, and the graph that plans are for."""
+"""Models from their descriptions: the model, example batches, and the graph that plans are made for."""

@@ -1,9 +1,9 @@
-"""From a model and a batch to the graph that plans of a precision and a global batch are for, and graphs kept in the cache directory.
+"""Traces a model to the graph that plans of one precision and global batch are for, and caches graphs on disk.
 
-To trace a large model takes ten times as long as to search a plan for it, and a search is repeated with other pins and
-clusters. Kept are graphs of families and of Hugging Face model types: what they depend on is in their name, which is a hash
-of the description, the versions of torch and transformers, the model type's files and autopar's own sources. A factory or a
-folder may have changed in any way and is traced each time.
+Tracing a large model takes ten times as long as searching a plan for it, and searches are repeated with other pins and clusters. Graphs of
+families and of Hugging Face model types are cached. The name of a cached file is a hash of all that the graph depends on: the description
+of the model, the versions of torch and transformers, the source files of the model type, and the sources of autopar. A factory or a local
+folder may have changed in ways that cannot be seen, and is traced every time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,14 +40,14 @@ Inputs = Mapping[str, Any] | Sequence[Any] | torch.Tensor
 
 
 def samples_of(example_inputs: Inputs | None) -> int | None:
-    """Samples in example inputs, as :func:`autopar.tracing.batch.size_of` counts them; None where there are no inputs."""
+    """Return the number of samples in example inputs (see :func:`autopar.tracing.batch.size_of`); None if there are no inputs."""
     return None if example_inputs is None else size_of(_plain(example_inputs))
 
 
 def _plain(inputs: Inputs) -> dict[str, Any] | list[Any]:
-    """The same as a dict or list: what else maps names to values (a ``BatchEncoding``) is one value to pytrees.
+    """Return the inputs as a dict or list, as pytrees take other mappings (a ``BatchEncoding``) for a single value.
 
-    A tensor is the only input: its rows would be taken for several ones.
+    A tensor becomes a list of one input, as iterating over it would yield its rows.
     """
     if isinstance(inputs, torch.Tensor):
         return [inputs]
@@ -55,13 +55,13 @@ def _plain(inputs: Inputs) -> dict[str, Any] | list[Any]:
 
 
 def _mapped(change: Callable[[torch.Tensor], torch.Tensor], inputs: Inputs) -> dict[str, Any] | list[Any]:
-    """The inputs with every tensor changed."""
-    found: dict[str, Any] | list[Any] = pytree.tree_map_only(torch.Tensor, change, _plain(inputs))
-    return found
+    """Return the inputs with ``change`` applied to every tensor."""
+    result: dict[str, Any] | list[Any] = pytree.tree_map_only(torch.Tensor, change, _plain(inputs))
+    return result
 
 
 def _with_samples(inputs: Inputs, samples: int | None) -> dict[str, Any] | list[Any]:
-    """Two samples of a batch (graphs, and so plans, do not depend on the size of the example), or so many, on meta."""
+    """Return the inputs cut to two samples, or on meta with ``samples`` samples; a graph must not depend on the size of the example."""
     size = samples_of(inputs)
 
     def cut(value: torch.Tensor) -> torch.Tensor:
@@ -85,16 +85,20 @@ def trace_model(
     opaque: Sequence[str] = (),
     samples_apart: Callable[[Graph], object],
 ) -> Graph:
-    """The graph that plans of this model, precision and global batch are for; ``model`` itself stays as it is.
-
-    Without a global batch its samples must be apart.
+    """Return the graph that plans of this model, precision and global batch are for. ``model`` is not changed.
 
     Args:
+        example_inputs: a batch; None makes one from the config of a Hugging Face model.
+        precision: the precision of the plan; the model is traced in its ``compute`` dtype.
+        global_batch_size: samples of a step. Without it the samples of a batch must be independent.
+        name: the name of the model in plans.
+        loss_fn: computes the loss from the model's output and the batch.
+        opaque: modules that are not traced.
         samples_apart: see :func:`for_batch`.
 
     Raises:
-        UsageError: no example inputs, and none can be made; the model is none, is parallel already, or has complex parameters;
-            autocast is on.
+        UsageError: there are no example inputs and none can be made; the model is not a module, is parallel already, or has complex
+            parameters; or autocast is enabled.
         TraceError: the model cannot be traced.
     """
     _check_plain(model)
@@ -102,20 +106,18 @@ def trace_model(
         from autopar.models.resolve import example_batch_for
 
         example_inputs = example_batch_for(model)
-    given = example_inputs
+    batch = example_inputs
     dtype = getattr(torch, precision.compute)
     is_cast = any(p.is_floating_point() and p.dtype != dtype for p in model.parameters())
     if is_cast:
         model = on_meta(model, dtype)
 
     def trace_at(samples: int | None) -> Graph:
-        inputs = _with_samples(given, samples)
+        inputs = _with_samples(batch, samples)
         if is_cast or precision.compute != "float32":
             inputs = _mapped(lambda value: value.to(dtype) if value.is_floating_point() else value, inputs)
-        options: dict[str, Any] = {"name": name, "loss_fn": loss_fn, "opaque": opaque, "exact": samples is not None}
-        if isinstance(inputs, Mapping):
-            return trace(model, (), inputs, **options)
-        return trace(model, tuple(inputs), {}, **options)
+        args, kwargs = ((), inputs) if isinstance(inputs, dict) else (tuple(inputs), {})
+        return trace(model, args, kwargs, name=name, loss_fn=loss_fn, opaque=opaque, exact=samples is not None)
 
     return trace_at(None) if global_batch_size is None else for_batch(trace_at, global_batch_size, samples_apart)
 
@@ -123,17 +125,18 @@ def trace_model(
 def for_batch(
     trace_at: Callable[[int | None], Graph], global_batch_size: int, samples_apart: Callable[[Graph], object]
 ) -> Graph:
-    """A traced model, whether its samples are apart or not.
+    """Trace a model, whether its samples are independent or not.
 
     Args:
-        trace_at: traces it: at the given number of samples, exactly, or at any (None).
-        global_batch_size: at which it is traced again where samples meet, because shapes such as [B, B] and numbers
-            such as B - 1 hold for one batch size alone.
-        samples_apart: raises :class:`~autopar.errors.RuleError` where they are not. The planner asks its typing of axis ``batch``
-            (:func:`autopar.planner.sharding.input_axes.samples_apart`), who has a plan asks that.
+        trace_at: traces the model exactly at a number of samples, or for any number if it is None.
+        global_batch_size: the number of samples at which the model is traced again if samples depend on each other, as shapes like [B, B]
+            and numbers like B - 1 then hold for one batch size only.
+        samples_apart: raises :class:`~autopar.errors.RuleError` if samples of the graph depend on each other. The planner looks for a
+            typing of axis ``batch`` (:func:`autopar.planner.sharding.input_axes.samples_apart`); a given plan has that typing already.
 
     Raises:
-        TraceError: of ``trace_at``.
+        TraceError: ``trace_at`` fails.
+        RuleError: samples depend on each other, and the global batch is one sample.
     """
     try:
         graph = _at_any_size(trace_at, global_batch_size)
@@ -158,10 +161,10 @@ def for_batch(
 
 
 def _at_any_size(trace_at: Callable[[int | None], Graph], global_batch_size: int) -> Graph:
-    """A trace at two samples; at the global batch where operators do not run on as few (the ten largest losses, say).
+    """Return a trace at two samples, or at the global batch if operators fail on so few (a loss over the ten largest values, say).
 
     Raises:
-        TraceError: of the first one, where no batch can be traced.
+        TraceError: neither batch size can be traced; the error is that of two samples.
     """
     try:
         return trace_at(None)
@@ -175,10 +178,10 @@ def _at_any_size(trace_at: Callable[[int | None], Graph], global_batch_size: int
 
 
 def _check_plain(model: torch.nn.Module) -> None:
-    """Refuses what is no model of one device, and a caller's autocast, which a trace would take for a part of the model.
+    """Check that the model is one for a single device, and that the caller has not enabled autocast, which a trace would record.
 
     Raises:
-        UsageError: says which of them it is.
+        UsageError: names the violated condition.
     """
     if not isinstance(model, torch.nn.Module):
         raise UsageError(
@@ -192,19 +195,19 @@ def _check_plain(model: torch.nn.Module) -> None:
 
     parallel = (DataParallel, DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
     wrapped = next((m for m in model.modules() if isinstance(m, parallel)), None)
-    split = next((name for name, p in model.named_parameters() if isinstance(p, DTensor)), None)
-    if wrapped is not None or split is not None:
+    sharded = next((name for name, p in model.named_parameters() if isinstance(p, DTensor)), None)
+    if wrapped is not None or sharded is not None:
         raise UsageError(
-            f"The parameter {split} is a DTensor already"
+            f"The parameter {sharded} is a DTensor already"
             if wrapped is None
             else f"The model is wrapped in {type(wrapped).__name__}",
             fix="Pass the model before it is made parallel (DistributedDataParallel, fully_shard, parallelize_module ...)",
         )
-    numbers = next(((name, p.dtype) for name, p in model.named_parameters() if p.is_complex()), None)
-    if numbers is not None:
+    complex_parameter = next(((name, p.dtype) for name, p in model.named_parameters() if p.is_complex()), None)
+    if complex_parameter is not None:
         raise UsageError.unsupported(
-            f"A parameter of dtype {str(numbers[1]).removeprefix('torch.')}",
-            where=numbers[0],
+            f"A parameter of dtype {str(complex_parameter[1]).removeprefix('torch.')}",
+            where=complex_parameter[0],
             instead="Keep a real parameter whose last dim is 2, and use torch.view_as_complex(parameter) in forward",
         )
     device = next((kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)), None)
@@ -217,27 +220,28 @@ def _check_plain(model: torch.nn.Module) -> None:
 
 
 def on_meta(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """A copy on meta whose floating parameters have ``dtype``, and the buffers that had theirs; no memory is taken for parameters.
+    """Return a copy of the model with its parameters on meta, so that they take no memory; floating-point parameters have ``dtype``.
 
-    Buffers in single precision stay so whatever parameters had: statistics and positions are kept in it on purpose.
+    Buffers are cast too if they have the dtype of some parameter, except those in float32: statistics and positions are in single
+    precision on purpose.
 
     Raises:
         TraceError: parameters share memory, or the model cannot be copied.
     """
     check_memory(model)
     memo: dict[int, Any] = {}
-    own = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32}
+    parameter_dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32}
     for parameter in model.parameters():
-        kind = dtype if parameter.is_floating_point() else parameter.dtype
-        empty = torch.empty_like(parameter, dtype=kind, device="meta")
+        new_dtype = dtype if parameter.is_floating_point() else parameter.dtype
+        empty = torch.empty_like(parameter, dtype=new_dtype, device="meta")
         memo[id(parameter)] = torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
-        if buffer.dtype in own and buffer.dtype != dtype:
+        if buffer.dtype in parameter_dtypes and buffer.dtype != dtype:
             memo[id(buffer)] = buffer.detach().to(dtype)
     for module in model.modules():
         for value in vars(module).values():
-            if isinstance(value, torch.Tensor) and not value.is_leaf:  # made of parameters: a normed weight
-                memo[id(value)] = value.detach().to(dtype if value.dtype in own else value.dtype)
+            if isinstance(value, torch.Tensor) and not value.is_leaf:  # computed from parameters, as by weight_norm
+                memo[id(value)] = value.detach().to(dtype if value.dtype in parameter_dtypes else value.dtype)
     try:
         return deep_copy(model, memo)
     except FAILURES as error:
@@ -245,21 +249,21 @@ def on_meta(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def is_factory(model: str) -> bool:
-    """Whether MODEL is ``package.module:factory``, which decides its own sequence length.
+    """Return whether a MODEL description is ``package.module:factory``; a factory decides the sequence length itself.
 
     >>> is_factory("my.models:net"), is_factory("hf:gpt2")
     (True, False)
     """
-    from autopar.models.specs import FAMILIES  # transformers' names are slow to import
+    from autopar.models.specs import FAMILIES  # slow to import
 
     return model.partition(":")[0] not in ("hf", *FAMILIES)
 
 
 def model_of(plan: Plan, file: Path) -> str:
-    """The MODEL that a plan was made from, where its name says it.
+    """Return the MODEL description from which a plan was made, which is the name of its model.
 
     Raises:
-        UsageError: the plan was made in Python for a model without such a name.
+        UsageError: the plan was made in Python, for a model whose name is not a description.
     """
     if ":" not in plan.model.name:
         raise UsageError(
@@ -271,13 +275,13 @@ def model_of(plan: Plan, file: Path) -> str:
 
 
 def sequence_of(plan: Plan, model: str) -> int | None:
-    """The length of the sequences of a plan's model; None for a factory and for a model that does not take tokens."""
+    """Return the sequence length of a plan's model in tokens; None for a factory and for a model that takes no tokens."""
     tokens = plan.model.tokens_per_sample
     return None if is_factory(model) or tokens < 2 else tokens
 
 
 MAX_FILES = 64
-"""Graphs that are kept, those that were used last; one takes about a megabyte."""
+"""The number of graphs in the cache; the least recently used ones are removed. A graph takes about a megabyte."""
 
 
 def traced(
@@ -291,80 +295,86 @@ def traced(
     cache_dir: Path,
     advance: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Graph:
-    """The graph that plans of a MODEL are for.
+    """Return the graph that plans of a MODEL description are for, from the cache if it is there.
 
     Args:
-        samples_apart: see :func:`autopar.models.graph_for_plan.for_batch`.
-        cache_dir: whose folder ``graphs`` keeps them.
+        model: the description; see :mod:`autopar.models.resolve`.
+        sequence: tokens of a sample; None for the length of the model.
+        precision: the name of a precision.
+        opaque: modules that are not traced.
+        global_batch_size: samples of a step.
+        samples_apart: see :func:`for_batch`.
+        cache_dir: graphs are cached in its folder ``graphs``.
+        advance: called with (what, done, total) before the model is traced.
 
     Raises:
-        UsageError: an unknown precision; whatever else ``resolve_model`` refuses.
+        UsageError: the precision is unknown, or ``resolve_model`` refuses the description.
         TraceError: the model cannot be traced.
     """
     if precision not in PRECISIONS:
         raise UsageError.unknown("precision", precision, PRECISIONS)
     recipe, folder = PRECISIONS[precision], cache_dir / "graphs"
-    files = [folder / _name(f"{own}, {sequence} tokens, {recipe.compute}, opaque {list(opaque)}")
-             for own in (model, f"{model} at {global_batch_size}")] if _is_told(model) else []  # fmt: skip
+    options = f"{sequence} tokens, {recipe.compute}, opaque {list(opaque)}"
+    names = (_file_name(model, options), _file_name(model, f"{options}, global batch {global_batch_size}"))
+    files = [folder / name for name in names] if _is_cacheable(model) else []
     for file in files:
-        if (kept := _load(file)) is not None:
-            return kept
+        if (cached := _load(file)) is not None:
+            return cached
     from autopar.models.resolve import resolve_model
 
     advance("tracing the model", 0, 0)
-    found = resolve_model(model, sequence_length=sequence)
-    graph = trace_model(found.model, found.example_inputs, recipe, name=found.name, opaque=opaque,
+    source = resolve_model(model, sequence_length=sequence)
+    graph = trace_model(source.model, source.example_inputs, recipe, name=source.name, opaque=opaque,
                         global_batch_size=global_batch_size, samples_apart=samples_apart)  # fmt: skip
     if files:
-        _keep(graph, files[graph.exact])
+        _save(graph, files[graph.exact])
     return graph
 
 
-def _is_told(model: str) -> bool:
-    """Whether a description says all about a model."""
+def _is_cacheable(model: str) -> bool:
+    """Return whether a description determines the model: it is a family or a model type, not a factory or a folder."""
     from autopar.models.specs import FAMILIES
 
     kind, _, rest = model.partition(":")
     return kind in FAMILIES or (kind == "hf" and not Path(rest.partition("?")[0]).exists())
 
 
-def _name(described: str) -> str:
-    parts = [described, sources(), version("torch"), *_of_transformers(described)]
+def _file_name(model: str, options: str) -> str:
+    """Return the name of the file in which the graph of a model is cached."""
+    parts = [model, options, sources(), version("torch"), *_transformers_state(model)]
     return f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.pickle"
 
 
-def _of_transformers(described: str) -> list[str]:
-    """The version of transformers and the files of a model type, where it is one."""
-    kind, _, rest = described.partition(":")
-    if kind != "hf":
+def _transformers_state(model: str) -> list[str]:
+    """Return the version of transformers, and the names, sizes and times of the model type's files; empty if it is not installed."""
+    from autopar.models.specs import FAMILIES
+
+    kind, _, rest = model.partition(":")
+    name = FAMILIES[kind][0] if kind in FAMILIES else rest.partition("?")[0].replace("-", "_")
+    package = find_spec("transformers")
+    if package is None or package.origin is None:
         return []
-    with suppress(PackageNotFoundError):
-        package = find_spec("transformers")
-        root = Path(package.origin).parent if package is not None and package.origin else Path()
-        name = rest.partition("?")[0].partition(",")[0].replace("-", "_")
-        files = sorted((root / "models" / name).glob("*.py"))
-        stats = [(file.name, file.stat()) for file in files]
-        return [version("transformers"), *(f"{n} {s.st_size} {s.st_mtime_ns}" for n, s in stats)]
-    return []
+    stats = [(file.name, file.stat()) for file in sorted(Path(package.origin).parent.glob(f"models/{name}/*.py"))]
+    return [version("transformers"), *(f"{n} {s.st_size} {s.st_mtime_ns}" for n, s in stats)]
 
 
 def _load(file: Path) -> Graph | None:
-    """What is kept there; nothing where it is not, or cannot be read."""
+    """Return the graph in a file; None if there is no file or it cannot be read."""
     try:
-        found = pickle.loads(file.read_bytes())
-        os.utime(file)
+        graph = pickle.loads(file.read_bytes())
+        os.utime(file)  # marks the file as used
     except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ImportError, TypeError, ValueError):
         return None
-    return found if isinstance(found, Graph) else None
+    return graph if isinstance(graph, Graph) else None
 
 
-def _keep(graph: Graph, file: Path) -> None:
-    """A cache that cannot be written is none."""
+def _save(graph: Graph, file: Path) -> None:
+    """Write a graph to the cache, and remove the least recently used ones; a cache that cannot be written is ignored."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".new", delete=False) as new:
             new.write(pickle.dumps(graph))
         Path(new.name).replace(file)
-        kept = sorted(file.parent.glob("*.pickle"), key=lambda path: path.stat().st_mtime_ns)
-        for old in kept[:-MAX_FILES]:
+        by_use = sorted(file.parent.glob("*.pickle"), key=lambda path: path.stat().st_mtime_ns)
+        for old in by_use[:-MAX_FILES]:
             old.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Batches for a model: what each input looks like, and random valid values of it."""
+"""Batches for a model: a description of each input, and random valid values for it."""
 
 from __future__ import annotations
 
@@ -11,27 +11,33 @@ import torch
 from autopar.errors import UsageError
 
 IGNORED = -100
-"""The label that torch's losses skip."""
+"""The label that torch's losses ignore (their default ``ignore_index``)."""
 
 LONGEST_DEFAULT = 2048
-"""Sequence length where none is asked for and the model takes longer ones."""
+"""The sequence length in tokens if none is given and the model supports longer sequences."""
 
 _WAVE_LENGTH = 16
-"""Positions that a wave is long after the convolutions of an encoder, where no length is asked for."""
+"""The length of a waveform after the convolutions of an encoder, in positions, if no sequence length is given."""
 
 Kind = Literal["tokens", "labels", "masked_labels", "class", "floats", "mask", "sampled", "rows", "constant"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """One input.
+    """One input of a model.
 
     Attributes:
-        shape: of one sample.
-        kind: tokens below ``size``; labels: the tokens again; masked_labels: few of them; class: one
-            of ``size``; floats: normal; mask: ones where a sample has tokens; sampled: values
-            drawn from ``values``; rows: the samples of ``values``, all fields in the same order; constant: ``value``.
-        batched: False: the same for every batch size.
+        name: the name of the argument of forward.
+        shape: the shape of one sample.
+        kind: which values it has. ``tokens``: ids below ``size``. ``labels``: a copy of the tokens, or random ids if these have another
+            shape. ``masked_labels``: the same, but most labels of a copy are ignored. ``class``: a class below ``size``. ``floats``:
+            normally distributed. ``mask``: 1 where a sample has tokens. ``sampled``: drawn from the elements of ``values``. ``rows``:
+            samples of ``values``, in the same order for all such fields. ``constant``: always ``value``.
+        size: the number of token ids or classes.
+        dtype: the dtype of the values.
+        values: an example of the values, with the samples of the example batch.
+        value: the value of a constant, which need not be a tensor.
+        batched: whether the first dim counts samples; otherwise the shape is the same for every batch size.
     """
 
     name: str
@@ -45,7 +51,7 @@ class Field:
 
 
 def example_of(fields: tuple[Field, ...], batch_size: int) -> dict[str, Any]:
-    """The batch's shapes and dtypes, on meta, and its constants."""
+    """Return a batch with tensors on meta, which have only shapes and dtypes, and with the constants; masks are left out."""
     return {
         f.name: f.value
         if f.kind == "constant"
@@ -58,11 +64,11 @@ def example_of(fields: tuple[Field, ...], batch_size: int) -> dict[str, Any]:
 def random_batch(
     fields: tuple[Field, ...], batch_size: int, generator: torch.Generator, *, padded: bool
 ) -> dict[str, Any]:
-    """Random valid values.
+    """Return a batch of random valid values on the CPU.
 
     Args:
-        padded: samples of different lengths: labels are ignored where a sample ends, and masks are
-            part of the batch, which they are not otherwise.
+        padded: whether samples have different lengths. Labels behind the end of a sample are then ignored, and masks are part of the
+            batch; otherwise there are no masks.
     """
     length = next((f.shape[0] for f in fields if f.kind == "tokens"), 0)
     lengths = torch.randint(max(length // 4, 1), length + 1, (batch_size,), generator=generator) if length else None
@@ -94,9 +100,10 @@ def random_batch(
 
 
 def order_of_samples(size: int, batch_size: int, generator: torch.Generator) -> torch.Tensor:
-    """Which of ``size`` samples a batch is made of: each as often as any other, in an order of their own.
+    """Return which of ``size`` example samples make up a batch: each is used equally often (up to one), in random order.
 
-    Equal ones stand together: ranks that share a batch do not have the same samples, as they would where each has all of few.
+    Copies of a sample are next to each other. Ranks that split the batch then have different samples; otherwise each could have all of
+    the few example samples.
     """
     return torch.randperm(size, generator=generator)[(torch.arange(batch_size) % size).sort().values]
 
@@ -119,10 +126,10 @@ def _values(f: Field, shape: tuple[int, ...], generator: torch.Generator, tokens
 
 
 def fields_of_examples(examples: Mapping[str, Any], batch_size: int) -> tuple[Field, ...]:
-    """Fields like the tensors of a user's example batch, and its constants.
+    """Return the fields of a user's example batch: its tensors and constants.
 
-    Batches are made of its samples, which may have to fit together. Where all are equal, as of zeros, values are drawn: integers
-    keep to those seen.
+    Further batches consist of the example samples, whose fields may have to match each other. If all samples of a tensor are equal, as in
+    a tensor of zeros, its values are drawn at random instead; integers are drawn from those in the example.
     """
     fields = []
     for name, value in examples.items():
@@ -132,26 +139,27 @@ def fields_of_examples(examples: Mapping[str, Any], batch_size: int) -> tuple[Fi
             continue
         batched = value.dim() > 0 and value.shape[0] == batch_size
         shape = tuple(value.shape[1:]) if batched else tuple(value.shape)
-        floats = value.is_floating_point()
-        held = None if value.device.type == "meta" else value.detach().cpu()
-        differ = batched and held is not None and not torch.equal(held, held[:1].expand_as(held))
-        kind: Kind = "rows" if differ else "floats" if floats else "sampled" if held is not None else "class"
-        fields.append(Field(name=name, shape=shape, kind=kind, size=2, dtype=value.dtype, values=held, batched=batched))
+        is_float = value.is_floating_point()
+        data = None if value.device.type == "meta" else value.detach().cpu()
+        samples_differ = batched and data is not None and not torch.equal(data, data[:1].expand_as(data))
+        kind: Kind = "rows" if samples_differ else "floats" if is_float else "sampled" if data is not None else "class"
+        fields.append(Field(name=name, shape=shape, kind=kind, size=2, dtype=value.dtype, values=data, batched=batched))
     return tuple(fields)
 
 
 def fields_of_config(
     config: Any, head: str, main_input: str, sequence_length: int | None, takes: Collection[str] = ()
 ) -> tuple[Field, ...]:
-    """Inputs of a Hugging Face model with the given head.
+    """Return the inputs of a Hugging Face model with the given head.
 
     Args:
         head: causal, masked, seq2seq, speech, image or base.
         main_input: ``model.main_input_name``.
-        takes: names of the parameters of its forward.
+        sequence_length: tokens of a sample; None for the default of the model.
+        takes: the names of the parameters of the model's forward.
 
     Raises:
-        UsageError: a modality that example inputs cannot be made for.
+        UsageError: inputs of this modality cannot be made.
     """
     try:
         if main_input == "pixel_values":
@@ -177,34 +185,33 @@ def _unknown_inputs(value: str) -> UsageError:
 
 
 _FAIL_WITHOUT_MASK = ("longt5", "switch_transformers")
-"""Types whose code asks the mask for its batch size, though it may be left out: transformers 5.23 ends in an error there."""
+"""Model types that fail without a mask, although it is optional: their code in transformers 5.23 reads the batch size from it."""
 
 
-def _token_fields(
-    config: Any, head: str, sequence_length: int | None, takes: Collection[str] = ()
-) -> tuple[Field, ...]:
-    text = getattr(config, "get_text_config", lambda: config)()
-    vocabulary = int(getattr(text, "vocab_size", 0) or 0)
+def _token_fields(config: Any, head: str, sequence_length: int | None, takes: Collection[str]) -> tuple[Field, ...]:
+    """Return the fields of a model of tokens, with images if its forward takes some."""
+    text_config = getattr(config, "get_text_config", lambda: config)()
+    vocabulary = int(getattr(text_config, "vocab_size", 0) or 0)
     if not vocabulary:
         raise _unknown_inputs("tokens of a vocabulary whose size its configuration does not tell")
-    length = sequence_length or default_length(text)
+    length = sequence_length or default_length(text_config)
     tokens = Field(name="input_ids", shape=(length,), kind="tokens", size=vocabulary)
     mask = Field(name="attention_mask", shape=(length,), kind="mask")
     if getattr(config, "model_type", "") in _FAIL_WITHOUT_MASK:
         mask = replace(mask, kind="sampled", values=torch.ones(1, dtype=torch.int64))
     vision = getattr(config, "vision_config", None) or config
-    has_places = any(getattr(config, name, None) is not None for name in ("image_token_id", "image_token_index"))
+    has_image_tokens = any(getattr(config, name, None) is not None for name in ("image_token_id", "image_token_index"))
     if head == "base":
         if hasattr(vision, "image_size") and (vision is not config or "pixel_values" in takes):
-            if has_places:
+            if has_image_tokens:
                 raise _unknown_inputs("tokens some of which stand for the parts of an image")
             return (tokens, mask, *_image_fields(vision, head))
-        extra = (Field(name="decoder_input_ids", shape=(length,), kind="class", size=vocabulary),)
-        return (tokens, mask, *(extra if getattr(config, "is_encoder_decoder", False) else ()))
+        decoder_ids = (Field(name="decoder_input_ids", shape=(length,), kind="class", size=vocabulary),)
+        return (tokens, mask, *(decoder_ids if getattr(config, "is_encoder_decoder", False) else ()))
     labels = Field(
         name="labels", shape=(length,), kind="masked_labels" if head == "masked" else "labels", size=vocabulary
     )
-    if "pixel_values" in takes and hasattr(vision, "image_size") and not has_places:
+    if "pixel_values" in takes and hasattr(vision, "image_size") and not has_image_tokens:
         return (tokens, mask, *_image_fields(vision, "base"), labels)
     return tokens, mask, labels
 
@@ -214,27 +221,27 @@ def _floats(name: str, *shape: int) -> Field:
 
 
 def _series_fields(config: Any, takes: Collection[str]) -> tuple[Field, ...]:
-    """The past of a time series, and its future where the model decodes one: all of it observed, with time features."""
+    """Return the past of a time series, and its future if the model decodes one; all values are observed and have time features."""
     context = int(config.context_length)
     if "past_time_features" not in takes:
         return (_floats("past_values", context, int(config.num_input_channels)),)
     past, future = context + max(int(lag) for lag in config.lags_sequence), int(config.prediction_length)
     width = () if int(config.input_size) == 1 else (int(config.input_size),)
     features = int(config.num_time_features)
-    seen = Field(
+    observed = Field(
         name="past_observed_mask", shape=(past, *width), kind="sampled", dtype=torch.float32, values=torch.ones(1)
     )
     return (
         _floats("past_values", past, *width),
         _floats("past_time_features", past, features),
-        seen,
+        observed,
         _floats("future_values", future, *width),
         _floats("future_time_features", future, features),
     )
 
 
 def _decision_fields(config: Any, sequence_length: int | None) -> tuple[Field, ...]:
-    """Episodes: states, actions and rewards by time."""
+    """Return the fields of episodes: states, actions and rewards by time."""
     length = sequence_length or min(int(config.max_ep_len), int(config.n_positions) // 3)
     return (
         _floats("states", length, int(config.state_dim)),
@@ -246,12 +253,12 @@ def _decision_fields(config: Any, sequence_length: int | None) -> tuple[Field, .
 
 
 def default_length(config: Any) -> int:
-    """The model's longest sequence, at most :data:`LONGEST_DEFAULT`."""
+    """Return the longest sequence of a model in tokens, at most :data:`LONGEST_DEFAULT`; 512 if its config does not say."""
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"):
         longest = getattr(config, name, None)
         if isinstance(longest, int) and longest > 0:
             return min(longest, LONGEST_DEFAULT)
-    return min(512, LONGEST_DEFAULT)
+    return 512
 
 
 def _image_fields(config: Any, head: str) -> tuple[Field, ...]:
@@ -262,24 +269,28 @@ def _image_fields(config: Any, head: str) -> tuple[Field, ...]:
     pixels = _floats("pixel_values", *((int(frames),) if frames else ()), channels, int(height), int(width))
     if head != "image":
         return (pixels,)
-    return pixels, Field(name="labels", shape=(), kind="class", size=int(getattr(config, "num_labels", 2)))
+    return pixels, _class_label(config)
+
+
+def _class_label(config: Any) -> Field:
+    return Field(name="labels", shape=(), kind="class", size=int(getattr(config, "num_labels", 2)))
 
 
 def _speech_fields(config: Any, head: str, main_input: str, sequence_length: int | None) -> tuple[Field, ...]:
-    """Sound, and labels where the head writes text.
+    """Return the fields of a model of sound, with labels if its head generates text or classifies.
 
-    A spectrogram for an encoder that halves the frames has twice as many as its positions; a wave has as many samples
-    as make the sequence length (16 where none is asked for) after the encoder's convolutions.
+    A spectrogram of ``input_features`` has two frames for each position, as the encoder halves them, if its config has mel bins. A waveform
+    has as many samples as give the sequence length (:data:`_WAVE_LENGTH` if None) after the convolutions of the encoder.
     """
     labels: tuple[Field, ...] = ()
     if head == "speech":
         longest = getattr(config, "max_target_positions", None) or config.max_text_positions
         length = sequence_length or min(int(longest), LONGEST_DEFAULT)
         labels = (Field(name="labels", shape=(length,), kind="class", size=int(config.vocab_size)),)
-    if main_input == "input_values" and not hasattr(config, "conv_kernel"):  # a spectrogram as an image
+    if main_input == "input_values" and not hasattr(config, "conv_kernel"):  # a spectrogram that is used like an image
         shape: tuple[int, ...] = (int(config.max_length), int(config.num_mel_bins))
         if head == "image":
-            labels = (Field(name="labels", shape=(), kind="class", size=int(getattr(config, "num_labels", 2))),)
+            labels = (_class_label(config),)
     elif main_input == "input_values":
         samples = sequence_length or _WAVE_LENGTH
         for kernel, stride in zip(reversed(config.conv_kernel), reversed(config.conv_stride), strict=True):

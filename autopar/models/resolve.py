@@ -1,8 +1,8 @@
-"""MODEL descriptions: a factory, a Hugging Face configuration, or a family with its sizes.
+"""Resolves MODEL descriptions: a factory, a Hugging Face configuration, or a family with its sizes.
 
-``package.module:factory``, ``hf:DIR_OR_TYPE?key=value&...``, ``gpt:layers=96,hidden=12288,...`` and
-likewise ``llama:``, ``mpt:``, ``bloom:``, ``mixtral:``. Models come on meta: nothing of their size is
-allocated until :meth:`ModelSource.build`.
+The forms are ``package.module:factory``, ``hf:DIR_OR_TYPE?key=value&...`` and ``gpt:layers=96,hidden=12288,...``; the other families are
+``llama:``, ``mpt:``, ``bloom:`` and ``mixtral:``. Models are made on meta, so their weights take no memory before
+:meth:`ModelSource.build`. Only the models of factories are on the device that the factory chose.
 """
 
 from __future__ import annotations
@@ -33,13 +33,16 @@ from autopar.tracing.trace import trace
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """A model that can be traced, built and fed; picklable by its description.
+    """A model from a description: it can be traced, built with weights, and given batches. It is pickled by its description.
 
     Attributes:
-        name: the description it came from, and its name in plans.
-        model: on meta in the dtype asked for, or as the factory made it; returns its loss.
-        fields: its inputs.
-        batch_size, sequence_length, dtype: of the example inputs and the model.
+        name: the description, which is also the name of the model in plans.
+        model: the model, whose forward returns the loss. It is on meta in ``dtype``, or as the factory made it.
+        fields: the inputs of the model.
+        batch_size: samples of the example inputs.
+        sequence_length: tokens of a sample, as requested; None for the length of the model.
+        dtype: the dtype of the model's floating-point parameters and buffers.
+        maker: makes the model again, with weights.
     """
 
     name: str
@@ -52,20 +55,20 @@ class ModelSource:
 
     @property
     def example_inputs(self) -> dict[str, Any]:
-        """A batch on meta: shapes and dtypes, and constants."""
+        """A batch whose tensors are on meta; constants have their values."""
         return example_of(self.fields, self.batch_size)
 
     def make_batch(self, batch_size: int, *, seed: int = 0, padded: bool = False) -> dict[str, Any]:
-        """A random valid batch on CPU, equal for equal arguments.
+        """Return a random valid batch on the CPU, which is the same for the same arguments.
 
         Args:
-            padded: samples of different lengths, with ignored labels where they end and an
-                attention mask, where the model knows such.
+            padded: whether samples have different lengths, with ignored labels behind their ends and an attention mask, if the model has
+                such inputs.
         """
         return random_batch(self.fields, batch_size, torch.Generator().manual_seed(seed), padded=padded)
 
     def build(self, seed: int = 0, *, drops: bool = False) -> torch.nn.Module:
-        """The model on CPU with random weights, equal for equal seeds; without dropout, unless it ``drops``."""
+        """Return the model on the CPU with random weights, which depend only on the seed; ``drops`` keeps its dropout."""
         with torch.random.fork_rng(devices=[]), quiet_transformers():
             torch.manual_seed(seed)
             model = _cast(self.maker(), self.dtype)
@@ -74,33 +77,34 @@ class ModelSource:
         return model.train()
 
     def trace(self, opaque: Sequence[str] = ()) -> Graph:
-        """The graph of :attr:`model` on :attr:`example_inputs`.
+        """Return the graph of :attr:`model` for :attr:`example_inputs`.
 
         Raises:
-            TraceError: it cannot be traced.
+            TraceError: the model cannot be traced.
         """
         return trace(self.model, (), self.example_inputs, name=self.name, opaque=opaque)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        again = partial(
+        resolve = partial(
             resolve_model, sequence_length=self.sequence_length, batch_size=self.batch_size, dtype=self.dtype
         )
-        return again, (self.name,)
+        return resolve, (self.name,)
 
 
 def resolve_model(
     spec: str, *, sequence_length: int | None = None, batch_size: int = 2, dtype: torch.dtype = torch.float32
 ) -> ModelSource:
-    """The model that ``spec`` describes.
+    """Return the model that ``spec`` describes.
 
     Args:
-        spec: MODEL; see the module.
-        sequence_length: tokens of a sample; the model's longest (at most 2048) when None.
-        batch_size: of the example inputs.
+        spec: a MODEL description; see this module.
+        sequence_length: tokens of a sample; None for the longest that the model supports, at most 2048.
+        batch_size: samples of the example inputs.
+        dtype: the dtype of the model. A factory chooses the dtype of its model itself; ``build`` casts it.
 
     Raises:
-        UsageError: a module that does not import, an unknown family, model type or key, a missing
-            transformers, a sequence that the model's positions do not reach.
+        UsageError: a module cannot be imported, a family, model type or key is unknown, transformers is not installed, or the sequence is
+            longer than the positions of the model.
     """
     family, colon, rest = spec.partition(":")
     if colon and family == "hf":
@@ -138,51 +142,53 @@ def resolve_model(
 
 
 def _cast(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """The model with its real floating numbers in ``dtype``: ``Module.to`` would take the imaginary parts from complex buffers."""
+    """Cast the real floating-point tensors of a model and return it; ``Module.to`` would drop the imaginary parts of complex buffers."""
     model._apply(lambda value: value.to(dtype) if value.is_floating_point() else value)  # type: ignore[no-untyped-call]
     return model
 
 
 def example_batch_for(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Example inputs of two samples, labels included, for a Hugging Face model, made from its config; on meta.
+    """Return example inputs of two samples on meta, labels included, for a Hugging Face model; they are made from its config.
 
     Raises:
-        UsageError: another kind of model, or one without a loss.
+        UsageError: it is another kind of model, or one without a loss.
     """
     return example_of(_fields_for(model), 2)
 
 
 def random_example_for(model: torch.nn.Module, *, batch_size: int) -> dict[str, torch.Tensor]:
-    """As :func:`example_batch_for`, with random values on the CPU."""
+    """Return the inputs of :func:`example_batch_for` for ``batch_size`` samples, with random values on the CPU."""
     return random_batch(_fields_for(model), batch_size, torch.Generator().manual_seed(0), padded=False)
 
 
 def _fields_for(model: torch.nn.Module) -> tuple[Field, ...]:
     config = getattr(model, "config", None)
-    head = head_of(type(model).__name__)
+    name = type(model).__name__
+    head = next((head for ending, head in _HEADS.items() if name.endswith(ending)), None)
     if config is None or head is None:
         raise UsageError(
-            f"Cannot make example inputs for {type(model).__name__}: it is no Hugging Face model with a loss",
+            f"Cannot make example inputs for {name}: it is no Hugging Face model with a loss",
             fix="Pass example_inputs={...}, a dict for the model's forward, labels included (a factory returns it beside the model)",
         )
     return fields_of_config(config, head, str(model.main_input_name), None)
 
 
-def head_of(class_name: str) -> str | None:
-    """causal, masked, seq2seq or image, told by the name of a Hugging Face class."""
-    heads = {
-        "ForCausalLM": "causal",
-        "LMHeadModel": "causal",
-        "ForMaskedLM": "masked",
-        "ForConditionalGeneration": "seq2seq",
-        "ForImageClassification": "image",
-    }
-    return next((head for ending, head in heads.items() if class_name.endswith(ending)), None)
+_HEADS = {
+    "ForCausalLM": "causal",
+    "LMHeadModel": "causal",
+    "ForMaskedLM": "masked",
+    "ForConditionalGeneration": "seq2seq",
+    "ForImageClassification": "image",
+}
+"""The head of a Hugging Face model, by the last part of the name of its class."""
 
 
 def without_dropout(model: torch.nn.Module) -> None:
-    """Sets every probability of dropping something, and every noise of a router, to 0, in modules and in what they copied of a config."""
-    configs: dict[int, tuple[Any, Any]] = {}  # of which forward may make further modules; the user's own stays as it is
+    """Set all dropout probabilities and the noise of routers to 0, in modules, in their attributes and in their configs.
+
+    Configs are replaced by copies, as forward may read them or make further modules from them; the user's config is not changed.
+    """
+    configs: dict[int, tuple[Any, Any]] = {}  # each original with its copy; holding the original keeps its id unique
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -202,20 +208,21 @@ def _drop_nothing(holder: Any) -> None:
 
 
 _DROPPING = ("dropout", "pdrop", "drop_prob", "drop_path", "layerdrop", "jitter_noise")
-"""In the names of attributes: elements, whole branches of a sample, layers, and what a router multiplies its input by."""
+"""Parts of the names of attributes with the probability of dropping elements, branches of a sample or layers, or a router's noise."""
 
 
 # --- factories ------------------------------------------------------------------------------------
 
 
 def _from_factory(spec: str, sequence_length: int | None, batch_size: int, dtype: torch.dtype) -> ModelSource:
+    """Return the model of a factory, with the fields of its example inputs."""
     factory = _import(spec)
     if sequence_length is not None:
         raise UsageError(
             f"--seq {sequence_length} does not go with a factory, which decides the sequence length",
             fix="Leave --seq out",
         )
-    with torch.random.fork_rng(devices=[]):  # as a build draws: a graph keeps the values of constant buffers
+    with torch.random.fork_rng(devices=[]):  # the seed of build(), as a graph keeps the values of constant buffers
         torch.manual_seed(0)
         model, examples = _call(factory, spec)
     if examples is None:
@@ -239,10 +246,11 @@ def _from_factory(spec: str, sequence_length: int | None, batch_size: int, dtype
 
 
 USER_FAILURES = (*FAILURES, OSError, SyntaxError)
-"""What a user's module or factory raises."""
+"""Exceptions that a user's module or factory may raise."""
 
 
 def _import(spec: str) -> Callable[[], Any]:
+    """Import the factory of ``package.module:factory``; the current folder is on the path."""
     path, _, attribute = spec.partition(":")
     if "/" in path or (path.endswith(".py") and Path(path).is_file()):
         raise UsageError(
@@ -276,10 +284,10 @@ def _import(spec: str) -> Callable[[], Any]:
 
 
 def _call(factory: Callable[[], Any], spec: str) -> tuple[torch.nn.Module, Any]:
-    """The factory's model, on the device it chose, and its example inputs."""
+    """Return the model of a factory, on the device that it chose, and its example inputs; None if it returns none."""
     try:
         with quiet_transformers():
-            made = factory()
+            result = factory()
     except (*USER_FAILURES, SystemExit) as error:
         raise UsageError(
             "The factory failed",
@@ -287,7 +295,7 @@ def _call(factory: Callable[[], Any], spec: str) -> tuple[torch.nn.Module, Any]:
             got=f"{type(error).__name__}: {error}",
             fix="Correct the factory: it runs without arguments and returns a model",
         ) from error
-    model, examples = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    model, examples = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(model, torch.nn.Module) or not isinstance(examples, torch.Tensor | tuple | list | Mapping | None):
         raise UsageError(
             "The factory returned something else than a model",
@@ -300,10 +308,10 @@ def _call(factory: Callable[[], Any], spec: str) -> tuple[torch.nn.Module, Any]:
 
 
 def _check_tensors(batch: Mapping[str, Any], spec: str) -> None:
-    """Refuse example inputs of which no further batches can be made.
+    """Check that further batches can be made from example inputs.
 
     Raises:
-        UsageError: names the entry.
+        UsageError: names the input that is neither a tensor nor a number or text.
     """
     for name, value in batch.items():
         if value is not None and not isinstance(value, torch.Tensor | bool | int | float | str):
@@ -316,23 +324,28 @@ def _check_tensors(batch: Mapping[str, Any], spec: str) -> None:
 
 
 def _last_line(error: BaseException) -> str:
-    """Where user code failed: the innermost line that is not of an installed package, else the innermost."""
+    """Return the line where user code failed: the innermost line outside installed packages and autopar, or else the innermost one."""
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name}:{error.lineno}"
     standard = sysconfig.get_paths()["stdlib"]
-    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(("<", standard))]
-    last = [f for f in own if Path(__file__).parents[1] not in Path(f.filename).parents] or frames
-    return f"{Path(last[-1].filename).name}:{last[-1].lineno}"
+    local = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(("<", standard))]
+    users = [f for f in local if Path(__file__).parents[1] not in Path(f.filename).parents] or frames
+    return f"{Path(users[-1].filename).name}:{users[-1].lineno}"
 
 
 def _check_positions(model: torch.nn.Module, sequence_length: int | None, spec: str) -> None:
+    """Check that tables of learned positions have an entry for each token of a sample.
+
+    Raises:
+        UsageError: the sequence is longer.
+    """
     for name, module in model.named_modules():
         last = name.rsplit(".", 1)[-1]
         if (
             isinstance(module, torch.nn.Embedding)
             and ("position" in last or last == "wpe")
-            and "vision" not in name  # positions of patches
+            and "vision" not in name  # its positions are those of image patches
             and sequence_length is not None
             and module.num_embeddings < sequence_length
         ):

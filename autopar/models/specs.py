@@ -1,13 +1,7 @@
-"""Hugging Face models from a type or folder and overrides, and families by their sizes.
-
-Released configurations have keys that the configuration's class does not declare (``head_dim`` of Qwen3-MoE). As an object of the
-class may lack them, the code of the model asks by ``getattr(config, "head_dim", ...)`` or ``hasattr(config, "head_dim")``: a plain
-``config.head_dim`` is of another class.
-"""
+"""Makes Hugging Face models from a type or folder with overrides, and families from their sizes."""
 
 from __future__ import annotations
 
-import ast
 import copy
 import difflib
 import importlib
@@ -24,72 +18,18 @@ from typing import Any, cast
 import torch
 
 from autopar.errors import UsageError
+from autopar.models.config_keys import optional_keys
 from autopar.tracing.failures import FAILURES
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def optional_keys(config_class: type) -> frozenset[str]:
-    """Names that the modelling module beside a configuration's class asks for; empty: there is no such module.
-
-    By its source alone, nothing of which is imported or run. A configuration that holds others (of towers) is only what is
-    annotated as this class: the rest may be about those that it holds.
-    """
-    source = _modelling_source(config_class.__module__)
-    if source is None:
-        return frozenset()
-    tree = ast.parse(source.read_text(encoding="utf-8"))
-    holds_others = bool(getattr(config_class, "sub_configs", None))
-    meant = {config_class.__name__} if holds_others else {config_class.__name__, ""}
-    return frozenset(name for about, name in _asked(tree) if meant & about)
-
-
-def _modelling_source(module: str) -> Path | None:
-    """The file ``modeling_x.py`` beside the one of ``configuration_x``."""
-    file = Path(getattr(sys.modules.get(module), "__file__", None) or "")
-    found = file.with_name(file.name.replace("configuration_", "modeling_")) if file.name else file
-    return found if found != file and found.is_file() else None
-
-
-def _asked(tree: ast.Module) -> Iterator[tuple[frozenset[str], str]]:
-    """Each name that is asked for, with the classes of the configuration as annotated; ``""``: it is not annotated."""
-    for node in tree.body:
-        if isinstance(node, Function):
-            yield from _asked_in(node, {"config": _annotated(node)})
-        elif isinstance(node, ast.ClassDef):
-            functions = [part for part in node.body if isinstance(part, Function)]
-            kept = next(
-                (_annotated(function) for function in functions if function.name == "__init__"), frozenset({""})
-            )
-            for function in functions:
-                yield from _asked_in(function, {"config": _annotated(function), "self.config": kept})
-
-
-def _annotated(function: Function) -> frozenset[str]:
-    arguments = (*function.args.args, *function.args.kwonlyargs)
-    found = next((argument.annotation for argument in arguments if argument.arg == "config"), None)
-    return frozenset({""} if found is None else ast.unparse(found).strip("'\"").split(" | "))
-
-
-def _asked_in(function: Function, known: dict[str, frozenset[str]]) -> Iterator[tuple[frozenset[str], str]]:
-    for node in ast.walk(function):
-        match node:
-            case ast.Call(
-                func=ast.Name(id="getattr" | "hasattr"),
-                args=[ast.Name() | ast.Attribute() as owner, ast.Constant(value=str() as name), *_],
-            ) if (place := ast.unparse(owner)) in known:
-                yield known[place], name
-
-
 GRAMMAR = "Write package.module:factory, hf:TYPE?key=value, or gpt:layers=2,hidden=64,heads=4,vocab=128"
-"""How a model is described, for errors."""
+"""The forms of a MODEL description, for error messages."""
 
 
 class MeanSquareLoss(torch.nn.Module):
-    """A model without a loss of its own: the mean square of its first output, or the distance of its two towers'.
+    """A model without a loss, wrapped with one: the mean square of its first output, or of the difference of two towers' embeddings.
 
-    What two towers (CLIP) give is compared pair by pair: a loss over all pairs of a batch, as CLIP's own, would
-    depend on how the batch is cut.
+    The embeddings of two towers (CLIP) are compared pair by pair. A loss over all pairs of a batch, like that of CLIP, would depend on how
+    the batch is split.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -97,7 +37,7 @@ class MeanSquareLoss(torch.nn.Module):
         self.model = model
 
     def forward(self, **batch: torch.Tensor) -> torch.Tensor:
-        """The scalar loss of a batch."""
+        """Return the scalar loss of a batch."""
         output = self.model(**batch)
         text, image = getattr(output, "text_embeds", None), getattr(output, "image_embeds", None)
         if isinstance(text, torch.Tensor) and isinstance(image, torch.Tensor):
@@ -110,7 +50,7 @@ class MeanSquareLoss(torch.nn.Module):
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keeps warnings and progress bars of transformers off the terminal."""
+    """Silence warnings and log messages of transformers in the body."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if "transformers" not in sys.modules:
@@ -126,6 +66,11 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def _transformers() -> Any:
+    """Return the module transformers.
+
+    Raises:
+        UsageError: it is not installed.
+    """
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
@@ -135,33 +80,33 @@ def _transformers() -> Any:
 
 
 def hugging_face(text: str) -> tuple[Callable[[], torch.nn.Module], str]:
-    """How to make the model of ``TYPE_OR_FOLDER?key=value&...``, and its head.
+    """Return a function that makes the model of ``TYPE_OR_FOLDER?key=value&...``, and the name of its head.
 
     Raises:
-        UsageError: an unknown type or key, or settings that fit no model.
+        UsageError: the type or a key is unknown, or no model has these settings.
     """
     where, _, query = text.partition("?")
     given = _values(query, "&")
     transformers = _transformers()
     with quiet_transformers():
         if Path(where).is_dir():
-            load = partial(_local_config, transformers, where)
+            load = partial(_local_config, where)
         else:
-            known = list(transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES)
-            if where not in known:
-                near = difflib.get_close_matches(where, known, 5, 0.5)
+            types = list(transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES)
+            if where not in types:
+                near = difflib.get_close_matches(where, types, 5, 0.5)
                 raise UsageError(
                     f"Unknown model type 'hf:{where}': neither a model type of transformers nor a folder with config.json",
                     fix=f"Did you mean {', '.join(near)}?" if near else "See transformers' list of model types",
                 )
             load = partial(transformers.AutoConfig.for_model, where)
         config = _configured(load, given, where)
-    return _maker_of(transformers, config)
+    return _maker_of(config)
 
 
-def _local_config(transformers: Any, where: str, **given: Any) -> Any:
+def _local_config(where: str, **given: Any) -> Any:
     try:
-        return transformers.AutoConfig.from_pretrained(where, local_files_only=True, **given)
+        return _transformers().AutoConfig.from_pretrained(where, local_files_only=True, **given)
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(
             "No usable config.json in this folder",
@@ -172,10 +117,13 @@ def _local_config(transformers: Any, where: str, **given: Any) -> Any:
 
 
 def _configured(load: Callable[..., Any], given: Mapping[str, Any], where: str) -> Any:
-    """The configuration with overrides, checked by name: its class declares them, or the model's code asks for them.
+    """Return the configuration with the overrides ``given``. Its class must declare their keys, or the code of the model must read them.
 
-    Token ids that the vocabulary lacks are mended. Layers are not left out at random unless it is asked for: which
-    ones a step has is decided by numbers that no trace knows.
+    Token ids outside the vocabulary are corrected. Layers are not dropped at random unless the overrides say so, as a trace cannot know
+    which layers a step runs.
+
+    Raises:
+        UsageError: a key is unknown, or no model has these settings.
     """
     default = load()
     undeclared = [key for key in given if not hasattr(default, key)]
@@ -184,15 +132,15 @@ def _configured(load: Callable[..., Any], given: Mapping[str, Any], where: str) 
         if key in optional:
             continue
         declared = {*default.to_dict(), *getattr(default, "attribute_map", {})} - {"transformers_version"}
-        known = sorted(declared | optional)
-        near = difflib.get_close_matches(key, known, 5, 0.5)
+        keys = sorted(declared | optional)
+        near = difflib.get_close_matches(key, keys, 5, 0.5)
         raise UsageError(
             f"Unknown key '{key}' of the configuration of {where}",
-            fix=(f"Did you mean {', '.join(near)}? " if near else "") + f"Known: {', '.join(known)}",
+            fix=(f"Did you mean {', '.join(near)}? " if near else "") + f"Known: {', '.join(keys)}",
         )
     try:
         config = load(**given)
-    except Exception as error:  # a configuration checks itself, with errors of its library
+    except Exception as error:  # a configuration checks itself, and raises errors of any library
         raise _unfit(error, where) from error
     _check_sizes(config, given, where)
     _mend(config, given)
@@ -200,25 +148,29 @@ def _configured(load: Callable[..., Any], given: Mapping[str, Any], where: str) 
 
 
 def _check_sizes(config: Any, given: Mapping[str, Any], where: str) -> None:
-    """What makes a model without layers, or one that cannot run, and that no configuration looks at."""
-    layers, heads, shared = (
+    """Check sizes with which a model has no layers or cannot run, and which configurations do not check themselves.
+
+    Raises:
+        UsageError: names the size.
+    """
+    layers, heads, kv_heads = (
         getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     )
     if given and isinstance(layers, int) and layers < 1:
         raise UsageError(f"The model has {layers} layers", where=where, fix="Set num_hidden_layers to 1 or more")
-    if given and isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
+    if given and isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads > 0 and heads % kv_heads:
         raise UsageError(
-            f"{shared} heads of keys and values do not divide {heads} attention heads",
+            f"{kv_heads} heads of keys and values do not divide {heads} attention heads",
             where=where,
             fix="Set num_key_value_heads to a divisor of num_attention_heads",
         )
 
 
 def _mend(config: Any, given: Mapping[str, Any]) -> None:
-    """Sets what training needs otherwise than a published checkpoint, where it is not in ``given``."""
+    """Set keys to the values that training needs, which differ from those of published checkpoints, unless they are in ``given``."""
     config.use_cache = False
     if getattr(config, "architectures", None) is None:
-        config.architectures = []  # transformers looks through them where a type has several heads
+        config.architectures = []  # transformers iterates over them if a type has several heads
     for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
         if name not in given and getattr(config, name, None):
             setattr(config, name, 0.0)
@@ -235,10 +187,8 @@ def _mend(config: Any, given: Mapping[str, Any]) -> None:
             config.decoder_start_token_id = config.pad_token_id
 
 
-_UNFIT_FIX = "Correct the keys after `?`, or give a factory `package.module:factory`"
-
-
 def _unfit(error: BaseException, where: str) -> UsageError:
+    """Return the error for a configuration from which no model can be made; ``error`` is the cause."""
     lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     first = " ".join(line.strip() for line in lines[:2]) if lines[0].endswith(":") else lines[0]
     value = f"{type(error).__name__}: {first[:200]}"
@@ -246,11 +196,17 @@ def _unfit(error: BaseException, where: str) -> UsageError:
         return UsageError(
             "The model needs a package that is not installed", where=where, got=value, fix="Install what it names"
         )
-    return UsageError("These settings make no model", where=where, got=value, fix=_UNFIT_FIX)
+    fix = "Correct the keys after `?`, or give a factory `package.module:factory`"
+    return UsageError("These settings make no model", where=where, got=value, fix=fix)
 
 
-def _maker_of(transformers: Any, config: Any) -> tuple[Callable[[], torch.nn.Module], str]:
-    """How to make the model with the head that has a loss, and which head that is."""
+def _maker_of(config: Any) -> tuple[Callable[[], torch.nn.Module], str]:
+    """Return a function that makes the model with a head that has a loss, and the name of the head; ``base`` if it has none.
+
+    Raises:
+        UsageError: transformers has no model of this type.
+    """
+    transformers = _transformers()
     auto = transformers.models.auto.modeling_auto
     kind = config.model_type
     mappings = (
@@ -260,9 +216,9 @@ def _maker_of(transformers: Any, config: Any) -> tuple[Callable[[], torch.nn.Mod
         ("causal", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "AutoModelForCausalLM"),
         ("image", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", "AutoModelForImageClassification"),
     )
-    towers = hasattr(config, "text_config") and hasattr(config, "vision_config")
+    has_towers = hasattr(config, "text_config") and hasattr(config, "vision_config")
     for head, mapping, loader in mappings:
-        if head == "image" and towers:  # the classifier has one of them alone
+        if head == "image" and has_towers:  # the classifier has only one of them
             continue
         if kind in getattr(auto, mapping, {}):
             return partial(_make, getattr(transformers, loader), config, wrap=False), head
@@ -275,28 +231,27 @@ def _maker_of(transformers: Any, config: Any) -> tuple[Callable[[], torch.nn.Mod
 
 
 def _make(loader: Any, config: Any, *, wrap: bool) -> torch.nn.Module:
-    """The model with fused attention and grouped experts, or with as much of that as its type knows."""
-    ways: tuple[dict[str, str], ...] = (
-        {"attn_implementation": "sdpa", **_EXPERTS},
-        {"attn_implementation": "sdpa"},
-        {"attn_implementation": "eager", **_EXPERTS},
-        {"attn_implementation": "eager"},
-    )
-    if not (hasattr(config, "num_local_experts") or hasattr(config, "num_experts")):
-        ways = ways[1::2]
-    for way in ways:
+    """Return the model with fused attention and grouped experts, or with as many of the two as its type supports.
+
+    Args:
+        wrap: whether the model has no loss and gets that of :class:`MeanSquareLoss`.
+    """
+    has_experts = hasattr(config, "num_local_experts") or hasattr(config, "num_experts")
+    experts: list[dict[str, str]] = [_EXPERTS, {}] if has_experts else [{}]
+    options = [{"attn_implementation": attention, **others} for attention in ("sdpa", "eager") for others in experts]
+    for option in options:
         try:
-            model = loader.from_config(copy.deepcopy(config), **way)  # which it changes, even where it fails
-        except FAILURES as error:  # settings that fit no model, or a package of transformers' own that is missing
-            if way is ways[-1] or not isinstance(error, ValueError | TypeError):
+            model = loader.from_config(copy.deepcopy(config), **option)  # it changes the config, even if it fails
+        except FAILURES as error:  # no model has these settings, or an optional package of transformers is missing
+            if option is options[-1] or not isinstance(error, ValueError | TypeError):
                 raise _unfit(error, str(config.model_type)) from error
         else:
             return MeanSquareLoss(model) if wrap else cast("torch.nn.Module", model)
-    raise AssertionError("the last way returns or raises")
+    raise AssertionError("the last option returns or raises")
 
 
 _EXPERTS = {"experts_implementation": "grouped_mm"}
-"""The only one of transformers' experts that exports without control flow on data, and computes no expert in vain."""
+"""The only implementation of experts in transformers that exports without control flow on data and computes no unused expert."""
 
 
 # --- families -------------------------------------------------------------------------------------
@@ -327,13 +282,14 @@ FAMILIES: dict[str, tuple[str, dict[str, str]]] = {
     "bloom": ("bloom", {"layers": "n_layer", "hidden": "hidden_size", "heads": "n_head", "vocab": "vocab_size"}),
     "mixtral": ("mixtral", {**_OF_LLAMA, "experts": "num_local_experts", "top_k": "num_experts_per_tok"}),
 }
-"""The Hugging Face type of each family, and the keys of ours by theirs; ``dropout`` (0) is common to all.
+"""For each family the Hugging Face model type, and the keys of its configuration by our keys. All have ``dropout`` too (default 0).
 
-MPT as MosaicML trains it (fused attention, exact GELU, learned positions) is a GPT of PyTorch's fused
-operators; Hugging Face's class of that name holds all attention scores: ``hf:mpt`` gives that one.
+MPT as trained by MosaicML (fused attention, exact GELU, learned positions) equals GPT-2 with PyTorch's fused operators. The MPT class of
+Hugging Face stores all attention scores; ``hf:mpt`` is that one.
 """
 
 _FIXED = {"mpt": {"activation_function": "gelu"}}
+"""Further keys of a family's configuration."""
 
 _DROPOUTS = {
     "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
@@ -341,20 +297,21 @@ _DROPOUTS = {
     "llama": ("attention_dropout",),
     "mixtral": ("attention_dropout",),
 }
+"""The keys of a model type's configuration that ``dropout`` sets."""
 
 
 def family_model(name: str, text: str, sequence_length: int | None) -> tuple[Callable[[], torch.nn.Module], str]:
-    """How to make the model of ``layers=2,hidden=64,...`` of a family, and its head.
+    """Return a function that makes the model ``layers=2,hidden=64,...`` of a family, and the name of its head.
 
     Raises:
-        UsageError: an unknown key, or sizes that fit no model.
+        UsageError: a key is unknown, or no model has these sizes.
     """
     kind, keys = FAMILIES[name]
     given = _values(text, ",")
-    known = [*keys, "dropout"]
+    allowed = [*keys, "dropout"]
     for key, value in given.items():
-        if key not in known:
-            raise UsageError.unknown(f"{name} setting", key, known)
+        if key not in allowed:
+            raise UsageError.unknown(f"{name} setting", key, allowed)
         if key != "dropout" and not isinstance(value, int):
             raise UsageError(f"{name}:{key} is {value!r}, not a whole number", fix=f"Write for example {key}=8")
         if key not in ("dropout", "tied") and value < 1:
@@ -378,11 +335,15 @@ def family_model(name: str, text: str, sequence_length: int | None) -> tuple[Cal
         values[keys["seq"]] = max(sequence_length, values.get(keys["seq"], 0))
     with quiet_transformers():
         config = _configured(partial(transformers.AutoConfig.for_model, kind), values, name)
-    return _maker_of(transformers, config)
+    return _maker_of(config)
 
 
 def _values(text: str, separator: str) -> dict[str, Any]:
-    """``a=1&b=[2]`` as a dict; values are JSON where they can be, or ``True``, ``False`` and ``None`` as in Python; text otherwise."""
+    """Return settings such as ``a=1&b=[2]`` as a dict. Values are read as JSON or as Python's ``True``, ``False``, ``None``, else as text.
+
+    Raises:
+        UsageError: a setting is not of the form key=value, is given twice, or is several settings with a wrong separator.
+    """
     python = {"True": True, "False": False, "None": None}
     result: dict[str, Any] = {}
     for item in _split(text, separator):
@@ -402,7 +363,7 @@ def _values(text: str, separator: str) -> dict[str, Any]:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Splits outside of brackets; the shell's ``depths=[1,1]`` stays whole."""
+    """Split a text at separators that are not in brackets, so that ``depths=[1,1]`` stays one part; empty parts are dropped."""
     parts, depth, start = [], 0, 0
     for i, c in enumerate(text):
         depth += (c in "[{") - (c in "]}")

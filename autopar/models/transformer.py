@@ -1,8 +1,8 @@
-"""The transformers that published runs trained, by their sizes, as the kernels that those programs launch.
+"""Transformers of published training runs, by their sizes, with one operator for each kernel that the programs of those runs launch.
 
-Each norm, activation and attention is one operator of torch, as it is one kernel in Megatron, Transformer Engine and
-MPT's flash attention. ``scores`` attention stores its probabilities; masking and scaling are part of its fused softmax.
-Models are made on meta for their shapes alone.
+A norm, an activation and fused attention are one operator of torch each, as they are one kernel in Megatron, Transformer Engine and MPT's
+flash attention. ``scores`` attention stores its probabilities; its masking and scaling are part of the fused softmax. The models are made
+on meta, as only their shapes matter.
 """
 
 from __future__ import annotations
@@ -17,17 +17,27 @@ from torch import Tensor, nn
 FAMILIES = ("gpt", "llama", "mpt", "bloom")
 ATTENTIONS = ("flash", "scores")
 DROPPED = 0.1
-"""Share that dropout drops; any other takes as long."""
+"""The probability of dropout; the time does not depend on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What decides a model's graph, apart from the number of its equal layers; ``sequence`` in tokens.
+    """The sizes that decide a model's graph, except for the number of its equal layers.
 
-    ``dropout``: of what attention and feed-forward add, and of the probabilities of attention that keeps its scores.
-    ``plain_scores``: such attention scales, masks and normalizes by operators of their own, in single precision under
-    ``autocast``; else by one fused softmax. ``operator_chains``: GELU and RMS norms are chains of operators, as in Hugging
-    Face's transformers (``NewGELUActivation``, ``LlamaRMSNorm``) and minGPT.
+    Attributes:
+        family: one of :data:`FAMILIES`.
+        hidden: the width of the model.
+        ffn: the inner width of the feed-forward.
+        heads, kv_heads: the numbers of query heads, and of key and value heads.
+        vocabulary: the number of tokens.
+        sequence: tokens of a sample.
+        attention: one of :data:`ATTENTIONS`.
+        dtype: the dtype of the model, by torch's name.
+        autocast: whether norms, and the softmax of ``plain_scores``, are in single precision between casts.
+        dropout: whether the outputs of attention and feed-forward have dropout, and the probabilities of ``scores`` attention.
+        plain_scores: whether ``scores`` attention scales, masks and normalizes by separate operators, not by one fused softmax.
+        operator_chains: whether GELU and RMS norms are chains of operators, as in Hugging Face's transformers (``NewGELUActivation``,
+            ``LlamaRMSNorm``) and minGPT.
     """
 
     family: str
@@ -45,29 +55,25 @@ class Sizes:
     operator_chains: bool = False
 
 
-class ChainedNorm(nn.Module):
-    """An RMS norm of torch's operators, in single precision but for its weight [Hugging Face, LlamaRMSNorm]."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden))
+class ChainedNorm(nn.RMSNorm):
+    """An RMS norm as a chain of operators, in single precision except for its weight (Hugging Face, ``LlamaRMSNorm``)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The norm of ``x``, in its dtype."""
+        """Return the norm of ``x`` in its dtype."""
         wide = x.float()
         scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
         return self.weight * scaled.to(x.dtype)
 
 
 class Norm(nn.Module):
-    """A layer norm in single precision between casts, as autocast runs it."""
+    """A layer norm in single precision between casts, as it runs under autocast."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.inner = nn.LayerNorm(hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The norm of ``x``, in its dtype."""
+        """Return the norm of ``x`` in its dtype."""
         weight, bias = self.inner.weight.float(), self.inner.bias.float()
         return F.layer_norm(x.float(), (x.shape[-1],), weight, bias).to(x.dtype)
 
@@ -75,8 +81,8 @@ class Norm(nn.Module):
 class Transformer(nn.Module):
     """A decoder with its loss.
 
-    Llama has RMS norms, rotary positions, a gated feed-forward and a head of its own; the others have layer norms with
-    biases, GELU and a head tied to the embedding; BLOOM has a norm behind the embedding and no learned positions.
+    Llama has RMS norms, rotary positions, a gated feed-forward and an untied head. The other families have layer norms, biases, GELU and
+    a head tied to the embedding. BLOOM has a norm behind the embedding and no learned positions.
     """
 
     def __init__(self, sizes: Sizes, layers: int) -> None:
@@ -93,7 +99,7 @@ class Transformer(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        """The mean loss of ids [batch, sequence] and labels of the same shape."""
+        """Return the mean loss of ids [batch, sequence] and labels of the same shape."""
         x = self.embedding(input_ids)
         if self.positions is not None:
             x = x + self.positions(torch.arange(x.shape[1], device=x.device))
@@ -106,7 +112,7 @@ class Transformer(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
 
     def _rotary(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of rotary positions [Su et al. 2021], [sequence, width of a head]; once for all layers."""
+        """Return the cosines and sines of rotary positions (Su et al. 2021), [sequence, width of a head], for all layers."""
         width = x.shape[2] // self.heads
         rates = 10000.0 ** (-torch.arange(0, width, 2, device=x.device) / width)
         angles = torch.arange(x.shape[1], device=x.device)[:, None] * torch.cat([rates, rates])
@@ -131,7 +137,7 @@ class Layer(nn.Module):
         self.down = nn.Linear(sizes.ffn, sizes.hidden, bias=not llama)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        """The layer's output, of the shape of ``x``."""
+        """Return the output of the layer, of the shape of ``x``."""
         x = x + self._dropped(self.out(self._attention(self.norm1(x), rotary)))
         y = self.norm2(x)
         gelu = _chained_gelu if self.sizes.operator_chains else F.gelu
@@ -159,6 +165,7 @@ class Layer(nn.Module):
         return mixed.transpose(1, 2).reshape(batch, sequence, hidden)
 
     def _probabilities(self, scores: Tensor) -> Tensor:
+        """Return the probabilities of scores [batch, heads, sequence, sequence]."""
         if not self.sizes.plain_scores:
             return F.softmax(scores, dim=-1)
         sequence = scores.shape[-1]
@@ -168,26 +175,24 @@ class Layer(nn.Module):
 
 
 def _chained_gelu(x: Tensor) -> Tensor:
-    """GELU by eight operators; halved by a division, as the trace would take GPT-2's own way for ``F.gelu`` otherwise."""
+    """Return GELU by eight operators. It halves by a division, as tracing replaces GPT-2's form, with a multiplication, by ``F.gelu``."""
     return x / 2.0 * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
 def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     cosines, sines = rotary
-    made: Tensor = x * cosines + torch.roll(x, x.shape[-1] // 2, -1) * sines
-    return made
+    result: Tensor = x * cosines + torch.roll(x, x.shape[-1] // 2, -1) * sines
+    return result
 
 
 def _norm(sizes: Sizes) -> nn.Module:
-    if sizes.family == "llama" and sizes.operator_chains:
-        return ChainedNorm(sizes.hidden)
     if sizes.family == "llama":
-        return nn.RMSNorm(sizes.hidden, eps=1e-5)
+        return (ChainedNorm if sizes.operator_chains else nn.RMSNorm)(sizes.hidden, eps=1e-5)
     return Norm(sizes.hidden) if sizes.autocast else nn.LayerNorm(sizes.hidden)
 
 
 def build(sizes: Sizes, layers: int) -> tuple[Transformer, dict[str, Tensor]]:
-    """The model and a batch of two samples, on meta."""
+    """Return the model and a batch of two samples, on meta."""
     with torch.device("meta"):
         model = Transformer(sizes, layers).to(getattr(torch, sizes.dtype))
         ids = torch.zeros(2, sizes.sequence, dtype=torch.long)

@@ -1,1 +1,1 @@
-"""Pins that the modules of a model carry for the plan."""
+"""Pins in code: constraints on the plan that are attached to modules of the model."""

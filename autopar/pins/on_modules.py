@@ -1,12 +1,12 @@
-"""Pins in code: a module carries what the plan must hold for it, whoever searches for the model that it is a part of.
+"""Attaches pins to modules. They hold in every search for a model that contains the module.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
     >>> _ = pin(model[0], recompute="full", parameters={"weight": "tp:S(0)"})
     >>> pins_of(model)
     ('recompute=full@0', '0.weight=tp:S(0)')
 
-A trace reads them, and the search treats them as the pins that it is given (:mod:`autopar.planner.space.pins`); the plan lists
-both alike.
+Tracing collects the pins into the graph. The search treats them like the pins of the request (:mod:`autopar.planner.space.pins`), and
+the plan lists both.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ def pin(
     opaque: bool = False,
     parameters: Mapping[str, str] | None = None,
 ) -> Module:
-    """Pins a part of the plan at a module of the model; a second call adds to the first, and the later one wins.
+    """Pin a part of the plan at a module of the model. A second call adds pins, and replaces those of the same kind.
 
     Args:
-        module: a block, for ``recompute`` and ``stage``; any module for the others. A copy of it is pinned as well.
-        recompute: which of the block's activations backward computes again: ``none``, ``selective`` or ``full``.
-        stage: the pipeline stage of the block, from 0.
-        opaque: the module runs as it is written.
-        parameters: types at rest by the parameter's name in the module, or a pattern: ``{"*.weight": "tp:S(0)"}``.
+        module: a block for ``recompute`` and ``stage``, any module for the others. Copies of the module carry the pins too.
+        recompute: which activations of the block are recomputed in backward: ``none``, ``selective`` or ``full``.
+        stage: the pipeline stage of the block, counted from 0.
+        opaque: whether the module runs as it is written, untraced.
+        parameters: types of parameters at rest, by name in the module or by pattern: ``{"*.weight": "tp:S(0)"}``.
 
     Returns:
-        The module.
+        The module itself.
 
     Raises:
-        UsageError: it is no module, nothing is pinned, a value is not one, or a pattern fits no parameter of the module.
+        UsageError: ``module`` is not a module, nothing is pinned, a value is invalid, or a pattern matches no parameter of the module.
     """
     if not isinstance(module, torch.nn.Module):
         raise _bad(f"{module!r} is no module", "Give the module itself, as model.layers[0], and not its path", module)
-    given: dict[str, str] = {}
+    pins: dict[str, str] = {}
     if recompute is not None:
         if recompute not in RECOMPUTES:
             raise _bad(f"Unknown recompute {recompute!r}", "Choose 'none', 'selective' or 'full'", module)
-        given["recompute"] = recompute
+        pins["recompute"] = recompute
     if stage is not None:
         if isinstance(stage, bool) or not isinstance(stage, SupportsIndex) or stage < 0:
             raise _bad(f"The stage is {stage!r}", "Give a whole number, counted from 0", module)
-        given["stage"] = str(int(stage))
+        pins["stage"] = str(int(stage))
     if opaque:
-        given["opaque"] = ""
+        pins["opaque"] = ""
     names = [name for name, _ in module.named_parameters()]
     for pattern, kind in (parameters or {}).items():
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -69,18 +69,18 @@ def pin(
                 else "Pin a module that has some"
             )
             raise _bad(f"No parameter of this module matches '{pattern}'", fix, module)
-        given[f"parameter {pattern}"] = kind
-    if not given:
+        pins[f"parameter {pattern}"] = kind
+    if not pins:
         raise _bad("Nothing is pinned", "Give recompute=, stage=, opaque=True or parameters=", module)
-    object.__setattr__(module, _ATTRIBUTE, {**getattr(module, _ATTRIBUTE, {}), **given})
+    object.__setattr__(module, _ATTRIBUTE, {**getattr(module, _ATTRIBUTE, {}), **pins})
     return module
 
 
 def pins_of(model: torch.nn.Module) -> tuple[str, ...]:
-    """The pins of the modules of ``model``, as texts with the modules' paths, outer modules first.
+    """Return the pins of the modules of ``model`` as text, with the paths of the modules; outer modules come first.
 
     Raises:
-        UsageError: the complete model is pinned to a stage, or as opaque.
+        UsageError: the complete model is pinned to a stage or as opaque.
     """
     return tuple(
         _text(kind, value, path, module)
@@ -90,6 +90,7 @@ def pins_of(model: torch.nn.Module) -> tuple[str, ...]:
 
 
 def _text(kind: str, value: str, path: str, module: torch.nn.Module) -> str:
+    """Return one pin in the syntax of requests; ``path`` is the module's path in the model, empty for the model itself."""
     if kind == "recompute":
         return f"recompute={value}" + (f"@{path}" if path else "")
     if not kind.startswith("parameter ") and not path:
@@ -103,4 +104,5 @@ def _text(kind: str, value: str, path: str, module: torch.nn.Module) -> str:
 
 
 def _bad(problem: str, fix: str, module: torch.nn.Module) -> UsageError:
+    """Return the error of :func:`pin` for a module."""
     return UsageError(problem, where=f"autopar.pin({type(module).__name__})", fix=fix)

@@ -1,4 +1,4 @@
-"""Checks that hold for every plan: its parts refer to each other, and its degrees fit together."""
+"""Checks of the invariants of every plan: its parts refer to each other, and its degrees fit together."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ _GRID = re.compile(r":(\d+)x(\d+)(?:\?.*)?$")
 
 
 def check_plan(plan: Plan, *, place: str = "plan") -> None:
-    """Checks that the parts of a plan fit together.
+    """Check that the parts of a plan fit together.
 
     Args:
         place: the name of the plan in errors (its file).
 
     Raises:
-        PlanError: names the first part that does not fit, by its path in the document.
+        PlanError: a part does not fit; the error names the first one by its path in the document.
     """
     for path, expected, got, fix in _faults(plan):
         raise PlanError(f"'{path}' does not fit the plan", where=place, expected=expected, got=got, fix=fix)
 
 
 _Fault = tuple[str, str, object, str]
+"""The path of a fault, what is expected there, what was found, and the remedy."""
 _AGAIN = "Search again with these pins"
 
 
@@ -133,7 +134,7 @@ def _stages(plan: Plan) -> Iterator[_Fault]:
 
 
 def _spans(spans: Sequence[StagePlan | RankGroup], name: str, unit: str, count: int) -> Iterator[_Fault]:
-    """Faults of spans that are not consecutive and non-empty, or do not cover all ``count`` units."""
+    """Iterate over the faults of spans, which have to be consecutive and non-empty and to cover all ``count`` units."""
     start = 0
     for i, span in enumerate(spans):
         if span.start != start or span.stop <= span.start:
@@ -168,11 +169,11 @@ def _shares(plan: Plan) -> Iterator[_Fault]:
 
 
 SHARES_ALONE = "data parallelism alone (pp=1, cp=1, tp=1 and ep_data=1) beside unequal shares"
-"""What is expected of the mesh if data ranks take unequal numbers of samples."""
+"""The expected mesh if data ranks take unequal numbers of samples, for errors."""
 
 
 def shares_fault(shares: Sequence[int], ranks: Sequence[int], global_batch_size: int) -> tuple[str, object, str] | None:
-    """The fault of data shares: what is expected, what there is and what to do; None if there is none.
+    """Return the fault of data shares as what is expected, what was found, and the remedy; None if there is no fault.
 
     Args:
         shares: for each node group the samples that one of its ranks takes at once.
@@ -195,7 +196,7 @@ def shares_fault(shares: Sequence[int], ranks: Sequence[int], global_batch_size:
 
 
 def check_model(plan: Plan, name: str, fingerprint: str, *, place: str = "plan") -> None:
-    """Checks that a plan was made for the model of this name and fingerprint.
+    """Check that a plan was made for the model of this name and fingerprint.
 
     Raises:
         PlanError: the fingerprints differ.

@@ -1,6 +1,7 @@
-"""Plans as JSON files without loss, whose faults are named by file and path; and their schema, generated from the dataclasses of plans.
+"""Reads and writes plans as JSON files, and generates their schema from the dataclasses of plans.
 
-``python -m autopar.plan.file docs/reference/plan.schema.json`` writes the published copy; a test keeps it up to date.
+Nothing of a plan is lost in a file. Errors name the file and the path in it.
+``python -m autopar.plan.file docs/reference/plan.schema.json`` writes the published schema; a test keeps it up to date.
 """
 
 from __future__ import annotations
@@ -31,24 +32,25 @@ if TYPE_CHECKING:
 
 
 _LINE_LENGTH = 110
+"""Columns of a line of a plan file."""
 _MAKE_ANEW = "Make it anew with 'autopar search ... -o FILE'"
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON values, with keys in the order of the fields and types as ``S(0)``; numbers are not rounded."""
+    """Return a plan as JSON values. Keys are in the order of the fields, types are written as ``S(0)``, and numbers are not rounded."""
     written_by = {WRITTEN_BY: f"autopar {_autopar_version()}"}
     return {"version": plan.version} | written_by | cast("dict[str, Any]", encode(plan))
 
 
 def plan_from_dict(data: object, *, place: str = "plan") -> Plan:
-    """The plan of a result of :func:`plan_to_dict`.
+    """Return the plan of a result of :func:`plan_to_dict`.
 
     Args:
-        data: decoded JSON.
+        data: the decoded JSON.
         place: the name of the source in errors (the file).
 
     Raises:
-        PlanError: names the path in the document, what is expected and what there is.
+        PlanError: the data is not a plan; the error names the path in it, what was expected there, and what was found.
     """
     _check_version(data, place)
     error = next(iter(sorted(_validator().iter_errors(data), key=_error_order)), None)
@@ -61,7 +63,7 @@ def plan_from_dict(data: object, *, place: str = "plan") -> Plan:
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
-    """Writes the plan completely or not at all: to a temporary file next to ``path``, which is then renamed.
+    """Write a plan, completely or not at all: to a temporary file next to ``path``, which is then renamed.
 
     Raises:
         PlanError: the plan is inconsistent, or the file cannot be written.
@@ -75,10 +77,10 @@ def save_plan(plan: Plan, path: str | Path) -> None:
 
 
 def load_plan(path: str | Path) -> Plan:
-    """Reads a plan file.
+    """Read a plan file.
 
     Raises:
-        PlanFileError: the file is missing, truncated, not JSON, of a newer format, or inconsistent; says where.
+        PlanFileError: the file is missing, truncated, not JSON, of a newer format, or inconsistent; the error names the place.
     """
     try:
         return _read_plan(Path(path))
@@ -97,19 +99,19 @@ def _read_plan(path: Path) -> Plan:
         data = json.loads(text, object_pairs_hook=partial(_unique, place), parse_constant=partial(_no_constant, place))
     except json.JSONDecodeError as error:
         where = f"{place}, line {error.lineno}, column {error.colno}"
-        cut = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated")
-        found = "is empty" if not text.strip() else "is cut off" if cut else f"is not JSON ({error.msg})"
-        raise PlanError(f"The plan file {found}", where=where, fix=_MAKE_ANEW) from error
+        is_cut = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated")
+        problem = "is empty" if not text.strip() else "is cut off" if is_cut else f"is not JSON ({error.msg})"
+        raise PlanError(f"The plan file {problem}", where=where, fix=_MAKE_ANEW) from error
     return plan_from_dict(data, place=place)
 
 
 def dumps(data: object) -> str:
-    """JSON for people: short values are on one line, and long lists of words are filled like a paragraph."""
+    """Return JSON that people can read: short values are on one line, and long lists of words are filled like a paragraph."""
     return _write(data, 0, 0)
 
 
 def encode(value: Any, *, rare: bool = False) -> Any:
-    """The value as JSON values; ``rare`` includes fields that a file has only if they differ from their default."""
+    """Return a value of a plan as JSON values; ``rare`` includes fields that files contain only if they differ from their default."""
     if isinstance(value, Type):
         return str(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -122,7 +124,7 @@ def encode(value: Any, *, rare: bool = False) -> Any:
 
 
 def _decode(hint: Any, value: Any, place: str) -> Any:
-    """Rebuilds a value that the schema has checked already."""
+    """Return the value of type ``hint`` from JSON that the schema has checked already; ``place`` is its path, for errors."""
     if hint is Type:
         return parse_type(value)
     if hint is float or hint is int:
@@ -161,17 +163,18 @@ def _check_version(data: object, place: str) -> None:
 
 @cache
 def _validator() -> Validator:
-    from jsonschema import Draft202012Validator  # a tenth of a second that only readers of plans need
+    from jsonschema import Draft202012Validator  # takes a tenth of a second, and only reading plans needs it
 
     return Draft202012Validator(plan_schema())
 
 
 def _error_order(error: ValidationError) -> tuple[int, list[str]]:
-    """Sorts unknown and missing keys of outer objects first, as they explain the other errors."""
+    """Return a sort key by which errors of outer objects come first, as they explain the other errors."""
     return len(error.absolute_path), [str(part) for part in error.absolute_path]
 
 
 def _refuse(error: ValidationError, place: str) -> NoReturn:
+    """Raise a PlanError in plain words for an error of the schema."""
     path = dotted(tuple(error.absolute_path))
     problem = f"Wrong value of '{path}'" if path else "Wrong value"
     expected, got, fix = "", short(error.instance), _MAKE_ANEW
@@ -203,12 +206,13 @@ def _refuse(error: ValidationError, place: str) -> NoReturn:
 
 
 def _unique(place: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    """Return an object of a JSON file as a dict; a key that is given twice is an error."""
+    data = dict(pairs)
+    if len(data) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
         raise PlanError(f"The key '{twice}' is given twice", where=place, fix="Remove one of them")
-    return found
+    return data
 
 
 def _no_constant(place: str, text: str) -> NoReturn:
@@ -216,7 +220,7 @@ def _no_constant(place: str, text: str) -> NoReturn:
 
 
 def _write(value: Any, depth: int, lead: int) -> str:
-    """JSON of a value; ``lead`` is the number of characters before it on its line."""
+    """Return the JSON of a value; ``lead`` is the number of characters in front of it on its line."""
     line = json.dumps(value, ensure_ascii=False, allow_nan=False)
     if not isinstance(value, dict | list) or not value or (depth > 0 and lead + len(line) < _LINE_LENGTH):
         return line
@@ -233,6 +237,7 @@ def _write(value: Any, depth: int, lead: int) -> str:
 
 
 def _fill(words: list[str], indent: str) -> str:
+    """Return words with commas as a paragraph of indented lines."""
     lines, line = [], indent
     for index, word in enumerate(words):
         piece = word + ("," if index < len(words) - 1 else "")
@@ -252,7 +257,7 @@ def _autopar_version() -> str:
 
 
 def short(value: object) -> str:
-    """A value as it appears in an error."""
+    """Return a value as it is written in errors, in at most 60 characters."""
     if isinstance(value, list):
         plain = all(not isinstance(item, dict | list) for item in value)
         text = json.dumps(value) if plain else f"{len(value)} items"
@@ -270,7 +275,7 @@ WRITTEN_BY = "written_by"
 
 
 def plan_schema() -> dict[str, Any]:
-    """The schema (draft 2020-12) of ``plan.json`` and of the result of :func:`autopar.plan.file.plan_to_dict`."""
+    """Return the JSON schema (draft 2020-12) of plan files and of results of :func:`autopar.plan.file.plan_to_dict`."""
     definitions: dict[str, Any] = {}
     root = _object(Plan, definitions)
     root["properties"][WRITTEN_BY] = {"type": "string", "description": "The autopar that wrote the file."}
@@ -280,6 +285,7 @@ def plan_schema() -> dict[str, Any]:
 
 
 def _object(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a dataclass, whose description is the first paragraph of its docstring."""
     hints = typing.get_type_hints(cls)
     fields = dataclasses.fields(cls)
     return {
@@ -292,7 +298,7 @@ def _object(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
 
 
 def schema_of(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    """The schema of one annotation; dataclasses are put into ``definitions`` and referred to."""
+    """Return the schema of one annotation; the schemas of dataclasses are added to ``definitions`` and referenced."""
     scalars: dict[Any, dict[str, Any]] = {
         str: {"type": "string"},
         bool: {"type": "boolean"},
@@ -317,19 +323,19 @@ def schema_of(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     if dataclasses.is_dataclass(hint):
         cls = cast("type", hint)
         if cls.__name__ not in definitions:
-            definitions[cls.__name__] = {}  # taken, should it refer to itself
+            definitions[cls.__name__] = {}  # ends the recursion if the class refers to itself
             definitions[cls.__name__] = _object(cls, definitions)
         return {"$ref": f"#/$defs/{cls.__name__}"}
     raise TypeError(f"no schema for a field of type {hint}")
 
 
 def has_default(field: dataclasses.Field[Any]) -> bool:
-    """Whether a field may be missing from a file."""
+    """Return whether a field may be missing in a file."""
     return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
 
 
 def schema_text() -> str:
-    """The text of the published schema."""
+    """Return the text of the published schema."""
     return json.dumps(plan_schema(), indent=2) + "\n"
 
 

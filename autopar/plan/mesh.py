@@ -1,4 +1,4 @@
-"""The mesh: how many ranks each axis has, which ranks form a group; and layouts: one type for each axis of each tensor.
+"""The mesh, with the number of ranks on each axis and the groups of ranks; and types, which say how a tensor is laid out on one axis.
 
 | type | forward          | gradient         | typical tensor                                    |
 |------|------------------|------------------|---------------------------------------------------|
@@ -23,7 +23,7 @@ import numpy as np
 from autopar.errors import UsageError
 
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""The axes, outermost first: ranks of the last axis are neighbours. ``ep`` is not among them, as it borrows ranks of other axes."""
+"""The axes, outermost first: ranks of the last axis are neighbours. ``ep`` is not among them, as it uses the ranks of other axes."""
 
 DATA_AXES = ("dp_replicate", "dp_shard")
 """Axes whose ranks have different samples."""
@@ -37,10 +37,10 @@ EXPERT_AXIS = "ep"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """Degrees of the axes; the world size is the product of all but ``ep`` and ``ep_data``.
+    """The degrees of the axes. The world size is the product of all degrees except ``ep`` and ``ep_data``.
 
-    ``ep`` says over how many ranks experts are split. They borrow them: ``ep_data`` neighbouring data ranks, and the
-    ranks of ``tp`` where ``ep`` is ``ep_data * tp``. 1: experts are whole.
+    Experts are split over ``ep`` ranks of other axes: over ``ep_data`` neighbouring data ranks, and over the ranks of ``tp`` too if
+    ``ep`` is ``ep_data * tp``. They are not split if ``ep`` is 1.
 
     >>> mesh = Mesh(pp=2, tp=2)
     >>> mesh.world_size, mesh.coordinate(3)["tp"], mesh.group(3, ("tp",))
@@ -75,7 +75,7 @@ class Mesh:
 
     @property
     def ep_outer(self) -> int:
-        """The number of data ranks that hold the same experts."""
+        """The number of data ranks that have the same experts."""
         return self.data // self.ep_data
 
     @property
@@ -84,7 +84,7 @@ class Mesh:
         return tuple(getattr(self, axis) for axis in EXPERT_MESH_AXES)
 
     def cut(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]:
-        """Names and degrees of the division of the world that has ``axes``, and these axes by its names."""
+        """Return the names and degrees of the division of the world that contains ``axes``, and the names of ``axes`` in it."""
         if axes == (EXPERT_AXIS,):
             axes = ("ep_data", "tp")
         if any(axis in ("ep_outer", "ep_data") for axis in axes):
@@ -92,27 +92,28 @@ class Mesh:
         return MESH_AXES, self.degrees, axes
 
     def size(self, axes: tuple[str, ...]) -> int:
+        """Return the number of ranks in a group over ``axes``."""
         return prod(getattr(self, axis) for axis in self.cut(axes)[2])
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """The position of a rank on each axis."""
+        """Return the position of a rank on each axis."""
         return dict(zip(MESH_AXES, map(int, np.unravel_index(rank, self.degrees)), strict=True))
 
     def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` only on ``axes``, in ascending order, with ``rank`` itself."""
+        """Return the ranks that differ from ``rank`` only on ``axes``, with ``rank`` itself, in ascending order."""
         return next(group for group in self.groups(axes) if rank in group)
 
     def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """All groups over ``axes``: a partition of the world, in the order of their first ranks."""
+        """Return all groups over ``axes``, which partition the world, in the order of their first ranks."""
         names, degrees, axes = self.cut(axes)
-        inside = [i for i, name in enumerate(names) if name in axes]
-        ranks = np.moveaxis(np.arange(self.world_size).reshape(degrees), inside, range(-len(inside), 0))
+        inner = [i for i, name in enumerate(names) if name in axes]
+        ranks = np.moveaxis(np.arange(self.world_size).reshape(degrees), inner, range(-len(inner), 0))
         return tuple(map(tuple, ranks.reshape(-1, self.size(axes)).tolist()))
 
     def data_index(self, rank: int) -> int:
-        """The index of a rank's part of the global batch, below ``data``."""
-        here = self.coordinate(rank)
-        return here["dp_replicate"] * self.dp_shard + here["dp_shard"]
+        """Return the index of a rank's part of the global batch, from 0 to ``data - 1``."""
+        position = self.coordinate(rank)
+        return position["dp_replicate"] * self.dp_shard + position["dp_shard"]
 
     def __str__(self) -> str:
         axes = [f"{axis}={getattr(self, axis)}" for axis in MESH_AXES if getattr(self, axis) > 1]
@@ -120,7 +121,7 @@ class Mesh:
 
     @property
     def ep_ranks(self) -> str:
-        """The ranks that experts borrow, for people: ``tp``, ``data`` or ``data x tp``."""
+        """The axes over which experts are split, for people: ``tp``, ``data`` or ``data x tp``."""
         if self.ep == self.ep_data:
             return "data" if self.ep > 1 else ""
         return f"data={self.ep_data} x tp={self.tp}" if self.ep_data > 1 else "tp"
@@ -133,7 +134,7 @@ Kind = Literal["I", "R", "S", "P"]
 class Type:
     """The type of one tensor on one mesh axis; ``dim`` is set only for S, and never negative.
 
-    There is only one object of each type, so that comparisons and look-ups, which are frequent, are fast.
+    There is only one object for each type, as comparisons and look-ups are frequent and have to be fast.
 
     >>> import pickle
     >>> pickle.loads(pickle.dumps(Type("S", 2))) is S(2)
@@ -164,6 +165,7 @@ class Type:
 
     @property
     def is_split(self) -> bool:
+        """Whether a dim of the tensor is split over the axis."""
         return self.kind == "S"
 
     @property
@@ -174,7 +176,7 @@ class Type:
 
 @cache
 def _one(kind: Kind, dim: int) -> Type:
-    """The only object of a type; the constructor sets its fields."""
+    """Return the only object of a type; the constructor sets its fields."""
     return object.__new__(Type)
 
 
@@ -185,12 +187,12 @@ P = Type("P")
 
 @cache
 def S(dim: int) -> Type:  # noqa: N802  the field's name for the type
-    """The type of a tensor split along ``dim``."""
+    """Return the type of a tensor that is split along ``dim``."""
     return Type("S", dim)
 
 
 def parse_type(text: str) -> Type:
-    """Reads ``I``, ``R``, ``P`` or ``S(d)``.
+    """Return the type that is written ``I``, ``R``, ``P`` or ``S(d)``.
 
     >>> parse_type("S(1)")
     S(1)

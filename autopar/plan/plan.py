@@ -1,7 +1,7 @@
 """The plan: the result of a search, as plain data that can be printed, serialised, compared and run.
 
-It has everything that the runtime needs, and predictions; nothing refers back to the search. ``autopar.plan.file`` reads and writes plans,
-``autopar.report`` draws them.
+A plan holds all that the runtime needs, and the predictions of the cost model. It does not refer back to the search.
+``autopar.plan.file`` reads and writes plans, and ``autopar.report`` draws them.
 """
 
 from __future__ import annotations
@@ -18,45 +18,49 @@ if TYPE_CHECKING:
     from autopar.plan.text import Change
 
 FORMAT_VERSION = 1
-
+"""The version of the format of plan files."""
 
 BUCKET_BYTES = 25 * 2**20
-"""Bytes of gradients from which on an all-reduce takes no more, by default; DDP uses the same value."""
+"""The default of ``Plan.bucket_bytes``, which is that of DDP too."""
 
 Recompute = Literal["none", "selective", "full"]
-"""What backward of a block recomputes: nothing, cheap operators (:mod:`autopar.graph.operator_kinds`), or all of it."""
+"""What backward of a block recomputes: nothing, cheap operators (:mod:`autopar.graph.operator_kinds`), or all operators."""
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 Offload = Literal["optimizer"]
-"""What is in host memory between its uses: ``optimizer`` is the states of optimizers, which step on the host."""
+"""What is kept in host memory between its uses: ``optimizer`` means the optimizer states, which are updated on the host."""
 
 ScheduleName = Literal["none", "GPipe", "1F1B", "Interleaved1F1B"]
-"""``none``: one stage, whose micro-batches are accumulated in sequence."""
+"""The pipeline schedule; ``none`` means one stage, which accumulates its micro-batches in sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """Which model a plan is for; ``fingerprint`` is that of its traced graph."""
+    """The model that a plan is for; ``fingerprint`` is that of its traced graph."""
 
     name: str
     fingerprint: str
     num_parameters: int
     flops_per_sample: float
-    """Forward and backward, without recompute."""
+    """Floating-point operations of forward and backward, without recompute."""
     tokens_per_sample: int
-    """Elements of the first batch input of one sample, 1 if it is not a sequence of ids."""
+    """Elements of the first input of the batch for one sample; 1 if it is not a sequence of ids."""
 
 
 TF32_PRODUCTS = "tf32"
-"""Products of float32 that use 10 of each number's 23 bits (NVIDIA A100 white paper), summed in float32: a mode of the process."""
+"""A mode of the process in which products of float32 use 10 of the 23 mantissa bits (NVIDIA A100 white paper), and sums use float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Which dtype is used where, by torch's names (``float32``, ``bfloat16``).
+    """The dtypes of a plan, by torch's names (``float32``, ``bfloat16``).
 
-    ``compute``: parameters at their use, activations. ``storage``: parameters at rest, optimizer
-    states. ``reduce``: gradient sums. ``products``: in which activations and weights are multiplied, where it
-    is another one than ``compute``: ``float8_e4m3fn``, or ``tf32`` for what GPUs multiply float32 in if they are allowed to.
+    Attributes:
+        name: the name of the precision in requests.
+        compute: the dtype of activations, and of parameters where operators read them.
+        storage: the dtype of parameters at rest and of optimizer states.
+        reduce: the dtype in which gradients are summed.
+        products: the dtype in which activations and weights are multiplied, if it is not ``compute``: ``float8_e4m3fn``, or ``tf32`` for
+            products of float32 as GPUs make them if they are allowed to.
     """
 
     name: str = "fp32"
@@ -67,17 +71,17 @@ class Precision:
 
     @property
     def needs_scales(self) -> bool:
-        """Whether tensors have to be scaled into the range of a dtype one by one, which the runtime does not do."""
+        """Whether each tensor has to be scaled into the range of a dtype, which the runtime does not support."""
         return self.products.startswith("float8")
 
     @property
     def rate(self) -> str:
-        """The dtype whose rate in a device's profile applies to products for which no tensor is cast."""
+        """The dtype whose rate in a device's profile applies to products without casts."""
         return TF32_PRODUCTS if self.products == TF32_PRODUCTS else self.compute
 
     @property
     def scales_loss(self) -> bool:
-        """Whether gradients are below the range of the dtype: the loss is scaled into it, and steps with infinities are skipped."""
+        """Whether the loss is scaled, because gradients can be below the range of the dtype; steps with infinities are then skipped."""
         return self.compute == "float16"
 
 
@@ -85,22 +89,24 @@ FP32 = Precision()
 BF16 = Precision(name="bf16", compute="bfloat16", storage="float32", reduce="float32")
 FP16 = Precision(name="fp16", compute="float16", storage="float32", reduce="float32")
 FP8 = Precision(name="fp8", compute="bfloat16", storage="float32", reduce="float32", products="float8_e4m3fn")
-"""bf16, with the products of linears in 8 bits forward and backward."""
+"""bf16 with the products of linears in 8 bits, in forward and backward."""
 TF32 = Precision(name="tf32", products=TF32_PRODUCTS)
-"""fp32, with products as under ``torch.set_float32_matmul_precision("high")`` on GPUs."""
+"""fp32 with products as under ``torch.set_float32_matmul_precision("high")`` on GPUs."""
 FP64 = Precision(name="fp64", compute="float64", storage="float64", reduce="float64")
-"""For comparisons: a difference of two runs beyond its rounding is not rounding."""
+"""The precision for comparisons: two runs that differ by more than its rounding differ for another reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisTyping:
-    """The typing of one class of blocks on one axis (``batch`` or ``tp``).
+    """The typing of equal blocks on one axis (``batch`` or ``tp``).
 
-    ``strategies``: the name of the chosen strategy for each operator of the block, in order.
-    ``parameters``: the type at rest of each of ``Graph.block_parameters``, in order.
-    ``parameter_names``: for people, names of these parameters relative to the block's label
-    (``mlp.up_proj.weight``); empty or as many as ``parameters``.
-    ``boundary``: for people, the type of each of ``Graph.block_outputs``; may be empty.
+    Attributes:
+        axis: the axis.
+        strategies: the name of the chosen strategy of each operator of the block, in order.
+        parameters: the type at rest of each of ``Graph.block_parameters``, in order.
+        parameter_names: the names of these parameters relative to the label of the block (``mlp.up_proj.weight``), for people; empty or
+            as many as ``parameters``.
+        boundary: the type of each of ``Graph.block_outputs``, for people; may be empty.
     """
 
     axis: str
@@ -112,7 +118,7 @@ class AxisTyping:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLayout:
-    """How blocks of one hash are laid out; two layouts may share a hash (first and last block)."""
+    """The layout of blocks of one hash; several layouts may be for the same hash (as of the first and the last block)."""
 
     block_hash: str
     typings: tuple[AxisTyping, ...]
@@ -120,9 +126,9 @@ class BlockLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedParameter:
-    """A parameter made longer with zeros along its vocabulary: ``length`` is the padded one.
+    """A parameter that is padded with zeros along its vocabulary to ``length``.
 
-    ``parameter``: its name in checkpoints, which hold it without the padding.
+    ``parameter`` is its name in checkpoints, which contain it without the padding.
     """
 
     parameter: str
@@ -131,19 +137,19 @@ class PaddedParameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPlan:
-    """One block: ``layout`` counts in ``Plan.layouts``."""
+    """One block; ``layout`` is an index into ``Plan.layouts``."""
 
     index: int
     label: str
     layout: int
     recompute: Recompute = "none"
     offload: bool = field(default=False, metadata=RARE)
-    """What it keeps for backward lives on the host in the meantime; with recompute that is what it reads."""
+    """Whether the activations that the block keeps for backward are in host memory; with full recompute these are its inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """Blocks ``start:stop`` run as one (virtual) pipeline stage on pipeline rank ``pp_rank``."""
+    """The blocks ``start:stop``, which run as one (virtual) pipeline stage on pipeline rank ``pp_rank``."""
 
     index: int
     start: int
@@ -153,7 +159,7 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRecord:
-    """How the plan was found. ``lower_bound_s``: no plan in the space is faster by the same cost model."""
+    """The record of the search. By the same cost model no plan of the search space is faster than ``lower_bound_s``."""
 
     wall_time_s: float
     candidates: int
@@ -161,12 +167,12 @@ class SearchRecord:
     lower_bound_s: float
     gap: float
     reasons: tuple[str, ...] = ()
-    """Sentences: why this plan and not its neighbours."""
+    """Sentences on why this plan was chosen and not similar ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroup:
-    """Ranks ``start:stop`` stand on equal nodes."""
+    """The ranks ``start:stop``, which are on equal nodes with devices ``device``."""
 
     start: int
     stop: int
@@ -174,6 +180,7 @@ class RankGroup:
 
     @property
     def num_ranks(self) -> int:
+        """The number of ranks of the group."""
         return self.stop - self.start
 
 
@@ -182,26 +189,33 @@ class Plan:
     """One way to train one model on one cluster.
 
     Attributes:
-        model: what it is for.
-        cluster: as given (``h100-sxm5-80gb:4x8``); ``world_size`` must equal the mesh's.
-        mesh: degrees of the axes.
+        model: the model that the plan is for.
+        cluster: the cluster as given (``h100-sxm5-80gb:4x8``); its number of devices must equal the ranks of the mesh.
+        mesh: the degrees of the axes.
         global_batch_size: samples of one optimizer step, over all ranks and micro-batches.
-        micro_batch_size: samples one data rank takes through the model at once.
-        schedule, virtual_stages: of the pipeline; stages = pp * virtual_stages.
-        zero_stage: 0 to 3, over ``dp_shard`` (0 means ``dp_shard == 1``).
-        optimizer: its name for memory and time (``adamw``, ``sgd``, ``momentum``).
-        prelude: strategy names of the prelude operators on axis ``batch``.
-        layouts, blocks, stages: see there; blocks in order, stages in order of the model.
-        padding: parameters that are longer than the model's, so that they split evenly over ``tp`` and are aligned.
-        vocab_multiple: of the rows of each rank's part of a vocabulary; 1: as ``padding`` needs for a split alone.
-        pins: as the user wrote them.
-        notes: what a reader should know (replicated operators, opaque regions).
-        opaque: modules that the user named as opaque, as they were named: a trace for this plan needs them.
-        groups: of ranks, where nodes differ: the job has to number its nodes in this order. Empty: all are equal.
-        offload: what lives in host memory.
-        bucket_bytes: of gradients that are summed together: an all-reduce of as many or more takes no further ones.
-        data_shares: for each of ``groups`` the samples that one of its data ranks takes through the model at once, where
-            that is not the same for all; ``micro_batch_size`` is then the largest. Empty: all take ``micro_batch_size``.
+        micro_batch_size: samples that one data rank takes through the model at once.
+        schedule: the pipeline schedule.
+        virtual_stages: the stages of each pipeline rank; the pipeline has ``pp * virtual_stages``.
+        zero_stage: the ZeRO stage over ``dp_shard``, 0 to 3; 0 means ``dp_shard == 1``.
+        precision: the dtypes.
+        optimizer: the name of the optimizer, which decides memory and time (``adamw``, ``sgd``, ``momentum``).
+        prelude: the names of the strategies of the prelude's operators on axis ``batch``.
+        layouts: the layouts of blocks.
+        blocks: the blocks, in order of the model.
+        stages: the pipeline stages, in order of the model.
+        predicted: the prediction of the cost model.
+        search: the record of the search.
+        padding: parameters that are longer than those of the model, so that they are split evenly over ``tp`` and aligned.
+        pins: the pins as the user wrote them.
+        notes: remarks for the reader (replicated operators, opaque regions).
+        opaque: the opaque modules as the user named them; a trace for this plan needs them.
+        groups: groups of ranks, if nodes differ; the job has to number its nodes in this order. Empty if all nodes are equal.
+        offload: what is kept in host memory.
+        bucket_bytes: the bytes of gradients from which on an all-reduce takes no further ones.
+        data_shares: for each of ``groups`` the samples that one of its data ranks takes through the model at once, if these differ;
+            ``micro_batch_size`` is then the largest. Empty if all take ``micro_batch_size``.
+        vocab_multiple: the rows of each rank's part of a vocabulary are a multiple of this; 1 pads only for an even split.
+        version: the version of the format.
     """
 
     model: ModelInfo
@@ -233,27 +247,29 @@ class Plan:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of one step on each data rank."""
+        """The number of micro-batches of one step on each data rank."""
         if not self.data_shares:
             return self.global_batch_size // (self.micro_batch_size * self.mesh.data)
         sizes = (share * group.num_ranks for group, share in zip(self.groups, self.data_shares, strict=True))
         return self.global_batch_size // sum(sizes)
 
     def micro_batch_of(self, data_rank: int) -> int:
-        """Samples that a data rank takes through the model at once."""
+        """Return the samples that a data rank takes through the model at once."""
         if not self.data_shares:
             return self.micro_batch_size
-        shares = zip(self.groups, self.data_shares, strict=True)  # without pipeline, cp and tp a rank is a data rank
+        shares = zip(
+            self.groups, self.data_shares, strict=True
+        )  # such plans have no pp, cp and tp: a rank is a data rank
         return next(share for group, share in shares if data_rank < group.stop)
 
     def memory_of(self, rank: int) -> tuple[Memory, ...]:
-        """The predicted memory of a rank: at most one entry."""
+        """Return the predicted memory of a rank, which is at most one entry."""
         pp_rank = self.mesh.coordinate(rank)["pp"]
         group = next((i for i, g in enumerate(self.groups) if rank < g.stop), 0) if self.data_shares else 0
         return tuple(m for m in self.predicted.memory if (m.pp_rank, m.group) == (pp_rank, group))
 
     def samples_of(self, data_rank: int) -> range:
-        """The samples of the global batch that a data rank takes in a step; they are consecutive, in the order of data ranks."""
+        """Return the samples of the global batch that a data rank takes in a step; they are consecutive, in the order of data ranks."""
         before = (
             sum(map(self.micro_batch_of, range(data_rank))) if self.data_shares else data_rank * self.micro_batch_size
         )
@@ -262,17 +278,17 @@ class Plan:
 
     @property
     def recompute(self) -> str:
-        """``none``, ``full``, or the share of blocks (``full 12/32``, ``selective 20/32, full 12/32``)."""
+        """The recompute mode of all blocks, or the share of each mode (``full 12/32``, ``selective 20/32, full 12/32``)."""
         return recompute_text(self.blocks)
 
     def devices_of(self, pp_rank: int) -> tuple[str, ...]:
-        """The devices of a pipeline rank; empty if all nodes are equal."""
+        """Return the devices of a pipeline rank; empty if all nodes are equal."""
         share = self.mesh.world_size // self.mesh.pp
         first, last = pp_rank * share, (pp_rank + 1) * share
         return tuple(dict.fromkeys(g.device for g in self.groups if g.start < last and first < g.stop))
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan as JSON, completely or not at all; see :func:`autopar.plan.file.save_plan`."""
+        """Write the plan as JSON, completely or not at all; see :func:`autopar.plan.file.save_plan`."""
         # imported here and below, as these modules import this one
         from autopar.plan.file import save_plan
 
@@ -280,30 +296,30 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Reads a file of :meth:`save` or ``autopar search -o``; see :func:`autopar.plan.file.load_plan`."""
+        """Read a file of :meth:`save` or ``autopar search -o``; see :func:`autopar.plan.file.load_plan`."""
         from autopar.plan.file import load_plan
 
         return load_plan(path)
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as the JSON values of its file."""
+        """Return the plan as the JSON values of its file."""
         from autopar.plan.file import plan_to_dict
 
         return plan_to_dict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        """The plan of a result of :meth:`to_dict`.
+        """Return the plan of a result of :meth:`to_dict`.
 
         Raises:
-            PlanError: names the path in the document, what was expected there, and what there is.
+            PlanError: the data is not a plan; the error names the path in it, what was expected there, and what was found.
         """
         from autopar.plan.file import plan_from_dict
 
         return plan_from_dict(data)
 
     def diff(self, other: Plan) -> list[Change]:
-        """The differences of ``other``, in choices and predictions, each with its path, before and after."""
+        """Return how ``other`` differs in choices and predictions; each difference has its path and the values before and after."""
         from autopar.plan.text import diff_plans
 
         return diff_plans(self, other)
@@ -315,7 +331,7 @@ class Plan:
 
 
 def recompute_text(blocks: Sequence[BlockPlan]) -> str:
-    """How blocks recompute: the mode if all have the same, otherwise the share of each mode that is not ``none``."""
+    """Return the recompute mode if all blocks have the same, otherwise the share of each mode except ``none``."""
     counts = {mode: sum(block.recompute == mode for block in blocks) for mode in RECOMPUTES}
     if len(blocks) in counts.values():
         return next(mode for mode, count in counts.items() if count == len(blocks))
@@ -324,6 +340,5 @@ def recompute_text(blocks: Sequence[BlockPlan]) -> str:
 
 PrecisionName = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64"]
 
-
-PRECISIONS = {cast("PrecisionName", one.name): one for one in (FP32, TF32, BF16, FP16, FP8, FP64)}
-"""Precisions by name. The runtime runs all but fp8, which can only be planned; fp16 needs a scaler (``ParallelModel.grad_scaler``)."""
+PRECISIONS = {cast("PrecisionName", precision.name): precision for precision in (FP32, TF32, BF16, FP16, FP8, FP64)}
+"""All precisions by name. fp8 can only be planned; the runtime supports all others. fp16 needs a scaler (``ParallelModel.grad_scaler``)."""

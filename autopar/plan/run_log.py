@@ -1,7 +1,7 @@
 """The measured first steps of a run, compared with the prediction of its plan: data, verdict and file.
 
-The runtime writes the log (JSON lines, one event each), ``autopar validate --from-run`` reads it. The prediction is that of the plan, so
-that neither needs the cost model.
+The runtime writes the log, which has one JSON event in each line, and ``autopar validate --from-run`` reads it. The prediction is that of
+the plan, so that neither needs the cost model.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ COMPUTE, TENSOR, CONTEXT, DATA, PIPELINE, OPTIMIZER = CATEGORIES = (
     "pipeline",
     "optimizer",
 )
-"""Parts of a step that a rank can tell apart: recompute is part of ``compute``; a rank that waits for its neighbours
-in the pipeline cannot tell the bubble from messages under way; ``compute`` is what none of the others is."""
+"""The parts of a step that a rank can distinguish. ``compute`` is all that no other part is, recompute included. ``pipeline`` includes the
+bubble, as a rank that waits for its neighbours cannot distinguish it from messages on the way."""
 
 _FIELDS = {
     COMPUTE: ("compute_s", "recompute_s"),
@@ -42,7 +42,7 @@ _FIELDS = {
     OPTIMIZER: ("optimizer_s", "offload_s"),
 }
 REST = "forward and backward"
-"""All but the optimizer, on devices with several streams, whose work a host clock cannot distinguish."""
+"""All parts but the optimizer, for devices with several streams, whose work a clock of the host cannot distinguish."""
 
 _REMEDIES = {
     REST: "`autopar profile all` measures this device and its links; torch.profiler shows what a step does",
@@ -55,7 +55,7 @@ _LINKS = "`autopar profile links` measures this cluster's links"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One category of a step, in seconds."""
+    """The predicted and the measured seconds of one part of a step."""
 
     name: str
     predicted_s: float
@@ -64,19 +64,20 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """Measured first steps against the plan's prediction.
+    """The measured first steps of a run, compared with the prediction of the plan.
 
     Attributes:
-        model, cluster, mesh: of the plan, for people.
-        num_ranks, num_steps: how many ranks took part, and how many steps each median is of.
-        predicted_s, interval_s: step time and its interval, as the plan has them.
-        measured_s: median step time of the slowest rank, optimizer included, what lies between steps left out.
-        between_s: median time between steps that is neither (loading data, clipping, logging), of that rank.
-        parts: by category, of the rank that computes longest.
-        predicted_bytes, measured_bytes: peak memory of tensors, reserves left out, of the rank that is furthest above its
-            prediction; ``measured_bytes`` is None where the system does not tell.
-        reserved_bytes: what the allocator held at most on that rank, its gaps included; None where there is none.
-        memory_kind: ``allocator`` (of CUDA) or ``resident`` (pages of the process on a CPU, the model's own weights included).
+        model, cluster, mesh: those of the plan, for people.
+        num_ranks: the number of ranks.
+        num_steps: the number of steps of which medians are taken.
+        predicted_s, interval_s: the step time of the plan and its interval.
+        measured_s: the median step time of the slowest rank, with the optimizer and without the time between steps.
+        between_s: the median time between steps of that rank (loading data, clipping, logging).
+        parts: the parts of the step on the rank that computes longest.
+        predicted_bytes, measured_bytes: the peak memory of tensors, without reserves, of the rank that exceeds its prediction the most;
+            ``measured_bytes`` is None if the system does not report it.
+        memory_kind: ``allocator`` (of CUDA) or ``resident`` (pages of the process on a CPU, with the weights of the original model).
+        reserved_bytes: the peak of the memory that the allocator of that rank reserved, its gaps included; None if it has no allocator.
     """
 
     model: str
@@ -101,28 +102,28 @@ class RunRecord:
 
     @property
     def worst(self) -> Part:
-        """The category with the largest difference, in seconds, of the same sign as that of the step."""
+        """The part with the largest difference in seconds in the direction of the difference of the step."""
         sign = 1.0 if self.measured_s >= self.predicted_s else -1.0
         return max(self.parts, key=lambda part: sign * (part.measured_s - part.predicted_s))
 
     @property
     def is_over_memory(self) -> bool:
-        """Whether the measured memory exceeds the prediction by more than the step time's relative uncertainty.
+        """Whether the measured memory exceeds the prediction by more than the relative uncertainty of the step time.
 
-        Plans state an interval only for the time. Resident memory includes more than tensors, and is not compared.
+        Resident memory includes more than tensors and is not compared.
         """
         if self.measured_bytes is None or self.memory_kind != "allocator":
             return False
         return self.measured_bytes > self.predicted_bytes * self.interval_s[1] / self.predicted_s
 
     def remedy(self, log: Path | None = None) -> str:
-        """What to do about :attr:`worst`."""
+        """Return what the user can do about :attr:`worst`; ``log`` is the file of the run log."""
         table = f"`autopar validate --from-run {log.parent}` prints the table" if log is not None else ""
         table = table or "pass log_dir=DIR to parallelize and run `autopar validate --from-run DIR` for the table"
         return f"{_REMEDIES.get(self.worst.name, _LINKS)}; {table}"
 
     def warning(self, log: Path | None = None) -> str:
-        """One sentence on what was wrong, and what to do; empty if nothing was."""
+        """Return one sentence on what deviates and what the user can do; empty if nothing deviates."""
         texts = []
         if self.is_outside:
             worst, (low, high), time = self.worst, self.interval_s, formatting.seconds
@@ -140,15 +141,15 @@ class RunRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimes:
-    """Medians of one rank over the measured steps.
+    """The measurements of one rank: medians over the measured steps, and its peak memory.
 
     Attributes:
-        rank: the global rank.
-        seconds: the seconds of each category; their sum is the step with its optimizer.
-        between_s: the seconds between two steps.
-        measured_bytes: the measured peak memory of tensors; None where the system does not tell.
-        predicted_bytes: the peak that the plan predicts for the rank's pipeline rank.
-        reserved_bytes: the largest memory that the allocator had reserved, gaps included; None where there is none.
+        rank: the rank.
+        seconds: the seconds of each part of a step, by category.
+        between_s: seconds between steps.
+        measured_bytes: the measured peak memory; None if the system does not report it.
+        predicted_bytes: the predicted peak memory of its pipeline rank.
+        reserved_bytes: the peak of the memory that the allocator reserved; None without an allocator.
     """
 
     rank: int
@@ -160,22 +161,22 @@ class RankTimes:
 
     @property
     def total_s(self) -> float:
-        """Seconds of the step, optimizer included."""
+        """The seconds of the step, optimizer included."""
         return sum(self.seconds.values())
 
 
 def predicted_parts(breakdown: Breakdown) -> dict[str, float]:
-    """Predicted seconds by category."""
+    """Return the predicted seconds by category."""
     return {name: sum(getattr(breakdown, field) for field in fields) for name, fields in _FIELDS.items()}
 
 
 def predicted_bytes(plan: Plan, rank: int) -> int:
-    """Predicted peak of a rank's tensors, reserves left out."""
+    """Return the predicted peak memory of a rank's tensors in bytes, without reserves."""
     return max((m.total - m.reserved for m in plan.memory_of(rank)), default=0)
 
 
 def step_of(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The median of each category over steps, scaled so that they add up to the median step."""
+    """Return the median of each category over steps, scaled so that the categories add up to the median step."""
     medians = {name: median(step.get(name, 0.0) for step in seconds) for name in CATEGORIES}
     whole, parts = median(sum(step.values()) for step in seconds), sum(medians.values())
     return {name: value * whole / parts if parts else 0.0 for name, value in medians.items()}
@@ -184,14 +185,15 @@ def step_of(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def record_of(
     plan: Plan, ranks: Sequence[RankTimes], *, num_steps: int, memory_kind: str, is_coarse: bool = False
 ) -> RunRecord:
-    """The record of all ranks: the step of the slowest one, the parts of the one that computes longest.
+    """Return the record of all ranks: the step of the slowest rank, and the parts of the rank that computes longest.
 
-    ``is_coarse``: only the optimizer was distinguished from the rest, which is in ``compute``.
+    Args:
+        is_coarse: whether only the optimizer was distinguished from all other parts, which are then in ``compute``.
     """
     slowest = max(ranks, key=lambda rank: rank.total_s)
     busiest = max(ranks, key=lambda rank: rank.seconds[COMPUTE])
-    known = [rank for rank in ranks if rank.measured_bytes is not None]
-    fullest = max(known, key=lambda r: (r.measured_bytes or 0) - r.predicted_bytes) if known else ranks[0]
+    measured = [rank for rank in ranks if rank.measured_bytes is not None]
+    fullest = max(measured, key=lambda r: (r.measured_bytes or 0) - r.predicted_bytes) if measured else ranks[0]
     predicted, seconds = predicted_parts(plan.predicted.breakdown), dict(busiest.seconds)
     names: tuple[str, ...] = CATEGORIES
     if is_coarse:
@@ -217,7 +219,7 @@ def record_of(
 
 
 def write_log(path: Path, record: RunRecord, ranks: Iterable[RankTimes], steps: Iterable[Mapping[str, Any]]) -> None:
-    """Appends a run to the log: an event for each measured step of rank 0, for each rank, and the comparison."""
+    """Append a run to the log: an event for each measured step of rank 0, one for each rank, and the comparison."""
     events: list[dict[str, Any]] = [{"event": "step", **step} for step in steps]
     events += [{"event": "rank", **asdict(rank)} for rank in ranks]
     events.append({"event": "comparison", "version": FORMAT_VERSION, **asdict(record)})
@@ -227,13 +229,13 @@ def write_log(path: Path, record: RunRecord, ranks: Iterable[RankTimes], steps: 
 
 
 def read_log(folder: Path) -> RunRecord:
-    """The last comparison that a run wrote.
+    """Return the last comparison in a log.
 
     Args:
-        folder: the run's ``log_dir``, or the file in it.
+        folder: the ``log_dir`` of the run, or the file in it.
 
     Raises:
-        UsageError: there is none, or the file is no such log; names file and line.
+        UsageError: there is no comparison, or the file is not a log; the error names file and line.
     """
     path = folder / FILE_NAME if folder.is_dir() else folder
     if not path.is_file():
@@ -241,12 +243,12 @@ def read_log(folder: Path) -> RunRecord:
             f"No {FILE_NAME} in {folder}",
             fix="Run with parallelize(log_dir=...), which writes it after the first steps",
         )
-    found: RunRecord | None = None
+    record: RunRecord | None = None
     for number, line in enumerate(read_text(path).splitlines(), 1):
         try:
             event = json.loads(line)
             if event["event"] == "comparison":
-                found = _record(event)
+                record = _record(event)
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(
                 "This line is not an event that autopar wrote",
@@ -254,13 +256,13 @@ def read_log(folder: Path) -> RunRecord:
                 got=f"{type(error).__name__}: {error}",
                 fix="Delete it (a run that was killed may have left it), and the lines of its run before it",
             ) from error
-    if found is None:
+    if record is None:
         raise UsageError(
             "The log has no comparison with the prediction yet",
             where=str(path),
             fix="Run more steps, and read it again",
         )
-    return found
+    return record
 
 
 def _record(event: dict[str, Any]) -> RunRecord:
@@ -275,7 +277,11 @@ def _record(event: dict[str, Any]) -> RunRecord:
 
 
 def _check(record: RunRecord) -> None:
-    """Raises ValueError unless texts are texts, numbers are finite and not negative, and divisors are above zero."""
+    """Check the types of a record's fields, and that numbers are finite and not negative, and divisors above zero.
+
+    Raises:
+        ValueError: a field is wrong.
+    """
     texts = (record.model, record.cluster, record.mesh, record.memory_kind, *(part.name for part in record.parts))
     counts = (
         record.num_ranks,

@@ -1,8 +1,8 @@
-"""Pipeline schedules as data: for each pipeline rank the list of actions that it carries out, in order.
+"""Pipeline schedules as data: the actions of each pipeline rank, in order.
 
-The same list is simulated for its time, counted for its memory and drawn for people. The orders
-are those of ``torch.distributed.pipelining`` (GPipe; 1F1B; interleaved 1F1B with torch's relaxed rounds, after
-https://arxiv.org/pdf/2104.04473). Stage ``s`` runs on pipeline rank ``s % pp``.
+The same actions are simulated for time, counted for memory, and drawn for people. The orders are those of
+``torch.distributed.pipelining``: GPipe, 1F1B, and interleaved 1F1B with torch's relaxed rounds (after https://arxiv.org/pdf/2104.04473).
+Stage ``s`` runs on pipeline rank ``s % pp``.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ SCHEDULES = ("none", "GPipe", "1F1B", "Interleaved1F1B")
 
 
 def check_schedule(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> None:
-    """Checks that the schedule exists for these numbers.
+    """Check that the schedule supports these numbers.
 
     Raises:
-        UsageError: the name is unknown, or the schedule does not support a number; says which and what to do.
+        UsageError: the name is unknown, or the schedule does not support one of the numbers, which the error names.
     """
     if name not in SCHEDULES:
         raise UsageError.unknown("schedule", name, SCHEDULES)
@@ -60,15 +60,17 @@ def _check_interleaved(pp: int, virtual_stages: int, num_micro_batches: int) -> 
         )
 
 
-@lru_cache(maxsize=8)  # asked for rank by rank
+@lru_cache(maxsize=8)  # callers need it for one rank after the other
 def schedule_numbers(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> NDArray[np.int64]:
-    """The actions of each pipeline rank in order, as numbers [ranks, actions]; a stage has consecutive ones, forwards before backwards.
+    """Return the actions of each pipeline rank in order, as numbers [ranks, actions].
+
+    The actions of a stage have consecutive numbers: first the forwards of its micro-batches, then the backwards.
 
     Args:
         name: one of :data:`SCHEDULES`; ``none`` accumulates gradients on one stage.
-        pp: pipeline ranks.
-        virtual_stages: stages of each rank.
-        num_micro_batches: of one step.
+        pp: the number of pipeline ranks.
+        virtual_stages: the number of stages of each rank.
+        num_micro_batches: the micro-batches of one step.
 
     Raises:
         UsageError: see :func:`check_schedule`.
@@ -90,10 +92,10 @@ def schedule_numbers(name: str, pp: int, virtual_stages: int, num_micro_batches:
 def _steps(
     name: str, pp: int, virtual_stages: int, num_micro_batches: int
 ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """For each rank's actions [ranks, actions] whether it is a backward, and its index among the rank's forwards or backwards.
+    """Return for each action [ranks, actions] whether it is a backward, and its index among the forwards or backwards of its rank.
 
-    A fill of forwards is followed by forwards and backwards in turn. Without virtual stages the backward comes first, which is the same
-    order with one forward less in the fill.
+    A rank first runs a fill of forwards, then forwards and backwards in turn. Without virtual stages the backward comes first, which is the
+    same order with one forward less in the fill.
     """
     m, count, rank = num_micro_batches, virtual_stages * num_micro_batches, np.arange(pp)[:, None]
     if name == "Interleaved1F1B":
@@ -101,35 +103,35 @@ def _steps(
         fill = np.minimum((virtual_stages - 1) * per_round + 2 * (pp - 1 - rank), count)
     else:
         fill = np.full_like(rank, m - 1) if name == "GPipe" else np.minimum(m, pp - rank) - 1
-    place = np.arange(2 * count)
-    after, drains = place - fill, place >= 2 * count - fill
-    is_backward = drains | ((after >= 0) & (after % 2 == 1))
-    both = after // 2 + np.where(is_backward, 0, fill)
-    return is_backward, np.where(after < 0, place, np.where(drains, place - count, both))
+    position = np.arange(2 * count)
+    after_fill, is_drain = position - fill, position >= 2 * count - fill
+    is_backward = is_drain | ((after_fill >= 0) & (after_fill % 2 == 1))
+    alternating = after_fill // 2 + np.where(is_backward, 0, fill)
+    return is_backward, np.where(after_fill < 0, position, np.where(is_drain, position - count, alternating))
 
 
 @lru_cache(maxsize=4096)
 def peak_table(name: str, pp: int, virtual_stages: int, num_micro_batches: int, rank: int) -> NDArray[np.int64]:
-    """How many micro-batches each of a rank's stages holds at the rank's fullest moments.
+    """Return how many micro-batches each stage of a rank holds at the moments of highest memory.
 
     Returns:
-        Counts [moments, virtual stages] (stage ``v * pp + rank``), at the moments that no other moment exceeds on every stage:
-        any weighted sum over the stages reaches its peak at one of them.
+        Counts [moments, virtual stages], in which virtual stage ``v`` is stage ``v * pp + rank``. The moments are those that no other
+        moment exceeds on every stage, so that any weighted sum over the stages has its peak at one of them.
     """
     check_schedule(name, pp, virtual_stages, num_micro_batches)
-    if name == "Interleaved1F1B" and num_micro_batches % pp == 0:  # rounds of pp repeat: a few show the peak
+    if name == "Interleaved1F1B" and num_micro_batches % pp == 0:  # rounds of pp repeat, so that a few have the peak
         num_micro_batches = min(num_micro_batches, 4 * pp)
     elif name == "1F1B":
         return np.array([[min(num_micro_batches, pp - rank)]])
     elif name != "Interleaved1F1B":
         return np.array([[num_micro_batches if name == "GPipe" else 1]])
     m = num_micro_batches
-    row = schedule_numbers(name, pp, virtual_stages, m)[rank] // m  # twice the stage, one more backward
+    row = schedule_numbers(name, pp, virtual_stages, m)[rank] // m  # twice the stage, plus one for a backward
     is_backward = row % 2
-    # after a forward one more is fuller
+    # only the last forward of a run can be a peak
     last = np.flatnonzero((is_backward == 0) & (np.append(is_backward[1:], 1) == 1))
     live = np.cumsum(np.eye(virtual_stages, dtype=np.int64)[row // 2 // pp] * (1 - 2 * is_backward)[:, None], axis=0)
     moments = np.unique(live[last], axis=0)
-    as_full = (moments[:, None] <= moments[None]).all(axis=2).sum(axis=1)
-    found: NDArray[np.int64] = moments[as_full == 1]
-    return found
+    num_covering = (moments[:, None] <= moments[None]).all(axis=2).sum(axis=1)  # each moment covers itself
+    peaks: NDArray[np.int64] = moments[num_covering == 1]
+    return peaks

@@ -1,4 +1,4 @@
-"""Plans, and differences of two plans, as plain text of at most 100 columns."""
+"""Formats plans and the differences of two plans as plain text of at most 100 columns."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 
 
 WIDTH = 100
+"""Columns of the text."""
 _BAR = 30
+"""Columns of the bar of a complete step."""
 
 
 def render_plan(plan: Plan) -> str:
-    """The text of a plan: mesh, schedule, prediction, stages, memory, layouts and reasons; without colours and trailing blanks."""
+    """Return a plan as text, with mesh, schedule, prediction, stages, memory, layouts and reasons; without colours and trailing blanks."""
     parts = [
         _head(plan),
         _prediction(plan),
@@ -42,7 +44,7 @@ def render_plan(plan: Plan) -> str:
 
 
 def layout_lines(typing: AxisTyping) -> list[tuple[str, str]]:
-    """For each type at rest, split ones first, the parameters that have it."""
+    """Return each type at rest with the parameters that have it; split types come first."""
     names = typing.parameter_names
     by_type: dict[str, list[str]] = {}
     for index, kind in enumerate(typing.parameters):
@@ -52,7 +54,10 @@ def layout_lines(typing: AxisTyping) -> list[tuple[str, str]]:
 
 
 def layout_groups(plan: Plan) -> list[tuple[list[str], list[tuple[str, str, str]]]]:
-    """Groups of blocks with equal lines, in order of the first block: their labels, and (axis, type, parameters) on split axes."""
+    """Return groups of blocks with equal lines, in the order of their first blocks.
+
+    Each group has the labels of its blocks, and a line (axis, type, parameters) for each type on axes of several ranks.
+    """
     groups: dict[tuple[tuple[str, str, str], ...], list[str]] = {}
     for block in plan.blocks:
         lines: list[tuple[str, str, str]] = []
@@ -89,11 +94,12 @@ def _head(plan: Plan) -> str:
 
 
 def _offload(plan: Plan) -> str:
-    most = max((memory.host for memory in plan.predicted.memory), default=0)
-    moved = sum(block.offload for block in plan.blocks)
+    """Return what is in host memory, and how much of it, in words."""
+    host_bytes = max((memory.host for memory in plan.predicted.memory), default=0)
+    num_blocks = sum(block.offload for block in plan.blocks)
     parts = ["the optimizer steps on the host"] if plan.offload else []
-    parts += [f"what {moved} of {len(plan.blocks)} blocks keep for backward lives there"] if moved else []
-    return f"{' and '.join(parts)}, with {num_bytes(most)} of the host's memory for each device"
+    parts += [f"what {num_blocks} of {len(plan.blocks)} blocks keep for backward lives there"] if num_blocks else []
+    return f"{' and '.join(parts)}, with {num_bytes(host_bytes)} of the host's memory for each device"
 
 
 def _prediction(plan: Plan) -> str:
@@ -146,7 +152,7 @@ def _memory(plan: Plan) -> str:
         )
         for memory in plan.predicted.memory
     ]
-    # no wider than the page
+    # the table has to fit the page
     rank = "kind" if plan.data_shares else "rank"
     head = (rank, *MEMORY_PARTS, "total", "limit") if plan.groups else ("pp rank", *MEMORY_PARTS, "total")
     table = plain_table((*head, "fits"), rows, left=("fits",), width=WIDTH)
@@ -182,7 +188,12 @@ def _bullets(items: Sequence[str]) -> str:
 
 
 def _wrap(text: str, first: str, rest: str | None = None) -> list[str]:
-    """Lines of at most ``WIDTH`` columns of a terminal: some characters of a name take two columns, some none."""
+    """Return lines of at most ``WIDTH`` columns of a terminal, on which a character takes no, one or two columns.
+
+    Args:
+        first: the start of the first line.
+        rest: the start of further lines; None for ``first``.
+    """
     rest = first if rest is None else rest
     width = WIDTH - max(cell_len(first), cell_len(rest))
     lines = [line.plain.rstrip() for line in Text(printable(text)).wrap(Console(width=WIDTH), width)]
@@ -193,7 +204,7 @@ def _span(start: int, stop: int) -> str:
     return str(start) if stop == start + 1 else f"{start}-{stop - 1}"
 
 
-# --- Texts and parts of a plan that all pictures share.
+# --- texts and parts of a plan that the text, the HTML page and comparisons share
 
 TIME_PARTS = (
     ("compute", "compute_s"),
@@ -206,24 +217,24 @@ TIME_PARTS = (
     ("optimizer", "optimizer_s"),
     ("copies to and from the host", "offload_s"),
 )
-"""Name and field of each part of a step."""
+"""The name of each part of a step, with its field in :class:`autopar.plan.prediction.Breakdown`."""
 
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "transient", "reserved")
-"""Fields of :class:`autopar.plan.prediction.Memory` that add up to its total."""
+"""The fields of :class:`autopar.plan.prediction.Memory` that add up to its total."""
 
 
 def time_parts(breakdown: Breakdown) -> list[tuple[str, float]]:
-    """Name and seconds of each part of a step."""
+    """Return the name and the seconds of each part of a step."""
     return [(name, getattr(breakdown, field)) for name, field in TIME_PARTS]
 
 
 def memory_parts(memory: Memory) -> list[tuple[str, int]]:
-    """Name and bytes of each part of a rank's peak."""
+    """Return the name and the bytes of each part of a rank's peak memory."""
     return [(name, getattr(memory, name)) for name in MEMORY_PARTS]
 
 
 def choices(plan: Plan) -> list[tuple[str, str]]:
-    """Names and texts of the choices that every picture of a plan shows, without the mesh."""
+    """Return the names and texts of the main choices of a plan, except for the mesh."""
     return [
         ("batch", batch_text(plan)),
         ("schedule", schedule_text(plan)),
@@ -233,12 +244,12 @@ def choices(plan: Plan) -> list[tuple[str, str]]:
 
 
 def model_text(plan: Plan) -> str:
-    """The size of the model."""
+    """Return the size of the model in words."""
     return f"{count(plan.model.num_parameters)} parameters, {plan.model.tokens_per_sample:,} tokens a sample"
 
 
 def zero_text(plan: Plan) -> str:
-    """What ZeRO splits, in words."""
+    """Return what ZeRO splits, in words."""
     split = {
         0: "nothing split",
         1: "optimizer states split",
@@ -250,7 +261,7 @@ def zero_text(plan: Plan) -> str:
 
 
 def batch_text(plan: Plan) -> str:
-    """How the global batch is divided."""
+    """Return how the global batch is divided, as a product."""
     count = f"{plan.num_micro_batches} micro-batch{'es' if plan.num_micro_batches > 1 else ''}"
     if plan.data_shares:
         groups = zip(plan.groups, plan.data_shares, strict=True)
@@ -265,12 +276,12 @@ def batch_text(plan: Plan) -> str:
 
 
 def micro_batch_text(plan: Plan) -> str:
-    """Samples of a micro-batch; of each node group if they differ (``3-1``)."""
+    """Return the samples of a micro-batch, or those of each node group if they differ (``3-1``)."""
     return "-".join(map(str, plan.data_shares)) or str(plan.micro_batch_size)
 
 
 def schedule_text(plan: Plan) -> str:
-    """Schedule and stages."""
+    """Return the schedule and the number of stages in words."""
     if plan.schedule == "none":
         return "none (one stage, micro-batches one after the other)"
     virtual = f" ({plan.virtual_stages} on each pipeline rank)" if plan.virtual_stages > 1 else ""
@@ -278,18 +289,18 @@ def schedule_text(plan: Plan) -> str:
 
 
 def groups_text(plan: Plan) -> str:
-    """Which ranks are on which devices, if nodes differ."""
+    """Return which ranks are on which devices, for a plan on different nodes."""
     groups = (f"ranks {g.start}-{g.stop - 1} on {g.device}" for g in plan.groups)
     return f"{', '.join(groups)}: number the nodes in this order"
 
 
 def devices_text(plan: Plan, pp_rank: int) -> str:
-    """The devices of a pipeline rank, if nodes differ."""
+    """Return the devices of a pipeline rank; empty if all nodes are equal."""
     return " + ".join(plan.devices_of(pp_rank))
 
 
 def memory_text(plan: Plan) -> str:
-    """Peak memory with its interval, and the limit."""
+    """Return the peak memory with its interval, and the limit."""
     predicted = plan.predicted
     of = f"of {num_bytes(predicted.memory_limit_bytes)}"
     if not predicted.peak_memory_interval_bytes:
@@ -300,7 +311,7 @@ def memory_text(plan: Plan) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One difference between two plans; a missing side is None."""
+    """One difference between two plans; a side without the value is None."""
 
     path: str
     before: object
@@ -311,7 +322,7 @@ class Change:
 
 
 def diff_plans(before: Plan, after: Plan) -> list[Change]:
-    """The differences in the order of the document, without the record of the search and the format version."""
+    """Return the differences in the order of the document, except for the record of the search and the format version."""
     left, right = encode(before, rare=True), encode(after, rare=True)
     for data in (left, right):
         del data["search"], data["version"]

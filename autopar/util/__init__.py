@@ -1,1 +1,1 @@
-"""Helpers without knowledge of models or machines: atomic writes, TOML with line numbers, shipped data, tables as text."""
+"""Helpers that know nothing of models and machines: files, TOML with line numbers, and formatting."""

@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all, as other processes may read them; and the places of shipped data and sources."""
+"""Reads files, writes them atomically (other processes may read them), and locates shipped data and autopar's sources."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from autopar.errors import CHECK_FILE, AutoparError, UsageError, reason
 
 
 def write_text(path: Path, text: str, *, make_folder: bool = False) -> None:
-    """Writes a temporary file next to ``path``, which is then renamed.
+    """Write a text in UTF-8, completely or not at all: to a temporary file in the folder of ``path``, which is then renamed.
 
     Args:
-        make_folder: make the folder of ``path`` if it does not exist.
+        make_folder: create the folder of ``path`` if it does not exist.
 
     Raises:
         UsageError: the file cannot be written.
@@ -36,10 +36,13 @@ def write_text(path: Path, text: str, *, make_folder: bool = False) -> None:
 
 
 def read_text(path: Path, *, fix: str = CHECK_FILE) -> str:
-    """The text of a file, in UTF-8 with or without a byte order mark.
+    """Return the text of a file in UTF-8, with or without a byte order mark.
+
+    Args:
+        fix: the remedy in the error.
 
     Raises:
-        UsageError: the file cannot be read, or is not UTF-8; says what to do.
+        UsageError: the file cannot be read or is not UTF-8.
     """
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -50,20 +53,23 @@ def read_text(path: Path, *, fix: str = CHECK_FILE) -> str:
 def check_same(
     what: str, path: Path, *, expected: object, got: object, fix: str = "Write to another file, or remove this one"
 ) -> None:
-    """Checks that a file from which a run continues is of the same ``what``.
+    """Check that a file from which a run continues belongs to it: its ``what`` (device, job or title) is the expected one.
 
     Raises:
-        UsageError: it is of another one.
+        UsageError: it is not.
     """
     if got != expected:
         raise UsageError.mismatch(what, where=str(path), expected=repr(expected), got=repr(got), fix=fix)
 
 
 def check_writable(path: Path, *, make_folder: bool = False) -> None:
-    """Checks before a long computation that its result can be written to ``path``.
+    """Check before a long computation that its result can be written to ``path``.
+
+    Args:
+        make_folder: create the folder of ``path`` if it does not exist.
 
     Raises:
-        UsageError: its folder does not exist or is not writable, or it is a folder itself.
+        UsageError: the folder does not exist or is not writable, or ``path`` is a folder itself.
     """
     temporary = _temporary(path)
     try:
@@ -88,61 +94,61 @@ def _refused(path: Path, error: OSError) -> UsageError:
 
 
 def as_toml(data: dict[str, Any], *, comment: str = "") -> str:
-    """``data`` as TOML under ``comment``."""
+    """Return ``data`` as TOML, behind a first line with ``comment``."""
     import tomli_w  # a GPU machine that only measures ('make gpu') may not have it
 
     return (f"# {comment}\n" if comment else "") + tomli_w.dumps(data)
 
 
 def write_toml(path: Path, data: dict[str, Any], *, comment: str = "") -> None:
-    """Writes ``data`` as TOML under ``comment``; the folder is made if it does not exist."""
+    """Write ``data`` as TOML, behind a first line with ``comment``; the folder is created if it does not exist."""
     write_text(path, as_toml(data, comment=comment), make_folder=True)
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Writes ``data`` as JSON, with a line for each item of its lists; the folder is made if it does not exist."""
+    """Write ``data`` as JSON, with one line for each item of its lists; the folder is created if it does not exist."""
     parts = []
     for key, value in data.items():
         if isinstance(value, list) and value:
-            inner = ",\n".join(json.dumps(item, separators=(",", ":")) for item in value)
-            parts.append(f"{json.dumps(key)}: [\n{inner}\n]")
+            lines = ",\n".join(json.dumps(item, separators=(",", ":")) for item in value)
+            parts.append(f"{json.dumps(key)}: [\n{lines}\n]")
         else:
             parts.append(f"{json.dumps(key)}: {json.dumps(value)}")
     write_text(path, "{\n" + ",\n".join(parts) + "\n}\n", make_folder=True)
 
 
 PACKAGE = Path(__file__).resolve().parents[1]
-"""The folder of autopar."""
+"""The folder of the package autopar."""
 
 _NOT_PRICED = ("cli", "report", "runtime", "lower", "benchmark", "validate", "measure", "verification")
-"""Folders of the package on which no predicted time depends."""
+"""Folders of the package on which neither graphs nor predicted times depend."""
 
 
 def sources() -> str:
-    """A hash of the code that makes graphs and times, as searches by different versions must not mix."""
-    found = hashlib.sha256()
+    """Return a hash of the sources on which graphs and predicted times depend, so that results of different versions do not mix."""
+    digest = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE)
         if name.parts[0] not in _NOT_PRICED:
-            found.update(f"{name.as_posix()}\n".encode() + path.read_bytes())
-    return found.hexdigest()[:16]
+            digest.update(f"{name.as_posix()}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def child_environment() -> dict[str, str]:
-    """The environment of another Python process that can import what this one can, even if autopar is not installed; it has one thread."""
+    """Return the environment for a Python child process: one thread, and all modules that this process can import, autopar included."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *sys.path])}
 
 
 def default_cache_dir() -> Path:
-    """The default folder for measurements of this machine."""
+    """Return the default folder for measurements, rules and graphs."""
     return Path.home() / ".cache" / "autopar"
 
 
 def data_directory(name: str) -> Path:
-    """The data directory ``name``: ``autopar/_data/NAME`` when installed, ``NAME`` beside the package in a checkout.
+    """Return the data directory ``name``: ``autopar/_data/NAME`` if installed, or ``NAME`` next to the package in a checkout.
 
     Raises:
-        AutoparError: neither exists, so the installation is broken.
+        AutoparError: neither exists; the installation is broken.
 
     >>> (data_directory("profiles") / "cpu.toml").is_file()
     True
@@ -158,7 +164,7 @@ def data_directory(name: str) -> Path:
 
 
 def data_files(name: str) -> dict[str, Path]:
-    """The TOML files of a data directory by stem, sorted.
+    """Return the TOML files of a data directory by their names without ``.toml``, sorted.
 
     >>> "h100-sxm5-80gb" in data_files("profiles")
     True

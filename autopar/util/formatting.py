@@ -1,4 +1,4 @@
-"""Numbers, sizes, lists of labels and tables as people read them in plain text."""
+"""Formats numbers, sizes, lists of labels and tables as plain text for people."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NUMBER = re.compile(r"(\d+)")
 
 
 def seconds(value_s: float) -> str:
-    """Three significant digits in a fitting unit.
+    """Format a time with three significant digits in a suitable unit.
 
     >>> seconds(0.45), seconds(12.3), seconds(0.00021), seconds(0)
     ('450 ms', '12.3 s', '210 us', '0 s')
@@ -22,7 +22,7 @@ def seconds(value_s: float) -> str:
 
 
 def num_bytes(value: float) -> str:
-    """Binary units.
+    """Format a number of bytes in binary units.
 
     >>> num_bytes(31 * 2**30), num_bytes(1536), num_bytes(12)
     ('31 GiB', '1.5 KiB', '12 B')
@@ -32,7 +32,7 @@ def num_bytes(value: float) -> str:
 
 
 def count(value: float) -> str:
-    """Decimal units.
+    """Format a count in decimal units.
 
     >>> count(2_200_000_000), count(5.4e13), count(124)
     ('2.2 B', '54 T', '124')
@@ -42,7 +42,7 @@ def count(value: float) -> str:
 
 
 def flops(value: float) -> str:
-    """Floating point operations.
+    """Format a number of floating-point operations.
 
     >>> flops(329e9), flops(0)
     ('329 GFLOP', '0 FLOP')
@@ -52,12 +52,12 @@ def flops(value: float) -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """A part in percent; ``-`` where there is no whole."""
+    """Format ``part / whole`` in percent; the result is ``-`` if ``whole`` is 0."""
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
 def percent(value: float | None, *, digits: int = 1, sign: bool = False) -> str:
-    """A fraction in percent; a dash for none.
+    """Format a fraction in percent; the result is ``-`` for None.
 
     >>> percent(0.0814), percent(-0.02, sign=True), percent(0.25, digits=0), percent(None)
     ('8.1 %', '-2.0 %', '25 %', '-')
@@ -66,7 +66,7 @@ def percent(value: float | None, *, digits: int = 1, sign: bool = False) -> str:
 
 
 def ranges(labels: Iterable[str]) -> str:
-    """Labels with runs of numbers joined.
+    """Join labels to a list in which runs of consecutive numbers are ranges.
 
     >>> ranges(["wte", "h.0", "h.1", "h.2", "h.5", "ln_f"])
     'wte, h.0-2, h.5, ln_f'
@@ -77,8 +77,8 @@ def ranges(labels: Iterable[str]) -> str:
     for label in map(printable, labels):
         parts = _NUMBER.split(label)
         run = runs[-1] if runs else []
-        place = _next_number(run[-1], parts) if run else None
-        if place is not None and (len(run) == 1 or place == _next_number(run[-2], run[-1])):
+        position = _next_number(run[-1], parts) if run else None
+        if position is not None and (len(run) == 1 or position == _next_number(run[-2], run[-1])):
             run.append(parts)
         else:
             runs.append([parts])
@@ -90,7 +90,7 @@ def ranges(labels: Iterable[str]) -> str:
 
 
 def _next_number(before: Sequence[str], after: Sequence[str]) -> int | None:
-    """The only place in which two labels differ, where the second has the number that follows that of the first."""
+    """Return the position of the only part in which two labels differ, if it is a number that is one higher in the second; else None."""
     differing = [i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b]
     if len(before) != len(after) or len(differing) != 1:
         return None
@@ -99,22 +99,22 @@ def _next_number(before: Sequence[str], after: Sequence[str]) -> int | None:
 
 
 def some(names: Iterable[str]) -> str:
-    """Up to three of them, and how many there are besides.
+    """Join up to three names to a list, with the number of further names.
 
     >>> some("abcde"), some("ab")
     ('a, b, c and 2 more', 'a, b')
     """
-    every = list(names)
-    return ", ".join(every[:3]) + (f" and {len(every) - 3} more" if len(every) > 3 else "")
+    listed = list(names)
+    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
 
 
 def printable(text: str) -> str:
-    """The text with control characters shown as ``?``: names come from files that anyone may have written."""
+    """Return the text with control characters replaced by ``?``, as names may come from files of unknown origin."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def _in_units(value: float, units: Sequence[tuple[float, str]]) -> str:
-    """In the first unit that it is at least one of; empty where it is less than all of them."""
+    """Format a value in the first unit of which it is at least one; the result is empty if it is below all units."""
     return next((f"{_digits(value / scale)} {unit}" for scale, unit in units if abs(value) >= scale), "")
 
 
@@ -126,14 +126,21 @@ def _digits(value: float) -> str:
 def plain_table(
     head: Sequence[str], rows: Iterable[Sequence[str]], *, left: Sequence[str] = (), width: int = 100, indent: int = 2
 ) -> str:
-    """Columns two blanks apart; those named in ``left`` start at the left and fold, others stand at the right.
+    """Format a table. Columns named in ``left`` are aligned left and wrap; the others are aligned right.
+
+    Args:
+        head: the names of the columns; empty names for a table without a head.
+        rows: the cells of each row.
+        left: the names of the columns that are aligned left.
+        width: the width of the table in characters, ``indent`` included.
+        indent: blanks in front of each line.
 
     >>> print(plain_table(("name", "count"), [("a[1]", "1"), ("bc", "22")], left=("name",)))
       name  count
       a[1]      1
       bc       22
     """
-    from rich.console import Console  # not for numbers alone, which programs print too
+    from rich.console import Console  # slow to import, and not needed to format numbers
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="", show_header=any(head))
@@ -143,7 +150,7 @@ def plain_table(
     for row in rows:
         table.add_row(*row)
     text = io.StringIO()
-    # names may hold brackets and colons: nothing in them is markup
+    # brackets and colons in names are not markup
     console = Console(file=text, width=width - indent, color_system=None, force_terminal=False, highlight=False,
                       markup=False, emoji=False)  # fmt: skip
     console.print(table)
