@@ -15,7 +15,7 @@ from autopar.graph.graph import Argument, Ref, TensorSpec
 from autopar.graph.operator_kinds import draws_random
 from autopar.tracing.builder import Builder, Call, Value
 from autopar.tracing.constants import fold, hint
-from autopar.tracing.failures import FAILURES, NO_VALUES, in_autocast
+from autopar.tracing.failures import FAILURES, NO_VALUES, in_autocast, source_of
 from autopar.tracing.forms.basic import COMPOSITES, HANDLERS, generic
 from autopar.tracing.forms.layers import INDEXING, LAYERS, NORMS, PRODUCTS, experts_of, random_call
 from autopar.tracing.forms.losses import LOSSES, SUMS
@@ -25,7 +25,6 @@ _ALL_HANDLERS = (
     HANDLERS | LAYERS | INDEXING | PRODUCTS | NORMS | LOSSES | SUMS | {"autopar.experts.default": experts_of}
 )
 _DROPPED = ("_assert", "sym_", "_assert_tensor_metadata", "_guards_fn")
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 WRAPPER = "model."
 """The traced module holds the user's model under this prefix."""
 
@@ -265,12 +264,3 @@ def module_of(node: fx.Node) -> str:
     path = str(list(stack.values())[-1][0])
     path = re.sub(r"^L\['self'\]\.?", "", path)
     return "" if path == WRAPPER[:-1] else path.removeprefix(WRAPPER)
-
-
-def source_of(node: fx.Node) -> str:
-    """``file.py:12``, the innermost line outside torch, of a file."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    for path, line in reversed(frames):
-        if "/torch/" not in path and not path.startswith("<"):  # a program that was decomposed
-            return f"{path.rsplit('/', 1)[-1]}:{line}"
-    return ""

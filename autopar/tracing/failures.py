@@ -133,6 +133,20 @@ def module_of_failure(error: BaseException, model: torch.nn.Module) -> str:
     return ""
 
 
+def _lines_of(node: torch.fx.Node) -> list[tuple[str, int]]:
+    """The lines of code, file and number, on the stack when ``node`` was traced, the innermost one last."""
+    found = re.findall(r'File "([^"]+)", line (\d+)', node.stack_trace or "")
+    return [(file, int(line)) for file, line in found]
+
+
+def source_of(node: torch.fx.Node) -> str:
+    """``file.py:12``, the innermost line outside torch, of a file."""
+    for path, line in reversed(_lines_of(node)):
+        if "/torch/" not in path and not path.startswith("<"):  # a program that was decomposed
+            return f"{path.rsplit('/', 1)[-1]}:{line}"
+    return ""
+
+
 def _exported(error: BaseException) -> list[tuple[str, int]]:
     """Lines of the operator at which an exported program failed, whose own lines are no more on the stack."""
     nodes = [
@@ -142,8 +156,7 @@ def _exported(error: BaseException) -> list[tuple[str, int]]:
         for value in frame.f_locals.values()
         if isinstance(value, torch.fx.Node)
     ]
-    text = (nodes[-1].stack_trace or "") if nodes else ""
-    return [(file, int(line)) for file, line in re.findall(r'File "([^"]+)", line (\d+)', text)]
+    return _lines_of(nodes[-1]) if nodes else []
 
 
 def user_line(error: BaseException, model: torch.nn.Module) -> tuple[str, str]:

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
+from autopar.tracing.failures import source_of
 from autopar.tracing.side_effects import root_of, writes
 
 _REGION = "wrap_with_set_grad_enabled"
@@ -32,11 +33,8 @@ _DROPOUTS = tuple(
 )
 
 
-def cut_off(program: torch.export.ExportedProgram, place_of: Callable[[fx.Node], str]) -> None:
+def cut_off(program: torch.export.ExportedProgram) -> None:
     """Puts ``detach`` behind what enters a stretch without gradient; changes ``program``.
-
-    Args:
-        place_of: the user's line of a node, for messages.
 
     Raises:
         TraceError: an activation with a gradient is written in place where gradients are off.
@@ -52,7 +50,7 @@ def cut_off(program: torch.export.ExportedProgram, place_of: Callable[[fx.Node],
             if node.target in _DROPOUTS and not (node.args[1] and node.args[2]):
                 node.replace_all_uses_with(node.args[0])
                 module.graph.erase_node(node)
-    _Marker(place_of, trained).walk(program.graph_module, set(trained), off=False)
+    _detach_entering(program.graph_module, set(trained), trained, off=False)
 
 
 def written_parameter(name: str, place: str = "") -> TraceError:
@@ -64,47 +62,46 @@ def written_parameter(name: str, place: str = "") -> TraceError:
     )
 
 
-class _Marker:
-    """One pass over a module and the regions inside."""
+def _detach_entering(module: fx.GraphModule, with_gradient: set[str], parameters: set[str], *, off: bool) -> None:
+    """One pass over a module and the regions inside.
 
-    def __init__(self, place_of: Callable[[fx.Node], str], parameters: set[str]) -> None:
-        self.place_of, self.parameters = place_of, parameters
-
-    def walk(self, module: fx.GraphModule, with_gradient: set[str], *, off: bool) -> None:
-        """``with_gradient``: names of the placeholders of ``module`` that have one; grows by what depends on them."""
-        for node in list(module.graph.nodes):
-            if node.op == "output":
+    Args:
+        with_gradient: names of the placeholders of ``module`` that have one; grows by what depends on them.
+        parameters: names of placeholders that are parameters; grows by those of regions.
+    """
+    for node in list(module.graph.nodes):
+        if node.op == "output":
+            continue
+        operands = [n for n in node.all_input_nodes if n.name in with_gradient]
+        if node.op == "call_function" and writes(node):
+            _check_write(node, with_gradient, parameters, off)
+        region = region_of(node, module)
+        if region is not None:
+            inner, is_on = region
+            places = [n for n in inner.graph.nodes if n.op == "placeholder"]
+            arguments = [a for a in node.args if isinstance(a, fx.Node) and a.op != "get_attr"]
+            passed = [(place.name, a.name) for place, a in zip(places, arguments, strict=False)]
+            entering = {place for place, argument in passed if argument in with_gradient}
+            parameters |= {place for place, argument in passed if argument in parameters}
+            if not is_on and not off:
+                _detach(inner, places)
+            _detach_entering(inner, entering, parameters, off=off or not is_on)
+            if not is_on:
                 continue
-            operands = [n for n in node.all_input_nodes if n.name in with_gradient]
-            if node.op == "call_function" and writes(node):
-                self._check(node, with_gradient, off)
-            region = region_of(node, module)
-            if region is not None:
-                inner, is_on = region
-                places = [n for n in inner.graph.nodes if n.op == "placeholder"]
-                arguments = [a for a in node.args if isinstance(a, fx.Node) and a.op != "get_attr"]
-                entering = {p.name for p, a in zip(places, arguments, strict=False) if a.name in with_gradient}
-                self.parameters |= {
-                    p.name for p, a in zip(places, arguments, strict=False) if a.name in self.parameters
-                }
-                if not is_on and not off:
-                    _detach(inner, places)
-                self.walk(inner, entering, off=off or not is_on)
-                if not is_on:
-                    continue
-            if operands and not off:
-                with_gradient.add(node.name)
+        if operands and not off:
+            with_gradient.add(node.name)
 
-    def _check(self, node: fx.Node, with_gradient: set[str], off: bool) -> None:
-        written, detached = root_of(node.args[0])
-        if written.op == "placeholder" and written.name in self.parameters:
-            raise written_parameter(written.name, self.place_of(node))
-        if written.name in with_gradient and (off or detached):
-            raise TraceError(
-                f"{node.target} writes in place to {written.name}, which has a gradient, where gradients are off",
-                where=self.place_of(node) or node.name,
-                fix="Write x = x.masked_fill(...) or the like, with gradients on, or detach a copy",
-            )
+
+def _check_write(node: fx.Node, with_gradient: set[str], parameters: set[str], off: bool) -> None:
+    written, detached = root_of(node.args[0])
+    if written.op == "placeholder" and written.name in parameters:
+        raise written_parameter(written.name, source_of(node))
+    if written.name in with_gradient and (off or detached):
+        raise TraceError(
+            f"{node.target} writes in place to {written.name}, which has a gradient, where gradients are off",
+            where=source_of(node) or node.name,
+            fix="Write x = x.masked_fill(...) or the like, with gradients on, or detach a copy",
+        )
 
 
 def region_of(node: fx.Node, module: fx.GraphModule) -> tuple[fx.GraphModule, bool] | None:
@@ -133,15 +130,14 @@ def _detach(inner: fx.GraphModule, places: list[fx.Node]) -> None:
 
 
 _ALL = 99
+_PRODUCTS = (
+    *("linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "vdot"),
+    *("addmm", "addmv", "addbmm", "baddbmm", "einsum", "tensordot", "cdist", "prelu", "lerp"),
+    *(f"conv{kind}{n}d" for n in (1, 2, 3) for kind in ("", "_transpose")),
+    *(f"{kind}{end}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for end in ("", "_cell")),
+)
 _OPERANDS = {
-    **dict.fromkeys(
-        ("linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "vdot"), _ALL
-    ),
-    **dict.fromkeys(("addmm", "addmv", "addbmm", "baddbmm", "einsum", "tensordot", "cdist", "prelu", "lerp"), _ALL),
-    **dict.fromkeys((f"conv{kind}{n}d" for n in (1, 2, 3) for kind in ("", "_transpose")), _ALL),
-    **dict.fromkeys(
-        (f"{kind}{end}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for end in ("", "_cell")), _ALL
-    ),
+    **dict.fromkeys(_PRODUCTS, _ALL),
     "grid_sample": 2,
     "scaled_dot_product_attention": 3,  # a mask may be in another dtype
     "multi_head_attention_forward": 3,
@@ -377,7 +373,9 @@ class _Doubled(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.float:
             func = torch.Tensor.double
-        args, named = pytree.tree_map(_doubled, (args, dict(kwargs or {})))
+        args, named = pytree.tree_map(
+            lambda value: torch.float64 if value is torch.float32 else value, (args, dict(kwargs or {}))
+        )
         if func is getattr(torch, "_grouped_mm", None) and [x.ndim for x in args] == [2, 3]:
             func = _grouped_mm
         return func(*args, **named)
@@ -395,10 +393,6 @@ def _grouped_mm(
     groups = zip([0, *ends[:-1]], ends, matrices, strict=True)
     products = [rows[start:end] @ matrix for start, end, matrix in groups]
     return torch.cat([*products, rows.new_zeros(len(rows) - ends[-1], matrices.shape[-1])])
-
-
-def _doubled(value: Any) -> Any:
-    return torch.float64 if value is torch.float32 else value
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from autopar.tracing import side_effects as memory
 from autopar.tracing import value_branches as checks
 from autopar.tracing.batch import arguments, fake_batch, inputs_of, named_batch
 from autopar.tracing.builder import Builder
-from autopar.tracing.convert import Converter, needs_decomposition, source_of
+from autopar.tracing.convert import Converter, needs_decomposition
 from autopar.tracing.failures import (
     EXPORTS,
     FAILURES,
@@ -422,8 +422,8 @@ def _export(
         try:
             program: torch.export.ExportedProgram = torch.export.export(wrapper, (), batch, strict=False)
             limit_each_sample(program, batch_size, held.clamps)
-            cut_off(program, source_of)
-            memory.return_writes(program, source_of)
+            cut_off(program)
+            memory.return_writes(program)
             if needs_decomposition(program.graph_module, needed_nodes(program)):
                 program = program.run_decompositions({})
             calls = calls_of(program)

@@ -18,6 +18,7 @@ import dis
 import re
 import sys
 import threading
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,8 +33,7 @@ from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
-from autopar.tracing.convert import source_of
-from autopar.tracing.failures import OWN, TORCH
+from autopar.tracing.failures import OWN, TORCH, source_of
 from autopar.util.formatting import some
 
 _CHECKED = tuple(str(Path(TORCH) / part) for part in ("nn", "distributions"))
@@ -99,23 +99,21 @@ def notes_of(held: Held) -> tuple[str, ...]:
 
 def asking() -> tuple[FrameType | None, bool]:
     """The innermost frame of the model's code, and whether it asks for the number by itself."""
-    frame: FrameType | None = sys._getframe()
-    names = set()
-    while frame is not None and frame.f_code.co_filename.startswith((TORCH, OWN)):
+    names = set[str]()
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        if not frame.f_code.co_filename.startswith((TORCH, OWN)):
+            return frame, names <= _BETWEEN
         names.add(frame.f_code.co_name)
-        frame = frame.f_back
-    return frame, names <= _BETWEEN
+    return None, False
 
 
 def _checking() -> FrameType | None:
     """The frame of torch's own functions, modules or distributions that asks by itself; None where another does."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and (
-        frame.f_code.co_filename.startswith(OWN)
-        or (frame.f_code.co_filename.startswith(TORCH) and frame.f_code.co_name in _BETWEEN)
-    ):
-        frame = frame.f_back
-    return frame if frame is not None and frame.f_code.co_filename.startswith(_CHECKED) else None
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if not file.startswith(OWN) and not (file.startswith(TORCH) and name in _BETWEEN):
+            return frame if file.startswith(_CHECKED) else None
+    return None
 
 
 def _answer(frame: FrameType) -> bool | None:
@@ -130,7 +128,7 @@ def _answer(frame: FrameType) -> bool | None:
         return None
     error = on if on is not None else away
     assert error is not None
-    if _catches(frame.f_code, code, (code[here].offset, code[error].offset)) or _is_caught(frame.f_back):
+    if _catches(frame.f_code, (code[here].offset, code[error].offset)) or _is_caught(frame):
         return None
     return jumps_if if on is not None else not jumps_if
 
@@ -156,23 +154,23 @@ def _raises(code: list[dis.Instruction], start: int) -> int | None:
     return None
 
 
-def _is_caught(frame: FrameType | None) -> bool:
-    """Whether one of the callers up to this package has an ``except`` around its call."""
-    while frame is not None and not frame.f_code.co_filename.startswith(OWN):
-        if not frame.f_code.co_filename.startswith(TORCH):
-            code = list(dis.get_instructions(frame.f_code))
-            if _catches(frame.f_code, code, (frame.f_lasti,)):
-                return True
-        frame = frame.f_back
+def _is_caught(frame: FrameType) -> bool:
+    """Whether ``frame`` or one of its callers up to this package has an ``except`` around its call."""
+    for caller, _ in traceback.walk_stack(frame):
+        file = caller.f_code.co_filename
+        if file.startswith(OWN):
+            return False
+        if not file.startswith(TORCH) and _catches(caller.f_code, (caller.f_lasti,)):
+            return True
     return False
 
 
-def _catches(body: CodeType, code: list[dis.Instruction], offsets: tuple[int, ...]) -> bool:
+def _catches(body: CodeType, offsets: tuple[int, ...]) -> bool:
     """Whether an ``except`` covers one of the steps; ``with`` and ``finally`` hand an error on."""
     for entry in getattr(dis.Bytecode(body), "exception_entries", ()):
         if not any(entry.start <= offset < entry.end for offset in offsets):
             continue
-        handler = [step for step in code if step.offset >= entry.target]
+        handler = [step for step in dis.get_instructions(body) if step.offset >= entry.target]
         names = [step.opname for step in handler[:2]]
         if names == ["PUSH_EXC_INFO", "POP_TOP"]:
             return True
