@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 from autopar.errors import TraceError
 from autopar.graph.elements import Outputs
 from autopar.graph.graph import Graph
-from autopar.ops.opaque import as_trained, deep_copy
 from autopar.ops.opaque import notes_of as notes_of_modes
+from autopar.ops.opaque import trained_copy
 from autopar.pins.on_modules import pins_of
 from autopar.tracing import repeated_steps
 from autopar.tracing import side_effects as memory
@@ -91,8 +91,7 @@ def trace(
     _check_loss(loss_fn)
     hooked = dict.fromkeys(memory.with_backward_hooks(model), "a hook on gradients, which a trace would lose")
     reasons = hooked | dict.fromkeys(paths, "it was named so")
-    paths = outermost((*paths, *hooked))
-    job = _Job(model=model, batch=batch, name=name, loss_fn=loss_fn, opaque=paths, reasons=reasons, repeats=repeats)
+    job = _Job(model=model, batch=batch, name=name, loss_fn=loss_fn, reasons=reasons, repeats=repeats)
     graph, calls, job = _with_fallback(job)
     if not graph.spec(graph.loss).requires_grad:
         raise TraceError(
@@ -114,10 +113,13 @@ class _Job:
     batch: dict[str, Any]
     name: str
     loss_fn: LossFunction | None
-    opaque: tuple[str, ...]
     reasons: Mapping[str, str]
-    repeats: bool = False
+    repeats: bool
     found: Found = field(default_factory=Found)
+
+    @property
+    def opaque(self) -> tuple[str, ...]:
+        return outermost(self.reasons)
 
 
 class _UntraceableError(TraceError):
@@ -156,8 +158,7 @@ def _with_fallback(job: _Job) -> tuple[Graph, Sequence[repeated_steps.Call], _Jo
             if not kind.__module__.startswith("torch."):  # which run whatever they are given
                 failed.add(kind)
             causes = dict.fromkeys(paths, cause) | causes | {path: cause}
-            reasons = dict.fromkeys(paths, reason) | dict(job.reasons)
-            job = replace(job, opaque=outermost(dict.fromkeys((*job.opaque, *paths))), reasons=reasons)
+            job = replace(job, reasons=dict.fromkeys(paths, reason) | dict(job.reasons))
 
 
 def _of_class(model: torch.nn.Module, kind: type) -> tuple[str, ...]:
@@ -382,22 +383,16 @@ def pick_loss(output: Any, place: str) -> torch.Tensor:
 
 def _fake_model(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
     """A copy in the modes of training whose tensors are fake: no memory, ties kept."""
-    memo: dict[int, Any] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         with mode:
             return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
 
-    for parameter in model.parameters():
-        memo[id(parameter)] = torch.nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = fake(buffer)
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, torch.Tensor) and id(value) not in memo:
-                memo[id(value)] = fake(value) if value.device.type == "meta" else value.detach().cpu()
+    def constant(tensor: torch.Tensor) -> torch.Tensor:
+        return fake(tensor) if tensor.is_meta else tensor.detach().cpu()
+
     try:
-        copied = as_trained(deep_copy(model, memo), model)
+        copied = trained_copy(model, model, fake, constant)
     except FAILURES as error:
         raise not_copied(error, model) from error
     swap_experts(copied)
