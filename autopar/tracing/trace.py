@@ -41,7 +41,8 @@ from autopar.tracing.failures import (
 from autopar.tracing.finish import finish
 from autopar.tracing.forms.layers import swap_experts, swap_norms
 from autopar.tracing.forms.losses import over_samples
-from autopar.tracing.modes import Selections, cut_off, for_products
+from autopar.tracing.modes import Selections, for_products
+from autopar.tracing.no_grad_regions import detach_in_no_grad
 from autopar.tracing.opaque_regions import Found, RegionError, Regions, around, notes_of, outermost, paths_of
 from autopar.tracing.outputs import Calls, calls_of, counts_samples, cut, kept, needed_nodes, with_counts
 from autopar.tracing.program_ends import Kept, declare, loss_output, mutations_of, with_twice, written_back
@@ -417,7 +418,7 @@ def _export(
         try:
             program: torch.export.ExportedProgram = torch.export.export(wrapper, (), batch, strict=False)
             limit_each_sample(program, batch_size, held.clamps)
-            cut_off(program)
+            detach_in_no_grad(program)
             memory.return_writes(program)
             if needs_decomposition(program.graph_module, needed_nodes(program)):
                 program = program.run_decompositions({})

@@ -33,10 +33,10 @@ from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
-from autopar.tracing.failures import OWN, TORCH, source_of
+from autopar.tracing.failures import PACKAGE_FOLDER, TORCH_FOLDER, source_of
 from autopar.util.formatting import some
 
-_CHECKED = tuple(str(Path(TORCH) / part) for part in ("nn", "distributions"))
+_CHECKED = tuple(str(Path(TORCH_FOLDER) / part) for part in ("nn", "distributions"))
 """Where torch checks the values that it is given: a loss its variances, a distribution its parameters."""
 
 _BETWEEN = frozenset(
@@ -101,7 +101,7 @@ def asking() -> tuple[FrameType | None, bool]:
     """The innermost frame of the model's code, and whether it asks for the number by itself."""
     names = set[str]()
     for frame, _ in traceback.walk_stack(sys._getframe()):
-        if not frame.f_code.co_filename.startswith((TORCH, OWN)):
+        if not frame.f_code.co_filename.startswith((TORCH_FOLDER, PACKAGE_FOLDER)):
             return frame, names <= _BETWEEN
         names.add(frame.f_code.co_name)
     return None, False
@@ -111,7 +111,7 @@ def _checking() -> FrameType | None:
     """The frame of torch's own functions, modules or distributions that asks by itself; None where another does."""
     for frame, _ in traceback.walk_stack(sys._getframe()):
         file, name = frame.f_code.co_filename, frame.f_code.co_name
-        if not file.startswith(OWN) and not (file.startswith(TORCH) and name in _BETWEEN):
+        if not file.startswith(PACKAGE_FOLDER) and not (file.startswith(TORCH_FOLDER) and name in _BETWEEN):
             return frame if file.startswith(_CHECKED) else None
     return None
 
@@ -158,9 +158,9 @@ def _is_caught(frame: FrameType) -> bool:
     """Whether ``frame`` or one of its callers up to this package has an ``except`` around its call."""
     for caller, _ in traceback.walk_stack(frame):
         file = caller.f_code.co_filename
-        if file.startswith(OWN):
+        if file.startswith(PACKAGE_FOLDER):
             return False
-        if not file.startswith(TORCH) and _catches(caller.f_code, (caller.f_lasti,)):
+        if not file.startswith(TORCH_FOLDER) and _catches(caller.f_code, (caller.f_lasti,)):
             return True
     return False
 
