@@ -22,9 +22,7 @@ from autopar.graph.graph import Graph
 from autopar.ops.opaque import notes_of as notes_of_modes
 from autopar.ops.opaque import trained_copy
 from autopar.pins.on_modules import pins_of
-from autopar.tracing import repeated_steps
-from autopar.tracing import side_effects as memory
-from autopar.tracing import value_branches as checks
+from autopar.tracing import repeated_steps, side_effects, value_branches
 from autopar.tracing.batch import arguments, fake_batch, inputs_of, named_batch
 from autopar.tracing.builder import Builder
 from autopar.tracing.convert import Converter, needs_decomposition
@@ -46,7 +44,7 @@ from autopar.tracing.no_grad_regions import detach_in_no_grad
 from autopar.tracing.opaque_regions import Found, RegionError, Regions, around, notes_of, outermost, paths_of
 from autopar.tracing.outputs import Calls, calls_of, counts_samples, cut, kept, needed_nodes, with_counts
 from autopar.tracing.program_ends import Kept, declare, loss_output, mutations_of, with_twice, written_back
-from autopar.tracing.value_branches import GuardedClamps, limit_each_sample
+from autopar.tracing.value_branches import Branches, GuardedClamps, limit_each_sample
 
 LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]
 
@@ -88,9 +86,9 @@ def trace(
     opaque = (*opaque, *(mark.removeprefix("opaque=") for mark in marks if mark.startswith("opaque=")))
     batch = named_batch(model, args, kwargs or {})
     paths = paths_of(model, opaque)
-    memory.check_model(model)
+    side_effects.check_model(model)
     _check_loss(loss_fn)
-    hooked = dict.fromkeys(memory.with_backward_hooks(model), "a hook on gradients, which a trace would lose")
+    hooked = dict.fromkeys(side_effects.with_backward_hooks(model), "a hook on gradients, which a trace would lose")
     reasons = hooked | dict.fromkeys(paths, "it was named so")
     job = _Job(model=model, batch=batch, name=name, loss_fn=loss_fn, reasons=reasons, repeats=repeats)
     graph, calls, job = _with_fallback(job)
@@ -194,14 +192,14 @@ def _counted(graph: Graph, job: _Job, *, exact: bool) -> Outputs | None:
 def _traced(job: _Job, times: int = 1) -> tuple[Graph, Sequence[repeated_steps.Call]]:
     """One trace, at ``times`` the batch size of the example; the calls of a step only at once that size."""
     model = job.model
-    with _faked(job, times) as (wrapper, mode, batch, batch_size, held):
-        program, kept_calls = _export(wrapper, batch, model, batch_size, held)
-        if held.refused is not None:  # caught by the model, which went on as no step would
-            raise _within(explained(held.refused, model), module_of_failure(held.refused, wrapper.model))
+    with _faked(job, times) as (wrapper, mode, batch, batch_size, branches):
+        program, kept_calls = _export(wrapper, batch, model, batch_size, branches)
+        if branches.refused is not None:  # caught by the model, which went on as no step would
+            raise _within(explained(branches.refused, model), module_of_failure(branches.refused, wrapper.model))
         once = times == 1 and not job.repeats
         with _quiet():
             notes, calls = repeated_steps.check(wrapper, wrapper.model, mode, batch) if once else ((), ())
-        calls = calls if held.refused is None else ()
+        calls = calls if branches.refused is None else ()
     builder = Builder()
     converter = Converter(builder)
     inputs = inputs_of(batch, batch_size)
@@ -222,13 +220,13 @@ def _traced(job: _Job, times: int = 1) -> tuple[Graph, Sequence[repeated_steps.C
         mutations=mutations_of(program, outputs, converter.env),
     )
     found = kept(graph, builder, kept_calls, wrapper.kept, program=program, env=converter.env, model=model)
-    return replace(graph, notes=(*graph.notes, *notes, *checks.notes_of(held)), outputs=found), calls
+    return replace(graph, notes=(*graph.notes, *notes, *value_branches.notes_of(branches)), outputs=found), calls
 
 
 @contextmanager
 def _faked(
     job: _Job, times: int, *, tried: bool = True
-) -> Iterator[tuple[_Training, FakeTensorMode, dict[str, Any], int, checks.Held]]:
+) -> Iterator[tuple[_Training, FakeTensorMode, dict[str, Any], int, Branches]]:
     """The model on fake tensors with opaque modules in it, their mode, and a batch of ``times`` the example's size; what checks it passes by.
 
     Args:
@@ -241,12 +239,12 @@ def _faked(
     regions.swap(wrapper.model, job.opaque)
     with (
         regions.autograd_functions(),
-        memory.own_gradients_refused(),
-        checks.taken_to_hold() as held,
-        GuardedClamps(batch_size, held.clamps),
+        side_effects.own_gradients_refused(),
+        value_branches.assume_checks_hold() as branches,
+        GuardedClamps(batch_size, branches.clamps),
         Selections(),
     ):
-        yield wrapper, mode, batch, batch_size, held
+        yield wrapper, mode, batch, batch_size, branches
 
 
 def _larger(graph: Graph, job: _Job) -> Graph:
@@ -268,9 +266,9 @@ def _larger(graph: Graph, job: _Job) -> Graph:
 
 def _calls(job: _Job, times: int) -> Sequence[repeated_steps.Call]:
     """The calls of a step at ``times`` the batch size of the example; see :mod:`autopar.tracing.repeated_steps`."""
-    with _faked(job, times, tried=False) as (wrapper, mode, batch, _, held), _quiet():
+    with _faked(job, times, tried=False) as (wrapper, mode, batch, _, branches), _quiet():
         found = repeated_steps.calls(wrapper, wrapper.model, mode, batch)
-    return found if held.refused is None else ()
+    return found if branches.refused is None else ()
 
 
 def _within(error: TraceError, path: str) -> TraceError:
@@ -405,21 +403,21 @@ def _fake_model(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module
 
 
 def _export(
-    wrapper: _Training, batch: dict[str, Any], model: torch.nn.Module, batch_size: int, held: checks.Held
+    wrapper: _Training, batch: dict[str, Any], model: torch.nn.Module, batch_size: int, branches: Branches
 ) -> tuple[torch.export.ExportedProgram, Calls]:
-    """The program of the loss alone, and the calls of one that gives all that the model returns; ``held`` grows."""
+    """The program of the loss alone, and the calls of one that gives all that the model returns; ``branches`` grows."""
     with (
         _quiet(),
-        memory.casts_that_change_nothing(),
-        memory.inference_as_no_grad(),
-        memory.ParametersKept(),
+        side_effects.casts_that_change_nothing(),
+        side_effects.inference_as_no_grad(),
+        side_effects.ParametersKept(),
         _use_lazy_graph_module(True),  # the program is read, and its code neither written nor compiled
     ):
         try:
             program: torch.export.ExportedProgram = torch.export.export(wrapper, (), batch, strict=False)
-            limit_each_sample(program, batch_size, held.clamps)
+            limit_each_sample(program, batch_size, branches.clamps)
             detach_in_no_grad(program)
-            memory.return_writes(program)
+            side_effects.return_writes(program)
             if needs_decomposition(program.graph_module, needed_nodes(program)):
                 program = program.run_decompositions({})
             calls = calls_of(program)
