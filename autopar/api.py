@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from autopar.models.graph_for_plan import Inputs
     from autopar.planner.search import Limits, Progress
     from autopar.runtime.parallel_model import ParallelModel
-    from autopar.tracing.trace import LossFunction
+    from autopar.tracing.model_with_loss import LossFunction
     from autopar.verification.results import VerifyReport
 
 __all__ = ["PRECISIONS", "estimate", "parallelize", "search", "trace", "verify"]

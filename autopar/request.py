@@ -14,7 +14,7 @@ from autopar.plan.plan import PRECISIONS, Precision, PrecisionName
 
 if TYPE_CHECKING:
     from autopar.models.graph_for_plan import Inputs
-    from autopar.tracing.trace import LossFunction
+    from autopar.tracing.model_with_loss import LossFunction
 
 _EXAMPLES = {
     "cluster": "h100-sxm5-80gb:4x8",

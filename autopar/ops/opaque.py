@@ -85,8 +85,28 @@ def _functions(value: object) -> Iterator[types.FunctionType]:
             queue += [cell.cell_contents for cell in item.__closure__ if cell != types.CellType()]
 
 
-def as_trained(copied: nn.Module, model: nn.Module) -> nn.Module:
-    """Sets ``copied``, a copy of ``model`` or of a module in it, to the modes of a training step, and returns it."""
+def trained_copy(
+    module: nn.Module,
+    model: nn.Module,
+    empty: Callable[[Tensor], Tensor],
+    constant: Callable[[Tensor], Tensor],
+) -> nn.Module:
+    """Return a copy of ``model`` or of a module in it, in the modes that a step of training has.
+
+    Args:
+        empty: gives the tensor that stands for a parameter or a buffer.
+        constant: gives the tensor that stands for one that is neither, but an attribute of a module.
+    """
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(empty(parameter), parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = empty(buffer)
+    for inner in module.modules():
+        for value in vars(inner).values():
+            if isinstance(value, Tensor) and id(value) not in memo:
+                memo[id(value)] = constant(value)
+    copied = deep_copy(module, memo)
     return copied if model.training else copied.train()
 
 
@@ -195,17 +215,9 @@ class Stateless:
 
 
 def stateless(module: nn.Module, model: nn.Module, device: torch.device | None = None) -> Stateless:
-    """Returns a module of ``model`` in the form of :meth:`Holder.call`; ``state`` has all its parameters and buffers by name."""
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-    for buffer in module.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    for inner in module.modules():
-        for value in vars(inner).values():
-            if isinstance(value, Tensor) and id(value) not in memo:
-                memo[id(value)] = value.detach().to(device or value.device)
-    copied = as_trained(deep_copy(module, memo), model)
+    """Return a module of ``model`` as :meth:`Holder.call` gives it: ``state`` has all its parameters and buffers by name."""
+    on_meta = partial(torch.empty_like, device="meta")
+    copied = trained_copy(module, model, on_meta, lambda value: value.detach().to(device or value.device))
     return Stateless(copied, tuple(inner.training for inner in copied.modules()))
 
 
@@ -260,7 +272,7 @@ def opaque(
     region, device = region_of(description), (*inputs, *parameters)[0].device
     devices = (torch.device("cpu"), *((device,) if device.type == "cuda" else ()))  # the user's code may draw on both
     with seeded(devices, salt, seed, axes):
-        outputs = run(region, holder.call(), inputs, parameters, [b.clone() for b in buffers])
+        outputs = tensors_of(run(region, holder.call(), inputs, parameters, [b.clone() for b in buffers]))
     if len(outputs) != len(region.outputs):
         raise AutoparError(
             f"The opaque module returned {len(outputs)} tensors, but {len(region.outputs)} when it was traced",
@@ -281,14 +293,14 @@ def run(
     inputs: Sequence[Tensor],
     parameters: Sequence[Tensor],
     buffers: Sequence[Tensor],
-) -> tuple[Tensor, ...]:
-    """Calls the code of a region once; returns the tensors in its result."""
+) -> Any:
+    """Call the code of a region once; return its result."""
     tensors, constants = iter(inputs), dict(region.constants)
     tree = pytree.treespec_loads(region.tree)
     leaves = [constants[i] if i in constants else next(tensors) for i in range(len(constants) + len(inputs))]
     args, kwargs = pytree.tree_unflatten(leaves, tree)
     state = dict(zip((*region.parameters, *region.buffers), (*parameters, *buffers), strict=True))
-    return tensors_of(call(state, tuple(args), kwargs))
+    return call(state, tuple(args), kwargs)
 
 
 def tensors_of(output: Any) -> tuple[Tensor, ...]:

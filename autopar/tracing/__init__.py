@@ -1,6 +1,7 @@
-"""From a model and a batch to a :class:`~autopar.graph.graph.Graph`.
+"""Tracing: from a model and a batch to a :class:`~autopar.graph.graph.Graph`.
 
-``trace`` exports the model on fake tensors, ``convert`` turns each call into one canonical form (``forms``), and ``finish`` cleans up
-and finds equal blocks. What a graph cannot say is refused or made sayable (``side_effects``, ``repeated_steps``, ``modes``, ``value_branches``);
-code that cannot be traced becomes one operator (``opaque_regions``).
+:mod:`~autopar.tracing.trace` exports the model on fake tensors, :mod:`~autopar.tracing.convert` turns each call of the exported program
+into its canonical form (:mod:`~autopar.tracing.forms`), and :mod:`~autopar.tracing.finish` cleans the graph up and finds equal blocks.
+What a graph cannot express is refused or rewritten by ``side_effects``, ``no_grad_regions``, ``modes``, ``value_branches`` and
+``repeated_steps``. Code that cannot be traced becomes one operator (:mod:`~autopar.tracing.opaque_regions`).
 """

@@ -15,7 +15,7 @@ from autopar.graph.graph import Argument, Ref, TensorSpec
 from autopar.graph.operator_kinds import draws_random
 from autopar.tracing.builder import Builder, Call, Value
 from autopar.tracing.constants import fold, hint
-from autopar.tracing.failures import FAILURES, NO_VALUES, in_autocast
+from autopar.tracing.failures import FAILURES, NO_VALUES, in_autocast, source_of
 from autopar.tracing.forms.basic import COMPOSITES, HANDLERS, generic
 from autopar.tracing.forms.layers import INDEXING, LAYERS, NORMS, PRODUCTS, experts_of, random_call, strided
 from autopar.tracing.forms.losses import LOSSES, SUMS
@@ -25,7 +25,6 @@ _ALL_HANDLERS = (
     HANDLERS | LAYERS | INDEXING | PRODUCTS | NORMS | LOSSES | SUMS | {"autopar.experts.default": experts_of}
 )
 _DROPPED = ("_assert", "sym_", "_assert_tensor_metadata", "_guards_fn")
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 WRAPPER = "model."
 """The traced module holds the user's model under this prefix."""
 
@@ -268,16 +267,3 @@ def module_of(node: fx.Node) -> str:
     path = str(list(stack.values())[-1][0])
     path = re.sub(r"^L\['self'\]\.?", "", path)
     return "" if path == WRAPPER[:-1] else path.removeprefix(WRAPPER)
-
-
-def source_of(node: fx.Node) -> str:
-    """Return ``file.py:12``, the innermost line of a file outside of torch and of this package; empty if there is none.
-
-    Of helper functions torch keeps the line in ``forward`` that calls them.
-    """
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    for path, line in reversed(frames):
-        # "<...>" is a program that was decomposed
-        if "/torch/" not in path and "/autopar/tracing/" not in path and not path.startswith("<"):
-            return f"{path.rsplit('/', 1)[-1]}:{line}"
-    return ""

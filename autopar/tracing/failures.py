@@ -1,4 +1,8 @@
-"""Failures of export by the user's line, the reason and a remedy."""
+"""Errors of tracing that name the user's line, the reason and a remedy.
+
+:func:`explained` turns an exception that user code or ``torch.export`` has raised into a :class:`~autopar.errors.TraceError`.
+:func:`user_line` and :func:`source_of` find the line of the user's code from a traceback and from a node of the exported program.
+"""
 
 from __future__ import annotations
 
@@ -25,28 +29,29 @@ FAILURES = (
     UserWarning,
     ValueError,
 )
-"""What user code and torch.export raise; of warnings the one of an autocast that this machine does not have."""
+"""Exceptions that user code and torch.export raise. UserWarning stands for :data:`NO_AUTOCAST`, which tracing turns into an error."""
 
 NO_AUTOCAST = "Disabling autocast"
-"""In torch's warning of a machine without the devices of an autocast, which takes it as off."""
+"""A part of the warning by which torch says that it disables an autocast, because this machine lacks the device type."""
 
-OWN, TORCH = (str(Path(file).parent) for file in (Path(__file__).parent, torch.__file__))
-"""Folders of this package and of torch, whose lines are none of the model's."""
+PACKAGE_FOLDER, TORCH_FOLDER = (str(Path(file).parent) for file in (Path(__file__).parent, torch.__file__))
+"""Folders of autopar and of torch. Their lines are not lines of the model."""
 
 EXPORTS = "The model cannot be traced by torch.export"
 NO_VALUES = "depends on the values of tensors, which cannot be traced"
-"""Problems that others ask an error for: the lines that have them may be mended by another batch, or in a separate module."""
+"""Texts by which other modules recognise an error. Another batch, or a separate module for the line, may avoid these problems."""
 
 _DEPENDENT = (
     *("data-dependent", "Could not guard", "Could not extract specialized integer", "unbacked", "u0"),
-    *("SymInt", "SymFloat", "SymBool"),  # which no size is here: a number that code formats or hands on
-    *(".numpy() is not supported", "but got FakeTensor"),  # handed to numpy, or a tensor where a number is wanted
+    *("SymInt", "SymFloat", "SymBool"),  # sizes are numbers here, so this is a value that code formats or passes on
+    *(".numpy() is not supported", "but got FakeTensor"),  # a tensor passed to numpy, or where a number is expected
 )
+"""Parts of messages by which an exception says that it needs the values of tensors."""
 _FACTORY = "a factory `package.module:factory` that returns (model, example inputs)"
 
 
 def not_copied(error: BaseException, model: torch.nn.Module) -> TraceError:
-    """Why a model cannot be traced that cannot be copied."""
+    """Return the error for a model that ``copy.deepcopy`` cannot copy, which raised ``error``."""
     return TraceError(
         "The model cannot be copied without its weights (copy.deepcopy)",
         where=type(model).__name__,
@@ -56,7 +61,7 @@ def not_copied(error: BaseException, model: torch.nn.Module) -> TraceError:
 
 
 def in_autocast(where: str) -> TraceError:
-    """Why an autocast in forward is refused."""
+    """Return the error for a ``torch.autocast`` inside of forward, at the line ``where``."""
     return TraceError(
         "A torch.autocast inside of forward cannot be traced",
         where=where,
@@ -65,7 +70,12 @@ def in_autocast(where: str) -> TraceError:
 
 
 def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
-    """The failure by the user's line, reason and remedy."""
+    """Return the error that explains ``error`` by the user's line, the reason and a remedy.
+
+    Args:
+        error: was raised while ``model``, or a ``loss_fn``, ran or was exported.
+        model: is the user's model. It decides which file the line is looked for in first.
+    """
     text = str(error)
     place, line = user_line(error, model)
     reason = f"{type(error).__name__}: {first_line(error).removesuffix('.')}"
@@ -110,31 +120,56 @@ def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
 
 
 def _raised_by_the_model(error: BaseException) -> bool:
-    """Whether the innermost line is the model's own, not one of torch or of its exporter."""
+    """Whether the line that raised ``error`` is one of user code, and not of torch, of this package or of generated code."""
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and not frames[-1].filename.startswith((OWN, TORCH, "<"))
+    return bool(frames) and not frames[-1].filename.startswith((PACKAGE_FOLDER, TORCH_FOLDER, "<"))
 
 
 def module_of_failure(error: BaseException, model: torch.nn.Module) -> str:
-    """Path of the innermost submodule of ``model`` whose code was running; empty where that is ``model`` itself."""
-    paths = {id(module): path for path, module in model.named_modules()}
+    """Return the path of the innermost submodule of ``model`` whose code was running when ``error`` was raised.
+
+    The path is empty if that is ``model`` itself, or if no module was running. If the traceback of ``error`` names no module, those of
+    its causes are searched.
+    """
+    path_of = {id(module): path for path, module in model.named_modules()}
     seen: set[int] = set()
     failure: BaseException | None = error
     while failure is not None and id(failure) not in seen:
         seen.add(id(failure))
-        found = [
-            paths[id(frame.f_locals.get("self"))]
+        paths = [
+            path_of[id(frame.f_locals.get("self"))]
             for frame, _ in traceback.walk_tb(failure.__traceback__)
-            if id(frame.f_locals.get("self")) in paths
+            if id(frame.f_locals.get("self")) in path_of
         ]
-        if found:
-            return str(found[-1])
+        if paths:
+            return str(paths[-1])
         failure = failure.__cause__ or failure.__context__
     return ""
 
 
-def _exported(error: BaseException) -> list[tuple[str, int]]:
-    """Lines of the operator at which an exported program failed, whose own lines are no more on the stack."""
+def _lines_of(node: torch.fx.Node) -> list[tuple[str, int]]:
+    """Return the file and the number of each line that was on the stack when ``node`` was traced, the innermost line last."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.stack_trace or "")
+    return [(file, int(line)) for file, line in frames]
+
+
+def source_of(node: torch.fx.Node) -> str:
+    """Return the innermost line outside of torch and of this package at which ``node`` was traced, as ``file.py:12``; empty if there is none.
+
+    Of helper functions torch keeps the line in ``forward`` that calls them.
+    """
+    for path, line in reversed(_lines_of(node)):
+        is_package = "/torch/" in path or "/autopar/tracing/" in path
+        if not is_package and not path.startswith("<"):  # decomposing runs generated code, whose file is "<...>"
+            return f"{path.rsplit('/', 1)[-1]}:{line}"
+    return ""
+
+
+def _lines_of_failed_node(error: BaseException) -> list[tuple[str, int]]:
+    """Return the lines at which the node was traced that failed while an exported program ran; empty if no program ran.
+
+    The traceback of ``error`` does not hold these lines: it shows the interpreter that ran the program.
+    """
     nodes = [
         value
         for frame, _ in traceback.walk_tb(error.__traceback__)
@@ -142,23 +177,27 @@ def _exported(error: BaseException) -> list[tuple[str, int]]:
         for value in frame.f_locals.values()
         if isinstance(value, torch.fx.Node)
     ]
-    text = (nodes[-1].stack_trace or "") if nodes else ""
-    return [(file, int(line)) for file, line in re.findall(r'File "([^"]+)", line (\d+)', text)]
+    return _lines_of(nodes[-1]) if nodes else []
 
 
 def user_line(error: BaseException, model: torch.nn.Module) -> tuple[str, str]:
-    """``file.py:12`` and its text: the last frame in the model's file, else the last outside of libraries."""
+    """Return the line of user code that raised ``error``, as ``file.py:12`` with the full path of the file, and the text of that line.
+
+    The line is the last frame in the file of the model's class or in another file outside of libraries. If there is none, it is the last
+    frame outside of torch, of this package and of the standard library. If there is none either, it is the name of the model's class,
+    and the text is empty.
+    """
     try:
         home = inspect.getsourcefile(type(model)) or ""
-    except (OSError, TypeError):  # a class of a notebook, or of a module that is not imported by its name
+    except (OSError, TypeError):  # the class comes from a notebook, or from a module that was not imported by name
         home = ""
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
-    frames = _exported(error) + frames
+    frames = _lines_of_failed_node(error) + frames
     standard = sysconfig.get_paths()["stdlib"]
-    outside = [f for f in frames if not f[0].startswith((OWN, TORCH, "<"))]
+    outside = [f for f in frames if not f[0].startswith((PACKAGE_FOLDER, TORCH_FOLDER, "<"))]
     outside = [f for f in outside if "site-packages" in f[0] or not f[0].startswith(standard)]
     users = [f for f in outside if f[0] == home or ("site-packages" not in f[0] and "/lib/python" not in f[0])]
-    chosen = (users or outside or [("", 0)])[-1]
-    if not chosen[0]:
+    file, line = (users or outside or [("", 0)])[-1]
+    if not file:
         return type(model).__name__, ""
-    return f"{chosen[0]}:{chosen[1]}", linecache.getline(chosen[0], chosen[1]).strip()
+    return f"{file}:{line}", linecache.getline(file, line).strip()

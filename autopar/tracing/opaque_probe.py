@@ -114,23 +114,11 @@ def _on_fake(subject: Subject, why: str) -> tuple[Region, Any]:
     try:
         with mode:
             operands = [[fake(x) for x in group] for group in (subject.inputs, subject.parameters, subject.buffers)]
-            output = _output(subject, *operands)
+            output = run(subject.region, subject.call, *operands)
     except FAILURES as error:
         raise Unclear(f"{why}; on fake tensors it raised {type(error).__name__}: {first_line(error)}") from error
     region = replace(subject.region, outputs=_described(output), why=why, is_linear_backward=False)
     return region, _structure(output)
-
-
-def _output(subject: Subject, inputs: Sequence[Tensor], parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> Any:
-    """What the code returns, with its structure."""
-    kept: list[Any] = []
-
-    def keep(*args: Any) -> Any:
-        kept.append(subject.call(*args))
-        return kept[0]
-
-    run(subject.region, keep, inputs, parameters, buffers)
-    return kept[0]
 
 
 def _described(output: Any) -> tuple[tuple[tuple[int, ...], str, bool], ...]:
@@ -171,7 +159,7 @@ def _measured(subject: Subject) -> tuple[Subject, Any]:
         torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
         _assigned_buffers(subject.call) as assigned,
     ):
-        output = _output(subject, inputs, subject.parameters, buffers)
+        output = run(subject.region, subject.call, inputs, subject.parameters, buffers)
     outputs = _described(output)
     with _counter() as backward:
         gradients_of(tensors_of(output), (*inputs, *subject.parameters))
@@ -231,16 +219,21 @@ def _check_kept(what: str, names: Sequence[str], before: Sequence[Tensor], after
 
 def _check_numbers(subject: Subject, output: Any) -> None:
     """What it returns beside tensors becomes part of the plan, so that it must not depend on what it is given."""
-    leaves = _numbers(output)
-    if any(isinstance(leaf, (bool, int, float)) for leaf in leaves):
+    leaves = _leaves(output)
+    if numbers_of(output):
         for number in range(1, DRAWS):
             inputs = subject.draw(number)
             inputs = [(10.0 ** (number % 4 - 1) * x).detach() if x.is_floating_point() else x for x in inputs]
-            found = _numbers(_output(subject, inputs, subject.parameters, [b.clone() for b in subject.buffers]))
+            found = _leaves(subject.run(inputs))
             if found != leaves:
                 shown = next(((a, b) for a, b in zip(leaves, found, strict=False) if a != b), (len(leaves), len(found)))
                 raise Unclear(f"it returns numbers that depend on values ({shown[0]} and {shown[1]})")
 
 
-def _numbers(output: Any) -> list[Any]:
+def numbers_of(output: Any) -> list[bool | int | float]:
+    """The numbers and truth values in what a region returns."""
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, (bool, int, float))]
+
+
+def _leaves(output: Any) -> list[Any]:
     return [leaf for leaf in pytree.tree_leaves(output) if not isinstance(leaf, Tensor)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.errors import AutoparError, TraceError, UsageError
-from autopar.graph.graph import Argument, Graph, Ref, TensorSpec
+from autopar.graph.graph import Graph, Ref, TensorSpec
 from autopar.ops.kernels import FUNCTION, MODULE, Region, region_of
 from autopar.ops.opaque import load_function, of_function, stateless
 from autopar.tracing import opaque_probe, opaque_trials
@@ -42,7 +42,7 @@ class RegionError(TraceError):
     path = ""
 
 
-def paths_of(model: torch.nn.Module, names: Sequence[str]) -> tuple[str, ...]:
+def paths_of(model: torch.nn.Module, names: Sequence[str]) -> dict[str, None]:
     """Paths of the modules that names (paths, patterns such as ``encoder.*.router``, or class names) stand for.
 
     Raises:
@@ -59,10 +59,10 @@ def paths_of(model: torch.nn.Module, names: Sequence[str]) -> tuple[str, ...]:
                 fix=f"Take a name of model.named_modules(), a pattern, or one of the classes {close}",
             )
         found |= dict.fromkeys(mine)
-    return outermost(found)
+    return found
 
 
-def outermost(paths: Sequence[str] | dict[str, None]) -> tuple[str, ...]:
+def outermost(paths: Collection[str]) -> tuple[str, ...]:
     """Without those that lie in another one."""
     return tuple(p for p in paths if not any(p.startswith(f"{other}.") for other in paths))
 
@@ -109,11 +109,9 @@ class Regions:
     def _module(self, path: str, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         original = self.model.get_submodule(path)
         try:
-            draft, inputs = _draft(MODULE, path, args, kwargs)
             state = dict(module.named_parameters()), dict(module.named_buffers())
-            draft = replace(draft, parameters=tuple(state[0]), buffers=tuple(state[1]))
-            specs = tuple(map(_spec, inputs))
-            found = self._looked_up(path, draft, specs, partial(self._of_module, original, draft, specs))
+            draft, inputs = _draft(MODULE, path, args, kwargs, tuple(state[0]), tuple(state[1]))
+            found = self._looked_up(path, draft, inputs, partial(self._of_module, original))
             assert found is not None
             region, output = found
         except (opaque_trials.Unclear, *FAILURES) as error:
@@ -164,8 +162,7 @@ class Regions:
         name = f"{cls.__module__}:{cls.__qualname__}"
         try:
             draft, inputs = _draft(FUNCTION, name, args, kwargs)
-            specs = tuple(map(_spec, inputs))
-            found = self._looked_up(cls, draft, specs, partial(self._of_function, cls, draft, specs))
+            found = self._looked_up(cls, draft, inputs, partial(self._of_function, cls))
         except opaque_trials.Unclear as error:
             raise TraceError(
                 "The autograd function cannot run as it is written",
@@ -178,18 +175,26 @@ class Regions:
         return found, inputs
 
     def _looked_up(
-        self, code: object, draft: Region, specs: tuple[TensorSpec, ...], look: Callable[[], tuple[Region, Any] | None]
+        self,
+        code: object,
+        draft: Region,
+        inputs: Sequence[torch.Tensor],
+        examine: Callable[[Region, tuple[TensorSpec, ...]], tuple[Region, Any] | None],
     ) -> tuple[Region, Any] | None:
-        """What is known of a call at this batch size or, where only shapes count, at the size that divides it; else what ``look`` finds."""
+        """What is known of a call at this batch size or, where only shapes count, at the size that divides it; else what ``examine`` finds."""
         found, call = self.found.regions, (code, draft.tree, repr(draft.constants))
+        specs = tuple(TensorSpec(shape=tuple(int(n) for n in t.shape), dtype=t.dtype) for t in inputs)
         key = (*call, specs, self.batch_size)
         if key not in found and self.known_at is not None:
             times = self.batch_size // self.known_at
             for (*other, fewer, samples), one in found.items():
                 if tuple(other) == call and samples == self.known_at and _are_more(fewer, specs, times):
-                    return None if one is None else (_of_more(one[0], self.known_at, times), one[1])
+                    if one is None:
+                        return None
+                    if not opaque_probe.numbers_of(one[1]):  # they may count samples
+                        return _of_more(one[0], self.known_at, times), one[1]
         if key not in found:
-            found[key] = opaque_probe.apart_from_trace(look, self.modes)
+            found[key] = opaque_probe.apart_from_trace(partial(examine, draft, specs), self.modes)
         return found[key]
 
     def _of_function(
@@ -254,7 +259,14 @@ def around(model: torch.nn.Module, path: str) -> str:
     return ""
 
 
-def _draft(kind: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Region, list[torch.Tensor]]:
+def _draft(
+    kind: str,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    parameters: tuple[str, ...] = (),
+    buffers: tuple[str, ...] = (),
+) -> tuple[Region, list[torch.Tensor]]:
     """A region by how it is called."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
     constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
@@ -266,8 +278,8 @@ def _draft(kind: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     except (NotImplementedError, TypeError, ValueError) as error:
         raise opaque_trials.Unclear(f"its arguments cannot be written down: {error}") from error
     region = Region(
-        kind=kind, name=name, tree=text, constants=constants, parameters=(), buffers=(), outputs=(), splits=None,
-        why="", is_linear_backward=False,
+        kind=kind, name=name, tree=text, constants=constants, parameters=parameters, buffers=buffers, outputs=(),
+        splits=None, why="", is_linear_backward=False,
     )  # fmt: skip
     return region, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
@@ -298,10 +310,6 @@ def _is_of_user(cls: type[torch.autograd.Function]) -> bool:
     return cls.__module__.split(".")[0] not in ("torch", "autopar", "spmd_types")
 
 
-def _spec(tensor: torch.Tensor) -> TensorSpec:
-    return TensorSpec(shape=tuple(int(n) for n in tensor.shape), dtype=tensor.dtype)
-
-
 def _value(tensor: torch.Tensor) -> torch.Tensor:
     """A value of the user's model; a random one on meta, positive, as scales and variances must be."""
     if tensor.device.type != "meta":
@@ -322,14 +330,11 @@ def _drop_nothing(module: torch.nn.Module) -> None:
 
 
 def _refused(path: str, module: torch.nn.Module, error: BaseException) -> RegionError:
+    kind = "" if isinstance(error, opaque_trials.Unclear) else f"{type(error).__name__}: "
     found = RegionError(
         "The module cannot run as it is written (opaque)",
         where=f"{path} ({type(module).__name__})",
-        got=error.short
-        if isinstance(error, AutoparError)
-        else str(error)
-        if isinstance(error, opaque_trials.Unclear)
-        else f"{type(error).__name__}: {error}",
+        got=error.short if isinstance(error, AutoparError) else f"{kind}{error}",
         fix="Name a module around it with opaque=, or change it so that it can be traced",
     )
     found.path = path
@@ -351,9 +356,7 @@ def _check_import(cls: type[torch.autograd.Function], name: str) -> None:
 
 def opaque_of(builder: Builder, call: Call) -> Value:
     """``autopar.opaque``: gradients flow where the region was seen to pass them on."""
-    given = call.bound()
-    names = ("region", "inputs", "parameters", "buffers")
-    args: tuple[Argument, ...] = tuple(given[name] for name in names)
+    args = tuple(call.bound().values())
     region = region_of(str(args[0]))
     made = builder.emit(call, TARGET, args)
     builder.stop_gradient(made, *(i for i, (_, _, flows) in enumerate(region.outputs) if not flows))

@@ -21,7 +21,7 @@ from torch import Tensor
 from autopar.errors import first_line
 from autopar.graph.graph import TensorSpec
 from autopar.ops.kernels import Region
-from autopar.ops.opaque import run
+from autopar.ops.opaque import run, tensors_of
 from autopar.tracing.failures import FAILURES
 from autopar.tracing.modes import in_double
 from autopar.tracing.side_effects import state_of
@@ -92,12 +92,16 @@ class Subject:
             found.append((x if self.span is None else self.span * x.sigmoid()).to(spec.dtype).requires_grad_())
         return found
 
+    def run(self, inputs: Sequence[Tensor]) -> Any:
+        """What the code returns for ``inputs``; it is given copies of the buffers."""
+        return run(self.region, self.call, inputs, self.parameters, [b.clone() for b in self.buffers])
+
 
 def outcomes(subject: Subject, inputs: Sequence[Tensor], *, seed: int) -> Gradients:
     """Outputs, and gradients of inputs and parameters under :func:`_direction`."""
     taken = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
     torch.default_generator.manual_seed(seed)  # of the CPU, where trials run: those of devices are the user's
-    outputs = run(subject.region, subject.call, taken, subject.parameters, [b.clone() for b in subject.buffers])
+    outputs = tensors_of(subject.run(taken))
     gradients = gradients_of(outputs, (*taken, *subject.parameters))
     return tuple(y.detach() for y in outputs), gradients[: len(taken)], gradients[len(taken) :]
 
@@ -359,6 +363,6 @@ def _is_linear(subject: Subject, inputs: Sequence[Tensor], gradients: Sequence[T
     taken = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
     results = {}
     for factor in (-3.0, 1e4):
-        outputs = run(subject.region, subject.call, taken, subject.parameters, [b.clone() for b in subject.buffers])
+        outputs = tensors_of(subject.run(taken))
         results[factor] = gradients_of(outputs, (*taken, *subject.parameters), factor)
     return all(are_same([factor * g for g in gradients], made) for factor, made in results.items())

@@ -23,7 +23,7 @@ from autopar.graph.graph import Buffer, Input, Mutation, Op, Parameter, Ref, Ten
 from autopar.ops.kernels import aten_targets
 from autopar.tracing.builder import Builder, Value
 from autopar.tracing.convert import WRAPPER
-from autopar.tracing.modes import written_parameter
+from autopar.tracing.no_grad_regions import written_parameter
 
 
 def declare(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import TraceError
+from autopar.tracing.failures import source_of
 
 _PLAIN = (bool, int, float, str, bytes, complex)
 _CONTAINERS = (list, dict, set, tuple)
@@ -41,10 +42,8 @@ def state_of(model: torch.nn.Module) -> State:
             if name in _PRIVATE:
                 continue
             place = f"{path}.{name}" if path else name
-            if isinstance(value, (*_CONTAINERS, types.SimpleNamespace)):
+            if isinstance(value, (*_PLAIN, *_CONTAINERS, types.SimpleNamespace)):
                 found[place] = _plain(value, _DEPTH)
-            elif isinstance(value, _PLAIN):
-                found[place] = value
     return found
 
 
@@ -232,27 +231,24 @@ def writes(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def return_writes(program: torch.export.ExportedProgram, place_of: Callable[[fx.Node], str]) -> None:
+def return_writes(program: torch.export.ExportedProgram) -> None:
     """Calls that write in place to what a call before them has made return it instead; changes ``program``.
 
     ``torch.tensor(0.0)`` has such a write (``detach_``), and encoder-decoders shift their labels by some (``x[:, 1:] = y``). A
     program with writes is decomposed, which traces it once more. Left to that are writes to inputs and through other views than
     slices, those that draw random numbers and those that change the dtype.
 
-    Args:
-        place_of: the user's line of a node, for messages.
-
     Raises:
         TraceError: what a write changes is read by another name that torch's decompositions do not know of.
     """
     for module in program.graph_module.modules():
         if isinstance(module, fx.GraphModule):
-            _return_in(module.graph, place_of)
+            _return_in(module.graph)
             if module is not program.graph_module:  # a region without gradient, which is called as it is compiled
                 module.recompile()
 
 
-def _return_in(graph: fx.Graph, place_of: Callable[[fx.Node], str]) -> None:
+def _return_in(graph: fx.Graph) -> None:
     order = {node: i for i, node in enumerate(graph.nodes)}
     sharing: dict[int, list[fx.Node]] = {}
     written: dict[int, list[int]] = {}
@@ -278,7 +274,7 @@ def _return_in(graph: fx.Graph, place_of: Callable[[fx.Node], str]) -> None:
             for n in others
             if n is not whole and (n.op != "call_function" or any(order[user] > place for user in n.users))
         ]
-        _check_names(node, read, order, place_of)
+        _check_names(node, read, order)
         until = min((p for p in written[memory] if p > place), default=len(order))
         reads = all(
             order[n] <= until and (_memory(n) != memory or _written_to(n) not in (None, node)) for n in node.users
@@ -344,9 +340,7 @@ def _memory(node: fx.Node) -> int | None:
     return memory
 
 
-def _check_names(
-    node: fx.Node, read: Sequence[fx.Node], order: Mapping[fx.Node, int], place_of: Callable[[fx.Node], str]
-) -> None:
+def _check_names(node: fx.Node, read: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> None:
     """Composites (``einsum`` of one tensor) may return their argument without a word in their schema; decompositions copy it.
 
     What a region without gradient returns they follow.
@@ -357,7 +351,7 @@ def _check_names(
         if one is not two and isinstance(two.target, torch._ops.OpOverload):
             raise TraceError(
                 f"{node.target} writes in place to what {two.target} returns, which is the memory of {one.name}, read later",
-                where=place_of(node) or node.name,
+                where=source_of(node) or node.name,
                 fix="Write x = x + y instead of x += y there, or clone before it",
             )
 

@@ -1,15 +1,14 @@
-"""Branches on values that a trace takes: those that only raise, and those that clamp what is not finite.
+"""Branches on the values of tensors that a trace can take: checks that only raise, and clamps of values that are not finite.
 
-A trace knows no values. Of the two ways on from a line such as ``assert (ids >= 0).all()`` or ``if lengths.max() > 16: raise ValueError`` one
-ends in an error, so that the other one is the step. Models of transformers guard their layers against an overflow of halves by ``if not
-torch.isfinite(x).all(): x = torch.clamp(x, min=-limit, max=limit)``: such a branch does nothing but to clamp the tensor that it asks about, so
-that its body is traced, and what it makes is chosen by ``torch.where``, for each sample by itself, as the line says for a batch of one: ranks
-have different samples, and what one of them overflows to is no matter of the others. All finite values but halves next to the largest one are
-below the limit anyway. Branches are read in the byte code; whatever else they may do (a loop, a value, an error that some caller catches)
-is refused, or makes the module opaque, as ever.
+A trace knows no values. A line such as ``if lengths.max() > 16: raise ValueError`` has one way on that ends in an error, so
+:func:`assume_checks_hold` takes the other one. Models of transformers guard half precision against overflow by ``if not
+torch.isfinite(x).all(): x = torch.clamp(x, min=-limit, max=limit)``. :class:`GuardedClamps` traces the body of such a branch and chooses
+between its result and ``x`` by ``torch.where`` for each sample, as the line does for a batch of one, because a sample must not depend
+on which others a rank has. A batch gives the same as one branch for all, but for finite values above the limit: the largest few of a dtype.
 
-Others write ``limit = torch.where(torch.isinf(x).any(), low, high)`` and clamp always. That exports; the program is changed so that
-each sample has its own limit, where the question is asked for nothing but such limits.
+Branches are read from the byte code. A trace refuses those that do anything else (a loop, a value, an error that a caller catches), or
+makes the module opaque. Code that always clamps and chooses by ``limit = torch.where(torch.isinf(x).any(), low, high)`` can be
+exported; :func:`limit_each_sample` then gives each sample its own limit.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import dis
 import re
 import sys
 import threading
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,147 +32,144 @@ from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
-from autopar.tracing.convert import source_of
-from autopar.tracing.failures import OWN, TORCH
+from autopar.tracing.failures import PACKAGE_FOLDER, TORCH_FOLDER, source_of
 from autopar.util.formatting import some
 
-_CHECKED = tuple(str(Path(TORCH) / part) for part in ("nn", "distributions"))
-"""Where torch checks the values that it is given: a loss its variances, a distribution its parameters."""
+_CHECKED = tuple(str(Path(TORCH_FOLDER) / part) for part in ("nn", "distributions"))
+"""Folders of torch whose code checks the values of arguments: losses check variances, and distributions check their parameters."""
 
 _BETWEEN = frozenset(
-    ("asking", "guard", "bool_", "__bool__", "int_", "__int__", "__index__", "__float__", "__torch_function__")
+    ("_asking_frame", "guard", "bool_", "__bool__", "int_", "__int__", "__index__", "__float__", "__torch_function__")
 )
-"""Functions between a line that asks for a number and the number that is not known; torch's own code may ask and go on."""
+"""Names of the functions between a line that asks for a value and :func:`_asking_frame`. With others, torch asked, and may go on."""
 
 
 @dataclass(slots=True)
-class Held:
-    """What was met while tracing.
+class Branches:
+    """The branches on values that a trace has met. It grows while the model is traced.
 
     Attributes:
-        places: ``file.py:12`` of checks that were taken to hold.
-        clamps: likewise, of clamps that each sample decides about (:mod:`autopar.tracing.value_branches`).
-        refused: the first question that has no answer; code that catches the error goes on as no step would.
+        checks: lines, as ``file.py:12``, of the checks that are assumed to hold, in order.
+        clamps: lines of the clamps that each sample decides about, in order.
+        refused: the first error for a value that user code asked for in vain. If the code catches it, it goes on as no step would.
     """
 
-    places: dict[str, None] = field(default_factory=dict)
+    checks: dict[str, None] = field(default_factory=dict)
     clamps: dict[str, None] = field(default_factory=dict)
     refused: GuardOnDataDependentSymNode | None = None
 
 
 @contextmanager
-def taken_to_hold() -> Iterator[Held]:
-    """While tracing, a branch that only raises is not taken."""
-    owner, held = threading.get_ident(), Held()
+def assume_checks_hold() -> Iterator[Branches]:
+    """Within this context, a trace in this thread does not take branches that only raise; it gives the record of all branches."""
+    owner, branches = threading.get_ident(), Branches()
 
-    def watched(name: str) -> mock._patch[Any]:
+    def patched(name: str) -> mock._patch[Any]:
         usual = getattr(SymNode, name)
 
         def guard(node: SymNode, file: str, line: int) -> Any:
             try:
                 return usual(node, file, line)
             except GuardOnDataDependentSymNode as error:
-                frame, is_direct = asking()
+                frame, is_direct = _asking_frame()
                 if frame is None or threading.get_ident() != owner:
                     raise
-                answer = _answer(_checking() or frame) if name == "guard_bool" else None
+                answer = _answer_that_holds(_checking_frame() or frame) if name == "guard_bool" else None
                 if answer is None:
-                    held.refused = held.refused or (error if is_direct else None)
+                    branches.refused = branches.refused or (error if is_direct else None)
                     raise
-                held.places[f"{frame.f_code.co_filename}:{frame.f_lineno}"] = None
+                branches.checks[f"{frame.f_code.co_filename}:{frame.f_lineno}"] = None
                 return answer
 
         return mock.patch.object(SymNode, name, guard)
 
-    with watched("guard_bool"), watched("guard_int"), watched("guard_float"):
-        yield held
+    with patched("guard_bool"), patched("guard_int"), patched("guard_float"):
+        yield branches
 
 
-def notes_of(held: Held) -> tuple[str, ...]:
-    """On checks that a program leaves out, and branches that it takes for each sample."""
+def notes_of(branches: Branches) -> tuple[str, ...]:
+    """Return the notes of a graph on the checks that its program leaves out and on the clamps that it decides for each sample."""
     notes = (
-        ("checks of values that only raise are taken to hold, and are not made in the program", held.places),
-        ("values that are not finite are clamped for each sample by itself, as for a batch of one", held.clamps),
+        ("checks of values that only raise are taken to hold, and are not made in the program", branches.checks),
+        ("values that are not finite are clamped for each sample by itself, as for a batch of one", branches.clamps),
     )
-    return tuple(f"{what}: {some(places)}" for what, places in notes if places)
+    return tuple(f"{text}: {some(lines)}" for text, lines in notes if lines)
 
 
-def asking() -> tuple[FrameType | None, bool]:
-    """The innermost frame of the model's code, and whether it asks for the number by itself."""
-    frame: FrameType | None = sys._getframe()
-    names = set()
-    while frame is not None and frame.f_code.co_filename.startswith((TORCH, OWN)):
+def _asking_frame() -> tuple[FrameType | None, bool]:
+    """Return the innermost frame of user code, and whether that code asks for the value itself instead of calling torch code that does."""
+    names = set[str]()
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        if not frame.f_code.co_filename.startswith((TORCH_FOLDER, PACKAGE_FOLDER)):
+            return frame, names <= _BETWEEN
         names.add(frame.f_code.co_name)
-        frame = frame.f_back
-    return frame, names <= _BETWEEN
+    return None, False
 
 
-def _checking() -> FrameType | None:
-    """The frame of torch's own functions, modules or distributions that asks by itself; None where another does."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and (
-        frame.f_code.co_filename.startswith(OWN)
-        or (frame.f_code.co_filename.startswith(TORCH) and frame.f_code.co_name in _BETWEEN)
-    ):
-        frame = frame.f_back
-    return frame if frame is not None and frame.f_code.co_filename.startswith(_CHECKED) else None
+def _checking_frame() -> FrameType | None:
+    """Return the frame of torch's layers, losses or distributions that asks for a value; None if the code that asks is not one of these."""
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if not file.startswith(PACKAGE_FOLDER) and not (file.startswith(TORCH_FOLDER) and name in _BETWEEN):
+            return frame if file.startswith(_CHECKED) else None
+    return None
 
 
-def _answer(frame: FrameType) -> bool | None:
-    """What the test must give for the other way on than the error; None where no way on is an error alone."""
-    code, here, jump = question_at(frame)
-    place = {getattr(step, "start_offset", step.offset): i for i, step in enumerate(code)}
-    if jump is None or not jump.opname.endswith(("IF_TRUE", "IF_FALSE")) or jump.argval not in place:
+def _answer_that_holds(frame: FrameType) -> bool | None:
+    """Return the truth value with which the branch at ``frame`` does not raise; None unless one way on only raises what nobody catches."""
+    code, position, jump = _jump_at(frame)
+    position_of = {getattr(step, "start_offset", step.offset): i for i, step in enumerate(code)}
+    if jump is None or not jump.opname.endswith(("IF_TRUE", "IF_FALSE")) or jump.argval not in position_of:
         return None
     jumps_if = jump.opname.endswith("IF_TRUE")
-    on, away = _raises(code, here + 1), _raises(code, place[jump.argval])
-    if (on is None) == (away is None):
+    raise_if_on, raise_if_jumped = _raise_after(code, position + 1), _raise_after(code, position_of[jump.argval])
+    if (raise_if_on is None) == (raise_if_jumped is None):
         return None
-    error = on if on is not None else away
+    error = raise_if_on if raise_if_on is not None else raise_if_jumped
     assert error is not None
-    if _catches(frame.f_code, code, (code[here].offset, code[error].offset)) or _is_caught(frame.f_back):
+    if _catches(frame.f_code, (code[position].offset, code[error].offset)) or _is_caught(frame):
         return None
-    return jumps_if if on is not None else not jumps_if
+    return jumps_if if raise_if_on is not None else not jumps_if
 
 
-def question_at(frame: FrameType) -> tuple[list[dis.Instruction], int, dis.Instruction | None]:
-    """The steps of a frame's code, and where it asks for a truth value to jump; None where it asks for another reason."""
+def _jump_at(frame: FrameType) -> tuple[list[dis.Instruction], int, dis.Instruction | None]:
+    """Return the instructions of a frame, the position at which it runs, and the conditional jump there; None if it is at no such jump."""
     code = list(dis.get_instructions(frame.f_code))
-    here = next((i for i, step in enumerate(code) if step.offset == frame.f_lasti), len(code))
-    # Up to Python 3.12 the jump itself asks; from 3.13 on a step of its own before it does, or the comparison.
-    if here < len(code) and (code[here].opname == "TO_BOOL" or code[here].argrepr.startswith("bool(")):
-        here += 1
-    asks = here + 1 < len(code) and "POP_JUMP" in code[here].opname
-    return code, here, code[here] if asks else None
+    position = next((i for i, step in enumerate(code) if step.offset == frame.f_lasti), len(code))
+    # Up to Python 3.12 the jump itself calls __bool__. From 3.13 on the instruction before it does, which is TO_BOOL or a comparison.
+    if position < len(code) and (code[position].opname == "TO_BOOL" or code[position].argrepr.startswith("bool(")):
+        position += 1
+    is_jump = position + 1 < len(code) and "POP_JUMP" in code[position].opname
+    return code, position, code[position] if is_jump else None
 
 
-def _raises(code: list[dis.Instruction], start: int) -> int | None:
-    """The ``raise`` that the steps from ``start`` on end in, whatever the values."""
-    for i, step in enumerate(code[start:], start):
+def _raise_after(code: list[dis.Instruction], start: int) -> int | None:
+    """Return the position of the ``raise`` that always ends the instructions from ``start`` on; None if they may end otherwise."""
+    for position, step in enumerate(code[start:], start):
         if step.opname == "RAISE_VARARGS":
-            return i
+            return position
         if "JUMP" in step.opname or step.opname.startswith(("RETURN", "YIELD", "RERAISE", "FOR_ITER", "SEND")):
             return None
     return None
 
 
-def _is_caught(frame: FrameType | None) -> bool:
-    """Whether one of the callers up to this package has an ``except`` around its call."""
-    while frame is not None and not frame.f_code.co_filename.startswith(OWN):
-        if not frame.f_code.co_filename.startswith(TORCH):
-            code = list(dis.get_instructions(frame.f_code))
-            if _catches(frame.f_code, code, (frame.f_lasti,)):
-                return True
-        frame = frame.f_back
+def _is_caught(frame: FrameType) -> bool:
+    """Whether ``frame`` or one of its callers up to this package has an ``except`` around its call."""
+    for caller, _ in traceback.walk_stack(frame):
+        file = caller.f_code.co_filename
+        if file.startswith(PACKAGE_FOLDER):
+            return False
+        if not file.startswith(TORCH_FOLDER) and _catches(caller.f_code, (caller.f_lasti,)):
+            return True
     return False
 
 
-def _catches(body: CodeType, code: list[dis.Instruction], offsets: tuple[int, ...]) -> bool:
-    """Whether an ``except`` covers one of the steps; ``with`` and ``finally`` hand an error on."""
+def _catches(body: CodeType, offsets: tuple[int, ...]) -> bool:
+    """Whether an ``except`` covers an instruction at one of ``offsets``. ``with`` and ``finally`` do not count: they raise again."""
     for entry in getattr(dis.Bytecode(body), "exception_entries", ()):
         if not any(entry.start <= offset < entry.end for offset in offsets):
             continue
-        handler = [step for step in code if step.offset >= entry.target]
+        handler = [step for step in dis.get_instructions(body) if step.offset >= entry.target]
         names = [step.opname for step in handler[:2]]
         if names == ["PUSH_EXC_INFO", "POP_TOP"]:
             return True
@@ -185,145 +182,147 @@ def _catches(body: CodeType, code: list[dis.Instruction], offsets: tuple[int, ..
 
 
 _aten = torch.ops.aten
-
-_FLAGS = frozenset(getattr(place, f"is{kind}") for place in (torch, Tensor) for kind in ("finite", "inf", "nan"))
+_FINITE_FLAGS = frozenset(getattr(place, f"is{kind}") for place in (torch, Tensor) for kind in ("finite", "inf", "nan"))
 _ALL, _ANY = (frozenset(getattr(place, name) for place in (torch, Tensor)) for name in ("all", "any"))
 
 _STEPS = (
     "LOAD_FAST", "STORE_FAST", "LOAD_CONST", "LOAD_SMALL_INT", "LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD", "PUSH_NULL",
     "PRECALL", "KW_NAMES", "CALL", "BINARY_OP", "UNARY_NEGATIVE", "CACHE", "NOP", "NOT_TAKEN",
 )  # fmt: skip
-"""Beginnings of the names of steps that do nothing but work out values."""
+"""Beginnings of the names of instructions that only compute values."""
 _CALLED = frozenset(("finfo", "clamp"))
 _ATTRIBUTES = _CALLED | {"dtype", "max", "min"}
 
 
 @dataclass(frozen=True, slots=True)
-class _Question:
-    """Whether all or any elements of a tensor are finite, or are not.
+class _Condition:
+    """The condition that all, or any, elements of a tensor are finite, infinite or nan.
 
     Attributes:
-        flags: the answer for each element of ``asked``.
-        is_any: whether it is asked of any; else of all.
-        dim: along which samples lie.
+        tensor: its elements are tested.
+        flags: the result of the test for each element, a boolean tensor of the same shape.
+        is_any: whether the condition is on any element; else it is on all elements.
+        dim: the dim of ``tensor`` along which samples lie.
     """
 
-    asked: Tensor
+    tensor: Tensor
     flags: Tensor
     is_any: bool
     dim: int
 
     def by_sample(self, answer: bool) -> Tensor:
-        """Where the answer for a sample is ``answer``; other dims are of size one."""
-        counted = self.flags if self.is_any else ~self.flags
-        inside = [d for d in range(counted.dim()) if d != self.dim]
-        if inside:
-            counted = counted.sum(inside, keepdim=True) > 0
-        return counted if answer == self.is_any else ~counted
+        """Return for each sample whether the condition on its elements is ``answer``; dims other than :attr:`dim` have size 1."""
+        deciding = self.flags if self.is_any else ~self.flags
+        other_dims = [d for d in range(deciding.dim()) if d != self.dim]
+        if other_dims:
+            deciding = deciding.sum(other_dims, keepdim=True) > 0
+        return deciding if answer == self.is_any else ~deciding
 
 
 class GuardedClamps(TorchFunctionMode):
-    """While tracing, takes such branches.
+    """While tracing, takes branches that only clamp the tensor whose values they test, and decides for each sample.
 
     Args:
-        batch_size: samples in the traced batch.
-        places: ``file.py:12`` of those taken; grows.
+        batch_size: the number of samples in the traced batch.
+        lines: receives the lines of the branches that were taken, as ``file.py:12``.
     """
 
-    def __init__(self, batch_size: int, places: dict[str, None]) -> None:
+    def __init__(self, batch_size: int, lines: dict[str, None]) -> None:
         super().__init__()
-        self._batch_size, self._places = batch_size, places
-        self._flags: dict[int, tuple[Tensor, Tensor]] = {}  # by identity; held, so that identities stay theirs
-        self._questions: dict[int, tuple[Tensor, _Question]] = {}
-        self._taken: tuple[_Question, bool] | None = None
+        self._batch_size, self._lines = batch_size, lines
+        # Both are by the id of a tensor. They also hold that tensor, so that its id is not used again.
+        self._flags: dict[int, tuple[Tensor, Tensor]] = {}
+        self._conditions: dict[int, tuple[Tensor, _Condition]] = {}
+        self._entered: tuple[_Condition, bool] | None = None  # until the clamp of the branch is called
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is Tensor.__bool__ and id(args[0]) in self._questions:
-            question = self._questions[id(args[0])][1]
-            frame, is_direct = asking()
-            answer = _entering(frame, question.asked) if frame is not None and is_direct else None
+        if func is Tensor.__bool__ and id(args[0]) in self._conditions:
+            condition = self._conditions[id(args[0])][1]
+            frame, is_direct = _asking_frame()
+            answer = _answer_that_clamps(frame, condition.tensor) if frame is not None and is_direct else None
             if answer is not None:
                 assert frame is not None
-                self._places[f"{frame.f_code.co_filename}:{frame.f_lineno}"] = None
-                self._taken = question, answer
+                self._lines[f"{frame.f_code.co_filename}:{frame.f_lineno}"] = None
+                self._entered = condition, answer
                 return answer
         result = func(*args, **(kwargs or {}))
-        if func in _FLAGS:
+        if func in _FINITE_FLAGS:
             self._flags[id(result)] = result, args[0]
         elif (func in _ALL or func in _ANY) and len(args) == 1 and not kwargs and id(args[0]) in self._flags:
-            flags, asked = self._flags[id(args[0])]
-            dim = _samples_of(asked, self._batch_size)
+            flags, tensor = self._flags[id(args[0])]
+            dim = _sample_dim(tensor, self._batch_size)
             if dim is not None:
-                self._questions[id(result)] = result, _Question(asked, flags, func in _ANY, dim)
-        elif func is torch.clamp and self._taken is not None:
-            (question, answer), self._taken = self._taken, None
-            return torch.where(question.by_sample(answer), result, question.asked)
+                self._conditions[id(result)] = result, _Condition(tensor, flags, func in _ANY, dim)
+        elif func is torch.clamp and self._entered is not None:
+            (condition, answer), self._entered = self._entered, None
+            return torch.where(condition.by_sample(answer), result, condition.tensor)
         return result
 
 
-def _samples_of(value: Tensor, batch_size: int) -> int | None:
-    """The dim along which samples lie."""
+def _sample_dim(value: Tensor, batch_size: int) -> int | None:
+    """Return the dim, 0 or 1, along which samples lie: the first whose size is a multiple of the batch size. None if there is none."""
     return next((d for d, n in enumerate(value.shape[:2]) if n % batch_size == 0), None)
 
 
-def _entering(frame: FrameType, asked: Tensor) -> bool | None:
-    """The answer with which the branch that asks is entered; None where it does anything but to clamp ``asked``."""
-    code, here, jump = question_at(frame)
+def _answer_that_clamps(frame: FrameType, tensor: Tensor) -> bool | None:
+    """Return the truth value with which ``frame`` enters the branch at which it is; None if the branch does not only clamp ``tensor``."""
+    code, position, jump = _jump_at(frame)
     if jump is None or not jump.opname.endswith(("IF_TRUE", "IF_FALSE")):
         return None
     end = next((i for i, step in enumerate(code) if step.offset == jump.argval), 0)
-    body = code[here + 1 : end]
+    body = code[position + 1 : end]
     if not body or not all(step.opname.startswith(_STEPS) for step in body) or any(s.is_jump_target for s in body):
         return None
     if not _clamps_alone(body) or frame.f_globals.get("torch") is not torch:
         return None
-    *others, name = (name for step in body for kind, name in _locals(step) if kind == "STORE")
-    if name in others or frame.f_locals.get(name) is not asked or any(_is_read_elsewhere(code, o) for o in others):
+    *limits, name = (name for step in body for kind, name in _locals(step) if kind == "STORE")
+    if name in limits or frame.f_locals.get(name) is not tensor or any(_is_read_elsewhere(code, n) for n in limits):
         return None
     return str(jump.opname).endswith("IF_FALSE")
 
 
 def _clamps_alone(body: list[dis.Instruction]) -> bool:
-    """Whether steps end in ``x = torch.clamp(x, ...)`` and do nothing before but to work out limits."""
+    """Whether instructions end in ``x = torch.clamp(x, ...)`` and only compute limits before."""
     attributes = [step.argval for step in body if step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD"))]
-    reached = {step.argval for step in body if step.opname.startswith("LOAD_GLOBAL")}
+    global_names = {step.argval for step in body if step.opname.startswith("LOAD_GLOBAL")}
     calls = [step for step in body if step.opname.startswith("CALL")]
     called = [name for name in attributes if name in _CALLED]
-    place = next((i for i, step in enumerate(body) if step.argval == "clamp"), 0)
-    if not _ATTRIBUTES.issuperset(attributes) or reached != {"torch"} or len(calls) != len(called):
+    clamp = next((i for i, step in enumerate(body) if step.argval == "clamp"), 0)
+    if not _ATTRIBUTES.issuperset(attributes) or global_names != {"torch"} or len(calls) != len(called):
         return False
-    if called.count("clamp") != 1 or body[place - 1].argval != "torch" or body[-2] is not calls[-1]:
+    if called.count("clamp") != 1 or body[clamp - 1].argval != "torch" or body[-2] is not calls[-1]:
         return False
-    (kind, name), *rest = (found for step in body[place:] for found in _locals(step))
-    return kind == "LOAD" and body[-1].opname == "STORE_FAST" and [n for k, n in rest if k == "STORE"] == [name]
+    (kind, name), *later = (access for step in body[clamp:] for access in _locals(step))
+    return kind == "LOAD" and body[-1].opname == "STORE_FAST" and [n for k, n in later if k == "STORE"] == [name]
 
 
 def _locals(step: dis.Instruction) -> list[tuple[str, str]]:
-    """Names that a step loads and stores; some steps do two."""
+    """Return the local variables that an instruction accesses, each as ("LOAD" or "STORE", name). Some instructions access two."""
     kinds = re.findall("(LOAD|STORE)_FAST", step.opname)
     return list(zip(kinds, step.argval if isinstance(step.argval, tuple) else (step.argval,), strict=False))
 
 
 def _is_read_elsewhere(code: list[dis.Instruction], name: str) -> bool:
-    """Whether a name may be read with a value that was not given to it just before."""
-    known = False
+    """Whether code may read the local variable ``name`` at a place that a store does not reach without jumps."""
+    is_stored = False
     for step in code:
-        known = known and not step.is_jump_target
-        for kind, mine in _locals(step):
-            if mine == name and kind == "LOAD" and not known:
+        is_stored = is_stored and not step.is_jump_target
+        for kind, accessed in _locals(step):
+            if accessed == name and kind == "LOAD" and not is_stored:
                 return True
-            known = known or (mine == name and kind == "STORE")
+            is_stored = is_stored or (accessed == name and kind == "STORE")
     return False
 
 
-def limit_each_sample(program: torch.export.ExportedProgram, batch_size: int, places: dict[str, None]) -> None:
-    """Gives each sample a limit of its own where ``torch.where`` chooses one for all; changes ``program``.
+def limit_each_sample(program: torch.export.ExportedProgram, batch_size: int, lines: dict[str, None]) -> None:
+    """Give each sample its own limits, in place, where ``torch.where`` chooses limits of a clamp by whether all values are finite.
 
     Args:
-        batch_size: samples in the traced batch.
-        places: ``file.py:12`` of what was changed; grows.
+        program: is changed only where the choice is used for nothing but limits of the tensor that it tests.
+        batch_size: the number of samples in the traced batch.
+        lines: receives the lines of the changed calls, as ``file.py:12``.
     """
     for module in program.graph_module.modules():
         if not isinstance(module, fx.GraphModule):
@@ -332,12 +331,12 @@ def limit_each_sample(program: torch.export.ExportedProgram, batch_size: int, pl
             flags = node.args[0] if node.target in (_aten.any.default, _aten.all.default) else None
             if not isinstance(flags, fx.Node) or flags.target not in _KINDS:
                 continue
-            asked = flags.args[0]
-            assert isinstance(asked, fx.Node)
-            limits, dim = _limits(node, asked), _samples_of(asked.meta["val"], batch_size)
-            if limits and dim is not None and asked.meta["val"].dim() > 1:
-                places[source_of(node)] = None
-                _split(node, asked, dim, limits)
+            tensor = flags.args[0]
+            assert isinstance(tensor, fx.Node)
+            limits, dim = _limits(node, tensor), _sample_dim(tensor.meta["val"], batch_size)
+            if limits and dim is not None and tensor.meta["val"].dim() > 1:
+                lines[source_of(node)] = None
+                _split(node, tensor, dim, limits)
                 module.recompile()
 
 
@@ -345,51 +344,54 @@ _KINDS = frozenset((_aten.isfinite.default, _aten.isinf.default, _aten.isnan.def
 _NEGATED = frozenset((_aten.bitwise_not.default, _aten.logical_not.default))
 
 
-def _limits(value: fx.Node, asked: fx.Node) -> list[fx.Node] | None:
-    """What is made of the answer ``value`` about ``asked`` and limits its elements, each after what it is made of.
+def _limits(value: fx.Node, tensor: fx.Node) -> list[fx.Node] | None:
+    """Return the nodes that compute limits of clamps of ``tensor`` from ``value``, in topological order.
 
-    None where nothing is limited, or anything else reads it.
+    ``value`` is a condition on the elements of ``tensor`` or a limit. The result is None if ``value`` has other users or none.
     """
     if not value.users:
         return None
-    is_chosen, found = value.meta["val"].dtype != torch.bool, list[fx.Node]()
+    is_limit, nodes = value.meta["val"].dtype != torch.bool, list[fx.Node]()
     for user in value.users:
-        if is_chosen and user.target == _aten.clamp.Tensor and user.args[0] is asked:
-            if user.meta["val"].dtype != asked.meta["val"].dtype:
+        if is_limit and user.target == _aten.clamp.Tensor and user.args[0] is tensor:
+            if user.meta["val"].dtype != tensor.meta["val"].dtype:
                 return None
             continue
-        follows = user.target == _aten.neg.default if is_chosen else user.target in {*_NEGATED, _aten.where.Scalar}
-        more = _limits(user, asked) if follows else None
-        if more is None:
+        follows = user.target == _aten.neg.default if is_limit else user.target in {*_NEGATED, _aten.where.Scalar}
+        dependents = _limits(user, tensor) if follows else None
+        if dependents is None:
             return None
-        found += [user, *more]
-    return found
+        nodes += [user, *dependents]
+    return nodes
 
 
-def _split(question: fx.Node, asked: fx.Node, dim: int, limits: list[fx.Node]) -> None:
-    """Answers ``question`` for each sample along ``dim``, and so makes ``limits`` of size one in all other dims."""
-    graph, is_any = question.graph, question.target == _aten.any.default
+def _split(condition: fx.Node, tensor: fx.Node, dim: int, limits: list[fx.Node]) -> None:
+    """Replace ``condition`` on all elements of ``tensor`` by one for each sample along ``dim``.
 
-    def put(target: Any, *args: Any) -> fx.Node:
-        made = graph.call_function(target, args)
-        made.meta = {**question.meta, "val": target(*fx.node.map_arg(args, _value))}
-        return made
+    The condition and ``limits``, which depend on it, then have the size of ``tensor`` in ``dim`` and size 1 in all other dims.
+    """
+    graph, is_any = condition.graph, condition.target == _aten.any.default
 
-    with graph.inserting_before(question):
-        counted = question.args[0] if is_any else put(_aten.logical_not.default, question.args[0])
-        inside = [d for d in range(asked.meta["val"].dim()) if d != dim]
-        count = put(_aten.sum.dim_IntList, counted, inside, True)
-        answer = put(_aten.gt.Scalar if is_any else _aten.eq.Scalar, count, 0)
-    question.replace_all_uses_with(answer)
-    graph.erase_node(question)
+    def insert(target: Any, *args: Any) -> fx.Node:
+        node = graph.call_function(target, args)
+        node.meta = {**condition.meta, "val": target(*fx.node.map_arg(args, _value))}
+        return node
+
+    with graph.inserting_before(condition):
+        deciding = condition.args[0] if is_any else insert(_aten.logical_not.default, condition.args[0])
+        other_dims = [d for d in range(tensor.meta["val"].dim()) if d != dim]
+        count = insert(_aten.sum.dim_IntList, deciding, other_dims, True)
+        by_sample = insert(_aten.gt.Scalar if is_any else _aten.eq.Scalar, count, 0)
+    condition.replace_all_uses_with(by_sample)
+    graph.erase_node(condition)
     for limit in limits:
         target: Any = limit.target
         limit.meta["val"] = target(*fx.node.map_arg(limit.args, _value))
         if target == _aten.where.Scalar and limit.meta["val"].dtype != torch.bool:
-            # of no dims, it took the dtype of what it limits
+            # A limit without dims took the dtype of the clamped tensor by promotion; one with dims does not.
             users = list(limit.users)
             with graph.inserting_after(limit):
-                cast = put(_aten.to.dtype, limit, asked.meta["val"].dtype)
+                cast = insert(_aten.to.dtype, limit, tensor.meta["val"].dtype)
             for user in users:
                 user.replace_input_with(limit, cast)
 

@@ -27,8 +27,8 @@ from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
 from autopar.tracing.batch import tensors_of
+from autopar.tracing.model_with_loss import LossFunction
 from autopar.tracing.modes import in_double
-from autopar.tracing.trace import LossFunction
 from autopar.verification.first_difference import bisect
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.reference import (

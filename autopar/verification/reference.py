@@ -25,8 +25,9 @@ from autopar.plan.plan import FP32, Precision
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.tracing.batch import arguments, tensors_of
 from autopar.tracing.failures import FAILURES, explained
+from autopar.tracing.model_with_loss import LossFunction, pick_loss
 from autopar.tracing.modes import in_double
-from autopar.tracing.trace import LossFunction, pick_loss, trace
+from autopar.tracing.trace import trace
 from autopar.verification.results import RankErrors
 
 LEARNING_RATE = 1e-3

@@ -14,6 +14,7 @@ import autopar
 from autopar.errors import AutoparError, TraceError, UsageError
 from autopar.plan.file import load_plan, save_plan
 from autopar.tracing import opaque_trials
+from autopar.tracing.repeated_steps import CountError
 from autopar.tracing.trace import trace
 from tests.support.lower import unusual as u
 from tests.support.lower.against_model import check
@@ -171,6 +172,23 @@ def test_a_number_that_a_region_returns_is_not_kept_from_where_it_was_tried() ->
     assert not any(isinstance(arg, float) for op in graph.ops if op.target == "aten.mul.Tensor" for arg in op.args)
     with pytest.raises(TraceError, match=r"inner.largest \(Largest\): .*it returns numbers that depend on values"):
         trace(u.Around(scaled), (), u.batch(), opaque=["Largest"])
+
+
+def counted() -> nn.Module:
+    def forward(self: Any, x: Tensor) -> tuple[Tensor, int]:
+        return (x if x.sum() > 0 else 2.0 * x), x.shape[0]
+
+    return model_of(forward)
+
+
+def test_a_number_of_samples_that_a_region_returns_depends_on_the_batch_size() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y, samples = self.counted(self.first(x))
+        return y.square().sum() / samples
+
+    model = model_of(forward, first=nn.Linear(8, 8), counted=counted())
+    with pytest.raises(CountError, match="A number in the model depends on the batch size: 6 for a batch of 6, 12 for"):
+        trace(model, (torch.randn(6, 8),))
 
 
 class Reversible(torch.autograd.Function):

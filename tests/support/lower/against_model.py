@@ -15,7 +15,7 @@ from autopar.lower.check_types import typecheck
 from autopar.lower.program import Program, lower
 from autopar.ops.opaque import Holder
 from autopar.plan.plan import Plan
-from autopar.tracing.trace import LossFunction, pick_loss
+from autopar.tracing.model_with_loss import LossFunction, pick_loss
 from tests.support.close import assert_close
 from tests.support.lower.ranks import run_ranks, sharded, slice_of
 
