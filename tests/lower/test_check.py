@@ -230,8 +230,7 @@ PENDING = {"v": "split k", "v_4": "linear 0", "v_t": "linear 0", "y": "linear 2"
 
 
 @pytest.mark.parametrize(
-    ("kind", "value", "target"),
-    [("ring", SPLIT_V, "attention_ring"), ("gather", WHOLE_V, "attention_gathered")],
+    ("kind", "value", "target"), [("ring", SPLIT_V, "attention_ring"), ("gather", WHOLE_V, "attention_gathered")]
 )
 def test_a_pending_sum_passes_attention_over_a_split_sequence(kind: str, value: Mapping[str, str], target: str) -> None:
     made = pair({**SEQUENCE, **value, "y": kind}, PENDING)

@@ -180,12 +180,7 @@ def test_any_times_and_bounds(numbers: list[tuple[float, float]], size: int) -> 
     pool = [candidate(i) for i in range(len(numbers))]
 
     def outcome(group: ProcessGroup) -> tuple[object, ...]:
-        found = BranchAndBound(
-            Known(bounds, times),
-            pool,
-            limits=Limits(),
-            group=group,
-        ).run()
+        found = BranchAndBound(Known(bounds, times), pool, limits=Limits(), group=group).run()
         return found.best and pool.index(found.best.candidate), found.lower_bound_s, found.finished
 
     with ProcessGroup(size, min_candidates=0) as group:

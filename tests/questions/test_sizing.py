@@ -342,8 +342,7 @@ def test_a_price_joins_time_and_devices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [("time", "two different"), ("time,time", "two different"), ("time,memroy", "memory")],
+    ("text", "message"), [("time", "two different"), ("time,time", "two different"), ("time,memroy", "memory")]
 )
 def test_objectives_that_are_none(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):

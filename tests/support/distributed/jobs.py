@@ -255,12 +255,7 @@ def gradients_both_ways(parallel: ParallelModel, batch: Batch) -> dict[str, Any]
     by_call = parallel.full_gradients()
     with torch.no_grad():
         silent = loss_of(parallel(**batch))
-    return {
-        "losses": [stepped.item(), called.item(), silent.item()],
-        "step": by_step,
-        "call": by_call,
-        "twice": twice,
-    }
+    return {"losses": [stepped.item(), called.item(), silent.item()], "step": by_step, "call": by_call, "twice": twice}
 
 
 def losses_after_looking(parallel: ParallelModel, batch: Batch) -> tuple[float, float]:
