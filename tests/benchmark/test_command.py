@@ -49,7 +49,6 @@ def test_counting_memory_says_nothing_beside_the_table() -> None:
     ("failures", "code"), [(("ValueError: boom", "ValueError: boom"), 1), (("", "ValueError: boom"), 0)]
 )
 def test_a_benchmark_all_of_whose_plans_fail_has_failed(run: Run, failures: tuple[str, ...], code: int) -> None:
-    """It ended as one that had measured them."""
     rows = tuple(
         Row(
             key=str(number), name=f"plan {number}", predicted_s=1.0, interval_s=(0.5, 2.0), predicted_bytes=100,
@@ -66,7 +65,6 @@ def test_a_benchmark_all_of_whose_plans_fail_has_failed(run: Run, failures: tupl
 
 
 def test_a_model_that_cannot_make_a_step_is_refused_before_the_machine_is_measured(run: Run, tmp_path: Path) -> None:
-    """It traces, and failed in every plan after minutes of measuring."""
     lines = ("import torch", "", "class Net(torch.nn.Module):", "    def __init__(self):", "        super().__init__()")
     lines += ("        self.rows = torch.nn.Embedding(4, 8)", "", "    def forward(self, x):")
     lines += ("        return self.rows(x + 4).sum()", "", "def make():")

@@ -178,16 +178,6 @@ def test_search_prints_saves_and_answers_in_json(run: Run, tmp_path: Path) -> No
     assert run("show", "plan.json", "--html", "plan.html", "--perfetto", "trace.json").code == 0
 
 
-def test_estimate_returns_the_pinned_degrees(run: Run) -> None:
-    pins = "tp=2,pp=2,dp_shard=2,dp_replicate=1,zero=1,micro_batch=2,schedule=1F1B,recompute=full"
-    done = run("estimate", GPT, "--cluster", "cpu:1x8", "--global-batch", "16", "--pin", pins, "--json")
-    found = json.loads(done.out)
-    assert found["mesh"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2, "ep": 1}
-    chosen = [found[key] for key in ("zero_stage", "micro_batch_size", "schedule", "recompute")]
-    assert chosen == [1, 2, "1F1B", "full"]
-    assert found["pins"] == pins.split(",")
-
-
 def test_explain_compares_with_other_pins(run: Run) -> None:
     assert (
         run("search", GPT, "--cluster", "cpu:1x2", "--global-batch", "8", "--pin", "tp=1", "-o", "plan.json").code == 0

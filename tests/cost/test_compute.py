@@ -45,7 +45,6 @@ def test_a_linear_counts_two_flops_for_each_multiply_add() -> None:
 
 
 def test_a_product_of_complex_numbers_is_four_of_real_ones() -> None:
-    """It was refused for lack of a rate."""
     real = op("aten.mm.default", (X, W), spec(512, 512, dtype=F32))
     twice = replace(real, outputs=(spec(512, 512, dtype=torch.complex64),))
     one, two = (work(each, (each.spec, each.spec)) for each in (real, twice))

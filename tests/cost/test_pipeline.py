@@ -23,16 +23,6 @@ def equal(count: int, **sends: float) -> list[StageTimes]:
     return [StageTimes(forward_s=F, backward_s=B, **sends) for _ in range(count)]
 
 
-@pytest.mark.parametrize("name", ["GPipe", "1F1B"])
-@pytest.mark.parametrize(("pp", "m"), [(4, 9), (8, 8)])
-def test_equal_stages_follow_the_closed_form(name: str, pp: int, m: int) -> None:
-    found = simulate(name, pp, m, equal(pp))
-    assert max(found.finish_s) == pytest.approx((m + pp - 1) * (F + B))
-    assert found.busy_s == (m * (F + B),) * pp
-    assert [max(found.finish_s) - busy_s for busy_s in found.busy_s] == pytest.approx([(pp - 1) * (F + B)] * pp)
-    assert found.exposed_send_s == (0.0,) * pp
-
-
 def test_gpipe_messages_are_exposed_in_fill_and_drain_alone() -> None:
     pp, m, send = 4, 6, 0.25
     found = simulate("GPipe", pp, m, equal(pp, send_forward_s=send, send_backward_s=send))

@@ -93,11 +93,7 @@ def test_each_data_rank_has_its_position_again(pool: WorkerPool, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("layout", "kind", "size"),
-    [
-        ("tp2 x dp2 ZeRO 3", "gpt2", "20KB"),
-        ("pp2 x tp2", "llama", "5GB"),
-        ("pp2 x dp2 ZeRO 1", "llama-untied", "30KB"),
-    ],
+    [("tp2 x dp2 ZeRO 3", "gpt2", "20KB"), ("pp2 x tp2", "llama", "5GB"), ("pp2 x dp2 ZeRO 1", "llama-untied", "30KB")],
 )
 def test_weights_to_transformers_and_back(pool: WorkerPool, tmp_path: Path, layout: str, kind: str, size: str) -> None:
     from transformers import AutoModelForCausalLM

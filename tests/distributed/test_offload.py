@@ -12,15 +12,7 @@ from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
 from tests.support.clusters import HOST, with_device
 from tests.support.distributed import jobs
-from tests.support.distributed.layouts import (
-    batches,
-    clips_as_one_device,
-    goes_on,
-    on_batch,
-    on_ranks,
-    planned,
-    traced,
-)
+from tests.support.distributed.layouts import batches, clips_as_one_device, goes_on, on_batch, on_ranks, planned, traced
 from tests.support.distributed.subjects import SEQUENCE
 from tests.support.step_traffic import stages_of
 

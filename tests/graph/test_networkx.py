@@ -43,16 +43,3 @@ def test_attributes_say_what_a_node_is(graph: Graph) -> None:
     assert loss["block"] == graph.blocks[-1].index
     assert loss["target"] == graph.ops[-1].target
     assert networkx.descendants(found, found.graph["loss"]) == set()
-
-
-def test_all_paths_from_the_first_layer_go_through_the_blocks_between(graph: Graph) -> None:
-    """Residual layers: what a block makes and later blocks read dominates the loss."""
-    found = networkx.DiGraph(graph.to_networkx().subgraph([op.name for op in graph.ops]))
-    dominators = networkx.immediate_dominators(found, graph.ops[0].name)
-    at, above = graph.loss.name, []
-    while at != graph.ops[0].name:
-        at = dominators[at]
-        above.append(at)
-    ends = [graph.block_outputs(block) for block in graph.blocks[:-1]]
-    assert all(len(outputs) == 1 for outputs in ends)
-    assert {outputs[0].name for outputs in ends} <= set(above)

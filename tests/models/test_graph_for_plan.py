@@ -76,7 +76,6 @@ def test_a_normed_weight_does_not_keep_a_model_from_being_copied() -> None:
 
 
 def test_models_that_are_parallel_already_and_autocast_are_refused() -> None:
-    """A trace under autocast said that a step reads what an earlier one has left."""
     with pytest.raises(UsageError, match=r"wrapped in DataParallel.*Pass the model before"):
         api.trace(nn.DataParallel(Net()), example_inputs={"x": X})
     with (
@@ -87,7 +86,6 @@ def test_models_that_are_parallel_already_and_autocast_are_refused() -> None:
 
 
 def test_complex_parameters_are_refused() -> None:
-    """They lost their imaginary parts as they were stored."""
     model = Net()
     model.linear.register_parameter("turn", nn.Parameter(torch.zeros(4, dtype=torch.complex64)))
     with pytest.raises(

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import UsageError
-from autopar.plan.schedule import check_schedule, peak_table, schedule_numbers
-from tests.support.example_plans import Action, dependencies, schedule_actions
+from autopar.plan.schedule import check_schedule, peak_table
+from tests.support.example_plans import Action, schedule_actions
 
 
 def _torch_interleaved(pp: int, virtual_stages: int, num_micro_batches: int) -> list[list[str]]:
@@ -63,34 +63,6 @@ cases = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
-@given(cases)
-def test_laws(case: tuple[str, int, int, int]) -> None:
-    _, pp, v, m = case
-    actions = schedule_actions(*case)
-    assert len(actions) == pp
-    for rank, queue in enumerate(actions):
-        wanted = {Action(s, k, i) for s in range(rank, pp * v, pp) for k in "FB" for i in range(m)}
-        assert set(queue) == wanted
-        assert len(queue) == len(wanted)
-        place = {action: position for position, action in enumerate(queue)}
-        assert all(place[Action(a.stage, "F", a.micro_batch)] < place[a] for a in queue if a.kind == "B")
-    assert _can_end(actions, pp * v - 1)
-
-
-def _can_end(actions: Sequence[Sequence[Action]], last_stage: int) -> bool:
-    """Whether no rank waits for ever for what others have not done."""
-    done: set[Action] = set()
-    left = [[*queue] for queue in actions]
-    before = -1
-    while before < len(done):
-        before = len(done)
-        for queue in left:
-            while queue and done.issuperset(dependencies(queue[0], last_stage)):
-                done.add(queue.pop(0))
-    return not any(left)
-
-
 def _in_flight(actions: Sequence[Action], stage: int) -> int:
     """The most micro-batches of which ``stage`` holds activations at once."""
     return max(accumulate(1 if action.kind == "F" else -1 for action in actions if action.stage == stage))
@@ -121,17 +93,3 @@ def test_peaks_bound_every_stage(case: tuple[str, int, int, int]) -> None:
 def test_impossible_schedules_say_why(case: tuple[str, int, int, int], word: str) -> None:
     with pytest.raises(UsageError, match=word):
         check_schedule(*case)
-
-
-@pytest.mark.parametrize(
-    ("name", "pp", "v", "m"),
-    [
-        ("none", 1, 1, 5), ("GPipe", 4, 1, 3), ("GPipe", 2, 1, 7), ("1F1B", 4, 1, 4), ("1F1B", 4, 1, 9),
-        ("Interleaved1F1B", 4, 2, 8), ("Interleaved1F1B", 4, 3, 2), ("Interleaved1F1B", 2, 4, 6),
-        ("Interleaved1F1B", 4, 2, 5),
-    ],
-)  # fmt: skip
-def test_numbers_are_the_actions(name: str, pp: int, v: int, m: int) -> None:
-    actions = schedule_actions(name, pp, v, m)
-    wanted = [[(2 * a.stage + (a.kind == "B")) * m + a.micro_batch for a in own] for own in actions]
-    assert schedule_numbers(name, pp, v, m).tolist() == wanted

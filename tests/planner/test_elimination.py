@@ -1,15 +1,18 @@
 import random
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from itertools import combinations, product
 from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.planner.sharding.elimination import MAX_TABLE_ENTRIES, Entry, Marginals, minimise_by_milp, prepare
-from autopar.planner.sharding.energy import Energy, Factor, Minimum, Table, elimination_order
+from autopar.planner.sharding.energy import Energy, Factor, Minimum, elimination_order
+
+Solver = Callable[[Energy], Minimum | None]
 
 
 @st.composite
@@ -31,31 +34,6 @@ def brute_force(energy: Energy) -> float:
     return min(energy.value(a) for a in product(*(range(n) for n in energy.sizes)))
 
 
-def pairwise(unary: Sequence[Table], pairs: dict[tuple[int, int], Table]) -> Energy:
-    factors = [Factor(scope=(i,), table=table) for i, table in enumerate(unary)]
-    factors += [Factor(scope=pair, table=table) for pair, table in pairs.items()]
-    return Energy(sizes=tuple(map(len, unary)), factors=tuple(factors))
-
-
-class SolverLaws:
-    def solve(self, energy: Energy) -> Minimum | None:
-        raise AssertionError("a solver is given by the subclass")
-
-    @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
-    @given(energy=energies())
-    def test_equals_brute_force(self, energy: Energy) -> None:
-        best, found = brute_force(energy), self.solve(energy)
-        if np.isinf(best):
-            assert found is None
-        else:
-            assert found.value == pytest.approx(best, abs=1e-9)
-            assert energy.value(found.assignment) == pytest.approx(best, abs=1e-9)
-
-    def test_tiny_costs_are_still_told_apart(self) -> None:
-        found = self.solve(pairwise([np.array([3e-9, 1e-9, 2e-9])], {}))
-        assert found.assignment == (1,)
-
-
 def marginalise(energy: Energy, keep: tuple[int, ...], *, max_entries: int = MAX_TABLE_ENTRIES) -> Marginals:
     """The minimum over all variables but ``keep``, for every combination of those."""
     scopes = tuple([factor.scope for factor in energy.factors])
@@ -70,21 +48,26 @@ def minimise(energy: Energy, *, max_entries: int = MAX_TABLE_ENTRIES) -> Minimum
     return None if np.isinf(value) else Minimum(assignment=marginals.decode([Entry(0, ())])[0], value=value)
 
 
-class TestElimination(SolverLaws):
-    def solve(self, energy: Energy) -> Minimum | None:
-        return minimise(energy)
+# where no table may have more than 8 entries, most problems go to the integer program
+SOLVERS = [minimise, minimise_by_milp, partial(minimise, max_entries=8)]
 
 
-class TestMilp(SolverLaws):
-    def solve(self, energy: Energy) -> Minimum | None:
-        return minimise_by_milp(energy)
+@pytest.mark.parametrize("solve", SOLVERS)
+@settings(max_examples=200, deadline=None)
+@given(energy=energies())
+def test_the_minimum_is_that_of_all_assignments(solve: Solver, energy: Energy) -> None:
+    best, found = brute_force(energy), solve(energy)
+    if np.isinf(best):
+        assert found is None
+    else:
+        assert found.value == pytest.approx(best, abs=1e-9)
+        assert energy.value(found.assignment) == pytest.approx(best, abs=1e-9)
 
 
-class TestWidthBound(SolverLaws):
-    """Elimination that may make no table of more than 8 entries: most problems go to the MILP."""
-
-    def solve(self, energy: Energy) -> Minimum | None:
-        return minimise(energy, max_entries=8)
+@pytest.mark.parametrize("solve", SOLVERS)
+def test_tiny_costs_are_still_told_apart(solve: Solver) -> None:
+    tiny = Factor(scope=(0,), table=np.array([3e-9, 1e-9, 2e-9]))
+    assert solve(Energy(sizes=(3,), factors=(tiny,))).assignment == (1,)
 
 
 @settings(max_examples=100, deadline=None)
@@ -106,13 +89,6 @@ def test_marginal_is_the_minimum_for_each_kept_state(energy: Energy, data: st.Da
 
 def test_nothing_fits_together_where_a_variable_has_no_state() -> None:
     assert minimise(Energy(sizes=(2, 0), factors=(Factor(scope=(0,), table=np.zeros(2)),))) is None
-
-
-def test_a_chain_is_eliminated_with_tables_of_two_variables() -> None:
-    pairs = {(i, i + 1): np.ones((5, 5)) for i in range(49)}
-    order, largest = elimination_order([5] * 50, pairs)
-    assert sorted(order) == list(range(50))
-    assert largest == 25
 
 
 @given(sizes=st.lists(st.integers(2, 5), min_size=4, max_size=9), width=st.integers(1, 3), seed=st.integers(0, 1 << 16))

@@ -72,12 +72,6 @@ def alone() -> Plan:
     return planner().search(limits=Limits())
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_several_processes_give_the_plan_and_the_bound_of_one(size: int, alone: Plan, by: By) -> None:
-    assert same(by(size), alone)
-    assert no_process_is_left()
-
-
 def test_other_questions_ask_several_processes_too(alone: Plan, by: By) -> None:
     made = planner()
     plan = made.fastest(Limits(), processes=2)
@@ -180,12 +174,7 @@ def test_any_times_and_bounds(numbers: list[tuple[float, float]], size: int) -> 
     pool = [candidate(i) for i in range(len(numbers))]
 
     def outcome(group: ProcessGroup) -> tuple[object, ...]:
-        found = BranchAndBound(
-            Known(bounds, times),
-            pool,
-            limits=Limits(),
-            group=group,
-        ).run()
+        found = BranchAndBound(Known(bounds, times), pool, limits=Limits(), group=group).run()
         return found.best and pool.index(found.best.candidate), found.lower_bound_s, found.finished
 
     with ProcessGroup(size, min_candidates=0) as group:

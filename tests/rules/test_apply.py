@@ -6,7 +6,7 @@ import torch
 from autopar.errors import InternalError, RuleError
 from autopar.graph.graph import Graph, Op, Ref, TensorSpec
 from autopar.graph.rewrites import signature
-from autopar.plan.mesh import I, P, R, S
+from autopar.plan.mesh import P, R
 from autopar.rules.apply import shard
 from autopar.rules.strategy import Typing
 from tests.support.lower import chooser, mlp
@@ -19,21 +19,6 @@ def batch_graph() -> Graph:
 
 def with_strategy(typing: Typing, **changed: object) -> Typing:
     return replace(typing, strategies={**typing.strategies, **changed})
-
-
-def conversions(graph: Graph) -> list[Op]:
-    kinds = ("all_", "reduce_", "shard", "keep_", "invariant_")
-    return [op for op in graph.ops if op.target.startswith(tuple(f"autopar.{kind}" for kind in kinds))]
-
-
-def test_a_micro_batch_has_its_shapes_and_its_sums() -> None:
-    local = batch_graph()
-    assert local.batch_size == 2
-    assert {i.name: i.spec.shape for i in local.inputs} == {"x": (2, 8, 16), "keep": (2, 8)}
-    assert all(op.spec.shape[0] == 2 for op in local.ops if op.spec.shape)
-    assert local.sums == (Ref("count"),)
-    assert not conversions(local)
-    assert all(p.gradient_sum_axes == () and p.layout == (("batch", I),) for p in local.parameters)
 
 
 def test_consumers_of_one_block_share_a_conversion_and_blocks_do_not() -> None:
@@ -49,29 +34,6 @@ def test_consumers_of_one_block_share_a_conversion_and_blocks_do_not() -> None:
     gathered = [op for op in local.block_ops(local.blocks[1]) if op.name.startswith("r0_tp_R")]
     assert len(gathered) == 1
     assert sum(r == Ref("r0_tp_R") for op in local.ops for r in op.operands) == 2
-
-
-def test_mixed_uses_of_a_parameter_make_the_change_explicit() -> None:
-    typing = mlp.tensor_typing(2, sequence=False)
-    graph = batch_graph()
-    tied = replace(
-        graph, ops=tuple(op.with_operands((Ref("y1"), Ref("bias0"))) if op.name == "z1" else op for op in graph.ops)
-    )
-    mixed = with_strategy(typing, y1=mlp.strategy("k", (S(2), S(1)), P), z1=mlp.strategy("s", (S(1), R), S(1)))
-    local = shard(tied, mixed)
-    names = [op.name for op in local.ops]
-    assert "bias0_tp_R" in names and names.index("bias0_tp_R") == names.index("z1") - 1
-    assert local.parameter("bias0").gradient_sum_axes == ()
-
-
-@pytest.mark.parametrize("sequence", [True, False])
-def test_blocks_partition_the_operators_and_equal_blocks_keep_equal_hashes(sequence: bool) -> None:
-    graph = batch_graph()
-    same = replace(graph, blocks=(*(replace(b, hash="layer") for b in graph.blocks[:2]), graph.blocks[2]))
-    local = shard(same, mlp.tensor_typing(2, sequence=sequence))
-    assert local.blocks[0].start == 0 and local.blocks[-1].stop == len(local.ops)
-    assert all(a.stop == b.start for a, b in zip(local.blocks, local.blocks[1:], strict=False))
-    assert local.blocks[0].hash != local.blocks[1].hash  # the first reads an input of the batch
 
 
 def test_statistics_over_the_batch_are_refused_by_name() -> None:

@@ -69,7 +69,6 @@ def test_batches_that_do_not_fit_are_refused(parallel: ParallelModel, batch: Bat
 
 
 def test_what_a_step_cannot_take_is_refused(parallel: ParallelModel, batch: Batch) -> None:
-    """Each of these was a wrong number (a gradient of one rank's samples, another dtype) or an error of torch's."""
     wanted = parallel.evaluate(batch).item()
     said = r"needs gradients, but they are off \(torch\.inference_mode\)\. Call par\.evaluate"
     with torch.inference_mode(), pytest.raises(UsageError, match=said):
@@ -84,7 +83,6 @@ def test_what_a_step_cannot_take_is_refused(parallel: ParallelModel, batch: Batc
 
 
 def test_inputs_that_need_gradients_are_refused() -> None:
-    """They got those of one rank's samples."""
     traced = api.trace(of_sides(), example_inputs=sides(torch.float32))
     parallel = alone(of_sides(), traced, micro=2)
     given = sides(torch.float32)["sides"]
@@ -129,7 +127,6 @@ def test_plan_for_another_model_is_refused() -> None:
 
 @pytest.mark.parametrize("way", ["train_step", "backward"])
 def test_gradients_of_steps_add_up_without_those_that_failed(parallel: ParallelModel, batch: Batch, way: str) -> None:
-    """Those of its first micro-batches were added to the next step's, past ``zero_grad``."""
     parallel.train_step(batch)
     once = parallel.full_gradients()
     if way == "train_step":
@@ -329,7 +326,6 @@ def test_a_model_that_is_left_goes_at_once_and_its_hooks_with_it(batch: Batch) -
 
 
 def test_weights_loaded_into_the_model_too_late_are_told_of(batch: Batch, caplog: pytest.LogCaptureFixture) -> None:
-    """Without a word training went on from those that the model had before."""
     other = {name: p * 0.5 for name, p in SMALL.build().state_dict().items()}
 
     def told(load: Callable[[nn.Module, ParallelModel], object]) -> bool:
@@ -367,7 +363,6 @@ def test_an_optimizer_is_told_of_parts(parallel: ParallelModel, batch: Batch, ca
 
 
 def test_another_adafactor_than_torchs_is_refused(parallel: ParallelModel) -> None:
-    """It ended in an error of DTensor's."""
     optimizer = type("Adafactor", (Unknown,), {"__module__": "transformers.optimization"})(parallel.parameters())
     with pytest.raises(
         UsageError, match=r"The Adafactor of transformers is not supported\. Use torch\.optim\.Adafactor"

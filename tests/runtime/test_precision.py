@@ -168,7 +168,6 @@ def losses(model: nn.Module, precision: str) -> list[float]:
 @pytest.mark.parametrize("precision", ["bf16", "fp64"])
 @pytest.mark.parametrize("kind", OPS)
 def test_products_have_operands_in_one_dtype(kind: str, precision: str) -> None:
-    """It ended in the kernel's error in the first step, or in that of the trace."""
     torch.manual_seed(0)
     model, x, recipe = mixed(OPS[kind]), torch.randn(2, 8), PRECISIONS[precision]
     dtype = getattr(torch, recipe.compute)
@@ -191,7 +190,6 @@ def test_norms_of_whole_weights_train(norm: Callable[[nn.Module], nn.Module]) ->
 
 
 def test_an_operator_without_a_kernel_is_told_with_a_remedy() -> None:
-    """The kernel's own name was all that a step said, without what to do."""
     lacking = NotImplementedError("\"cdist\" not implemented for 'BFloat16'")
     with (
         mock.patch("autopar.runtime.step.runner.Accumulation.run", side_effect=lacking),

@@ -109,11 +109,7 @@ def _of_fsdp(
             whole = sum(p.shard_numel(shards) * shards for p in parameters) * itemsize(precision.compute)
             found[Collective(kind="all_gather", axes=("dp_shard",), num_bytes=whole)] += count
             trained = sum(p.shard_numel(shards) for p in parameters if p.trained) * itemsize(precision.reduce)
-            scattered = Collective(
-                kind="reduce_scatter",
-                axes=("dp_shard",),
-                num_bytes=trained * shards,
-            )
+            scattered = Collective(kind="reduce_scatter", axes=("dp_shard",), num_bytes=trained * shards)
             found[scattered] += num_micro_batches if data.reduces_always else 1
             found[Collective(kind="all_reduce", axes=("dp_replicate",), num_bytes=trained)] += 1
     return found

@@ -332,10 +332,7 @@ def rows(size: int, generator: torch.Generator) -> dict[str, Tensor]:
     return {"x": x, "y": torch.randint(0, 8, (size, 6), generator=generator)}
 
 
-UNUSUAL = {
-    "pairs": OwnSubject(partial(u.Pairs, "contrastive"), u.drawn_pairs),
-    "sinks": OwnSubject(sinks, rows),
-} | {
+UNUSUAL = {"pairs": OwnSubject(partial(u.Pairs, "contrastive"), u.drawn_pairs), "sinks": OwnSubject(sinks, rows)} | {
     kind.__name__.lower(): OwnSubject(kind, u.drawn)
     for kind in (Routers, Rolling, Shared, Resting, Checkpointed, spectral, Passing, Unread, Frozen, Indexed)
 }

@@ -72,11 +72,7 @@ def trained(lit: Lit, folder: str, *, epochs: int = 2, resume: str | None = None
             DataLoader(Texts(13, seed=12), batch_size=BATCH),
             ckpt_path=resume,
         )
-    return {
-        "seen": lit.seen,
-        "validated": lit.validated,
-        "logged": trainer.callback_metrics["train_loss"].item(),
-    }
+    return {"seen": lit.seen, "validated": lit.validated, "logged": trainer.callback_metrics["train_loss"].item()}
 
 
 def parallel(plan: Plan, graph: Graph, folder: str, options: dict[str, Any]) -> dict[str, Any]:
