@@ -144,12 +144,13 @@ _OPERANDS = {
     ),
     "grid_sample": 2,
     "scaled_dot_product_attention": 3,  # a mask may be in another dtype
-    "multi_head_attention_forward": 3,
+    "multi_head_attention_forward": _ALL,  # it adds a mask in a product
 }
 """Functions of torch whose operands have one dtype, and how many of the first arguments are operands."""
 _OF_DOUBLES = ("layer_norm", "group_norm")
 """Whose kernels take weights in float32 beside halves, not beside doubles."""
-_INTO = tuple(f"{name}{end}" for name in ("index_add", "index_copy", "scatter", "scatter_add") for end in ("", "_"))
+_WRITERS = ("index_add", "index_copy", "index_reduce", "masked_scatter", "scatter", "scatter_add", "scatter_reduce")
+_INTO = tuple(f"{name}{end}" for name in _WRITERS for end in ("", "_"))
 """What writes values into its first argument, of whose dtype they are."""
 _LINALG = (
     "cholesky", "cholesky_ex", "cond", "det", "eig", "eigh", "eigvals", "eigvalsh", "householder_product", "inv",
