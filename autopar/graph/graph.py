@@ -218,6 +218,14 @@ class Graph:
         """
         return tuple(ref for produced, last, ref in self._index.crossing if produced < stop <= last)
 
+    def without_gradient(self) -> frozenset[str]:
+        """Names of parameters that no gradient of the loss reaches: they only decide which values others take (``topk``, ``detach``)."""
+        reached = {self.loss}
+        for op in reversed(self.ops):
+            if any(Ref(op.name, i) in reached for i in range(len(op.outputs))):
+                reached.update(ref for ref in op.operands if self.spec(ref).requires_grad)
+        return frozenset(p.name for p in self.parameters if Ref(p.name) not in reached)
+
     @property
     def num_parameters(self) -> int:
         """The number of elements of all parameters."""

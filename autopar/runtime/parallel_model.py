@@ -89,7 +89,7 @@ class ParallelModel(PlannedModule):
         self._shared = SharedSamples(world, program.graph.inputs)
         held = self._assembly.held
         self._parameter_checks = Parameters(held)
-        self._gradients = StepGradients(self._assembly, self.plan, self.monitor)
+        self._gradients = StepGradients(self._assembly, self.plan, self.monitor, program.graph.without_gradient())
         self._loss = GlobalLoss(self.plan, world, self.monitor)
         self._norm = Norm(held, world.sums_group(), world.device, self._loss.dtype)
         self._replicas = Replicas(held, world, self._norm.group)

@@ -238,7 +238,7 @@ def _specs_of(node: fx.Node) -> tuple[TensorSpec | None, ...]:
         raise TraceError(
             f"{node.target} {NO_VALUES}",
             where=source_of(node),
-            fix="Write it with torch.where or a mask, or keep the number in a tensor",
+            fix="Write it with torch.where(condition, x, y) or a mask, or keep the number in a tensor",
         )
     return specs
 

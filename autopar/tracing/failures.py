@@ -47,6 +47,7 @@ _DEPENDENT = (
     *(".numpy() is not supported", "but got FakeTensor"),  # a tensor passed to numpy, or where a number is expected
 )
 """Parts of messages by which an exception says that it needs the values of tensors."""
+_SKIPS_LAYERS = "Set layerdrop to 0 (in transformers: config.layerdrop, encoder_layerdrop and decoder_layerdrop), so that no layer is skipped at random"
 _FACTORY = "a factory `package.module:factory` that returns (model, example inputs)"
 
 
@@ -83,12 +84,18 @@ def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
         reason += f" at `{line}`"
     if NO_AUTOCAST in text:
         return in_autocast(place)
+    if "FlexAttention" in text:
+        return TraceError(
+            "flex_attention cannot be traced",
+            where=place,
+            fix="Use torch.nn.functional.scaled_dot_product_attention with a mask (in transformers: attn_implementation='sdpa')",
+        )
     if "DataDependent" in type(error).__name__ or any(word in text for word in _DEPENDENT):
         return TraceError(
             f"`{line}` {NO_VALUES}" if line else f"The model {NO_VALUES}",
             where=place,
             got=None if line else reason,
-            fix="Use torch.where or a mask, or decide it outside forward",
+            fix=_SKIPS_LAYERS if _skips_layers(place) else "Use torch.where or a mask, or decide it outside forward",
         )
     if any(frame.name == "_call_loss_fn" for frame in traceback.extract_tb(error.__traceback__)):
         return TraceError(
@@ -117,6 +124,12 @@ def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
         got=reason,
         fix="Check the shapes of the example inputs, or change that line until torch.export.export(model, args, kwargs, strict=False) works",
     )
+
+
+def _skips_layers(place: str) -> bool:
+    """Whether the line or one of the few before it speaks of LayerDrop, which skips layers at random."""
+    file, _, number = place.rpartition(":")
+    return bool(file) and any("layerdrop" in linecache.getline(file, int(number) - above) for above in range(6))
 
 
 def _raised_by_the_model(error: BaseException) -> bool:

@@ -32,12 +32,13 @@ _OPERANDS = {
     **dict.fromkeys(_PRODUCTS, _ALL),
     "grid_sample": 2,
     "scaled_dot_product_attention": 3,  # a mask may be in another dtype
-    "multi_head_attention_forward": 3,
+    "multi_head_attention_forward": _ALL,  # it adds a mask in a product
 }
 """Names of functions of torch whose operands must have one dtype, with the number of first arguments that are operands."""
 _OF_DOUBLES = ("layer_norm", "group_norm")
 """Names of functions whose kernels accept float32 weights with an input in half precision, but not with one in float64."""
-_INTO = tuple(f"{name}{end}" for name in ("index_add", "index_copy", "scatter", "scatter_add") for end in ("", "_"))
+_WRITERS = ("index_add", "index_copy", "index_reduce", "masked_scatter", "scatter", "scatter_add", "scatter_reduce")
+_INTO = tuple(f"{name}{end}" for name in _WRITERS for end in ("", "_"))
 """Names of functions that write values into their first argument and require that the values have its dtype."""
 _LINALG = (
     "cholesky", "cholesky_ex", "cond", "det", "eig", "eigh", "eigvals", "eigvalsh", "householder_product", "inv",

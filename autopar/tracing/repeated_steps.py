@@ -65,7 +65,9 @@ class _Watch(TorchDispatchMode):
     Attributes:
         calls: operators with their numbers, in order.
         made: tensors that depend on ``sources``, by identity; held, so that identities stay theirs.
-        tables: all other tensors that the pass made, likewise: of constants.
+        tables: all other tensors that the pass made, likewise: of constants, and of buffers where it writes to none.
+        of_buffers: tensors that depend on ``buffers`` and on none of ``sources``.
+        writes: whether an operator may have written to a buffer.
         earlier: ``made`` of the pass before.
         filled: ``tables`` of the pass before; a second pass may read what the first has kept, a third makes no more of it.
         reads_tables: whether one of ``filled`` was read.
@@ -75,16 +77,25 @@ class _Watch(TorchDispatchMode):
     def __init__(
         self,
         sources: Mapping[int, Tensor],
+        buffers: Mapping[int, Tensor],
         earlier: Mapping[int, Tensor],
         filled: Mapping[int, Tensor],
         expected: list[_Numbers] | None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.sources, self.earlier, self.filled, self.expected = sources, earlier, filled, expected
+        self.sources, self.buffers, self.earlier, self.filled, self.expected = (
+            sources,
+            buffers,
+            earlier,
+            filled,
+            expected,
+        )
+        self.memory = {tensor.untyped_storage()._cdata for tensor in buffers.values()}
         self.calls: list[_Numbers] = []
         self.made: dict[int, Tensor] = {}
         self.tables: dict[int, Tensor] = {}
-        self.reads_tables = False
+        self.of_buffers: dict[int, Tensor] = {}
+        self.reads_tables = self.writes = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -98,6 +109,8 @@ class _Watch(TorchDispatchMode):
         self.reads_tables = self.reads_tables or read
         if any(id(tensor) in self.earlier for tensor in tensors) or (read and self.expected is not None):
             raise _StepError(f"{name} reads what an earlier step has computed")
+        is_write = getattr(getattr(func, "_schema", None), "is_mutable", False)
+        self.writes = self.writes or (is_write and any(t.untyped_storage()._cdata in self.memory for t in tensors))
         call = (name, *map(_number, given))
         if self.expected is not None:
             before = self.expected[len(self.calls)] if len(self.calls) < len(self.expected) else None
@@ -105,11 +118,14 @@ class _Watch(TorchDispatchMode):
                 raise _StepError(_difference(before, call))
         self.calls.append(call)
         result = func(*args, **(kwargs or {}))
-        depends = not any(word in name for word in _LIKE) and any(
-            id(tensor) in self.sources or id(tensor) in self.made for tensor in tensors
-        )
-        made = self.made if depends else self.tables
-        made.update((id(leaf), leaf) for leaf in _tensors(result) if id(leaf) not in self.sources)
+        read_from = [id(tensor) for tensor in tensors if not any(word in name for word in _LIKE)]
+        made = self.tables
+        if any(key in self.sources or key in self.made for key in read_from):
+            made = self.made
+        elif any(key in self.buffers or key in self.of_buffers for key in read_from):
+            made = self.of_buffers
+        results = ((id(leaf), leaf) for leaf in _tensors(result))
+        made.update((key, leaf) for key, leaf in results if key not in self.sources and key not in self.buffers)
         return result
 
 
@@ -147,9 +163,10 @@ def check(
     Raises:
         TraceError: a step depends on what earlier ones have left, or reads a parameter outside of the model that would learn.
     """
-    state = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    trained, buffers = {id(p): p for p in model.parameters()}, {id(b): b for b in model.buffers()}
+    state = trained | buffers
     seen: list[memory.State] = [memory.state_of(model)]
-    watch, at_first = _Watch({}, {}, {}, None), _random_state()
+    watch, at_first = _Watch({}, {}, {}, {}, None), _random_state()
     values = _Values(state)
     drawn = at_first
     try:
@@ -161,10 +178,12 @@ def check(
                 given = {id(leaf): leaf for leaf in pytree.tree_leaves(fresh) if isinstance(leaf, Tensor)}
                 past = {key: tensor for key, tensor in {**watch.made, **watch.sources}.items() if key not in state}
                 before = watch.calls
-                watch = _Watch(state | given, past, watch.tables, before if number >= 2 else None)
+                watch = _Watch(trained | given, buffers, past, watch.tables, before if number >= 2 else None)
                 values.made.update(given)
                 with watch, values if number == 0 else nullcontext():
                     forward(**fresh)
+                is_kept = not watch.writes and all(id(buffer) in buffers for buffer in model.buffers())
+                (watch.tables if is_kept else watch.made).update(watch.of_buffers)
                 seen.append(memory.state_of(model))
                 if watch.expected is not None and len(watch.calls) < len(watch.expected):
                     raise _StepError(_difference(None, watch.expected[len(watch.calls)]))

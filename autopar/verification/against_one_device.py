@@ -164,7 +164,7 @@ class _Run:
         confirmation = self._nudged_double(
             subject, Confirmation(rows=rows, alone=errors(0, alone, double_reference), why=why), double_reference
         )
-        if confirmation.agrees:
+        if confirmation.agrees or not confirmation.rows:
             confirmation = self._nudged(subject, confirmation, report, double_reference)
         return replace(report, confirmation=confirmation)
 
@@ -184,7 +184,7 @@ class _Run:
     ) -> Confirmation:
         """Add runs of one device in fp32 from moved parameters, until they explain the errors of the plan or all are done."""
         for seed in range(NUDGES):
-            if confirmation.is_rounding(report.rows):
+            if confirmation.explains(report.rows):
                 break
             row = errors(0, self._reference(subject, nudge=seed), double_reference)
             confirmation = replace(confirmation, nudged=(*confirmation.nudged, row))

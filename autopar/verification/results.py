@@ -129,10 +129,10 @@ class Confirmation:
         rounding = AMPLIFIED * max((run.error for run in self.nudged_double), default=0.0)
         return bool(self.rows) and all(row.passed or row.error <= min(rounding, DOUBLE_CEILING) for row in self.rows)
 
-    def is_rounding(self, rows: Sequence[RankErrors]) -> bool:
-        """Return whether fp64 agrees, and one device has errors in fp32 that explain those in ``rows``."""
+    def explains(self, rows: Sequence[RankErrors]) -> bool:
+        """Return whether one device has errors in fp32 as large as those in ``rows``, up to :data:`AMPLIFIED`."""
         one_device = self.one_device
-        return self.agrees and all(
+        return all(
             error <= max(limit, AMPLIFIED * rounding)
             for row in rows
             for error, rounding, limit in zip(
@@ -173,7 +173,17 @@ class VerifyReport:
     @property
     def passed(self) -> bool:
         """Whether every rank is within the tolerances, or fp64 has shown that the excess is rounding."""
-        return self.is_within or (self.confirmation is not None and self.confirmation.is_rounding(self.rows))
+        double = self.confirmation
+        return self.is_within or (
+            double is not None and (double.agrees or self._graph_agrees) and double.explains(self.rows)
+        )
+
+    @property
+    def _graph_agrees(self) -> bool:
+        """Whether the plan could not run as the model in fp64, but agrees with the model's graph there, whose losses are the model's."""
+        found = self.bisection
+        is_same = found is not None and found.difference is None and found.graph_loss <= GRAPH_TOLERANCE
+        return is_same and self.confirmation is not None and not self.confirmation.rows
 
     @property
     def verdict(self) -> str:
@@ -181,6 +191,8 @@ class VerifyReport:
         double = self.confirmation
         if self.is_within:
             return "every rank agrees"
+        if self.passed and self._graph_agrees:
+            return "rounding: the same plan agrees in float64 with the traced graph on one device"
         if double is None or not double.rows:
             why = "" if double is None or not double.why else f"; float64 cannot tell: {double.why}"
             return f"wrong: the parallel program DIFFERS from one device{why}"

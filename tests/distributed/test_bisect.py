@@ -18,7 +18,7 @@ from autopar.verification.compared_models import VerifiedModel
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.results import GRAPH_TOLERANCE, VerifyReport, render_verification, verification
 from tests.support.distributed.faults import Fault, Faulty
-from tests.support.distributed.oddities import REMEMBERING
+from tests.support.distributed.oddities import CHOOSING, REMEMBERING
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.subjects import HfSubject, Unpadded
 
@@ -165,6 +165,13 @@ def test_buffers_that_a_step_changes_are_those_of_the_step_before(workers: Worke
     graph = REMEMBERING.trace(8, global_batch_size=8)
     plan = api.estimate(graph, cluster="cpu:1x2", global_batch_size=8, pins=["tp=2"])
     report = verify(REMEMBERING, plan, graph, steps=2, pool=workers, run_timeout_s=90.0, find="always")
+    assert report.bisection.difference is None
+
+
+def test_a_parameter_that_only_chooses_is_not_decayed(workers: WorkerPool) -> None:
+    graph = CHOOSING.trace(8, global_batch_size=8)
+    plan = api.estimate(graph, cluster="cpu:1x2", global_batch_size=8, pins=["dp_replicate=2"])
+    report = verify(CHOOSING, plan, graph, steps=2, pool=workers, run_timeout_s=90.0, find="always")
     assert report.bisection.difference is None
 
 

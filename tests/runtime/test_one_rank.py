@@ -49,6 +49,20 @@ def test_a_checkpoint_that_lacks_something_is_refused_in_one_line(parallel: Para
     assert "\n" not in str(caught.value)
 
 
+def test_a_load_that_is_refused_leaves_the_states_of_an_optimizer_that_lacks_some(
+    parallel: ParallelModel, batch: Batch, tmp_path: Path
+) -> None:
+    """A parameter without a gradient has none; a step that makes them would move the averages of all others."""
+    optimizer = adamw(parallel.parameters())
+    parallel.train_step(batch)
+    optimizer.step()
+    optimizer.state.pop(optimizer.param_groups[0]["params"][0])
+    before = copy.deepcopy(list(optimizer.state.values()))
+    with pytest.raises(PlanError, match="Cannot read the checkpoint"):
+        parallel.load(tmp_path / "nowhere", optimizer)
+    assert_close([dict(state) for state in optimizer.state.values()], [dict(state) for state in before], 0.0)
+
+
 def test_batches_that_do_not_fit_are_refused(parallel: ParallelModel, batch: Batch) -> None:
     wanted = parallel.evaluate(batch).item()
     uneven = {name: value[: 6 + (name == "labels")] for name, value in batch.items()}

@@ -133,6 +133,12 @@ OPS: dict[str, Op] = {
     "prelu": lambda x, row, _: F.prelu(x, row[:1]),
     "index_add": lambda x, _, square: x.index_add(0, torch.arange(2), square[:2]),
     "index_add by name": lambda x, _, square: torch.index_add(input=x, dim=0, index=torch.arange(2), source=square[:2]),
+    "scatter_reduce": lambda x, row, _: x + row.clone().scatter_reduce(0, torch.arange(8), x[0], "amax"),
+    "index_reduce": lambda x, _, square: x @ square.index_reduce(0, torch.arange(2), x, "amax"),
+    "masked_scatter": lambda x, _, square: x @ square.masked_scatter(square > 9.0, x),
+    "attention with a mask": lambda x, row, square: F.multi_head_attention_forward(
+        *(x[None],) * 3, 8, 2, square.repeat(3, 1), None, None, None, False, 0.0, square, None, attn_mask=row[:1, None]
+    )[0][0],
     "cdist": lambda x, _, square: torch.cdist(x, square),
     "cdist by name": lambda x, _, square: torch.cdist(x1=x, x2=square),
     "solve": lambda x, _, square: torch.linalg.solve(square @ square.T + 4 * torch.eye(8), x.T).T,

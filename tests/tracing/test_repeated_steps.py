@@ -155,6 +155,19 @@ def _cached(self: Any, x: Tensor) -> Tensor:
     return x * self.table
 
 
+def _cached_of_a_buffer(self: Any, x: Tensor) -> Tensor:
+    """As rotary embeddings do with their frequencies."""
+    if self.table is None:
+        self.table = torch.outer(torch.arange(x.shape[-1], dtype=x.dtype), self.steps.view(1)).cos().squeeze(-1)
+    return x * self.table
+
+
+def _cached_of_a_counter(self: Any, x: Tensor) -> Tensor:
+    made = _cached_of_a_buffer(self, x)
+    self.steps += 1
+    return made
+
+
 def _buffered(self: Any, x: Tensor) -> Tensor:
     self.steps += 1
     return x * self.steps
@@ -165,11 +178,17 @@ def _blank(self: Any, x: Tensor) -> Tensor:
     return torch.where(x > 0, x, float("nan")).nan_to_num()
 
 
-@pytest.mark.parametrize("forward", [_cached, _buffered, _blank])
+@pytest.mark.parametrize("forward", [_cached, _cached_of_a_buffer, _buffered, _blank])
 def test_caches_and_buffers_are_no_fault(forward: Callable[..., Tensor]) -> None:
     parts: dict[str, Any] = {"table": None, "length": 0, "logged": None}
     inner = lambda: model_of(forward, **parts, steps=nn.Buffer(torch.zeros(())))
     assert trace(u.Around(inner), (), u.batch()).notes == ()
+
+
+def test_a_table_of_a_buffer_that_changes_is_refused() -> None:
+    inner = lambda: model_of(_cached_of_a_counter, table=None, steps=nn.Buffer(torch.zeros(())))
+    with pytest.raises(TraceError, match="reads what an earlier step has computed"):
+        trace(u.Around(inner), (), u.batch())
 
 
 # --- numbers that count samples

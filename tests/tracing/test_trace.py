@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from autopar import api
 from autopar.errors import TraceError
@@ -294,6 +295,12 @@ def _packed(self: Any, x: Tensor) -> Tensor:
     return self.rnn(nn.utils.rnn.pack_padded_sequence(x[None], x[:, 0].long()))[0].data.sum()
 
 
+def _layerdrop(self: Any, x: Tensor) -> Tensor:
+    layerdrop = 0.1
+    is_skipped = torch.rand(()) < layerdrop
+    return x.sum() if is_skipped else self.layer(x).sum()
+
+
 @pytest.mark.parametrize(
     ("model", "inputs", "loss_fn", "problem"),
     [
@@ -315,6 +322,11 @@ def _packed(self: Any, x: Tensor) -> Tensor:
         (model_of(lambda self, x: x.sum(), held=threading.Lock()), (X,), None, "copied"),
         (model_of(_masked), (X,), None, r"fails on its example inputs.*a mask, please.*package\.module:factory"),
         (model_of(lambda self, x: x.sum()), (X,), None, "depends on no parameter"),
+        (model_of(_layerdrop, layer=nn.Linear(4, 4)), (X,), None, r"`return .*` depends on .*\. Set layerdrop to 0"),
+        (
+            model_of(lambda self, x: flex_attention(*[self.qkv(x).view(1, 1, -1, 4)] * 3).sum(), qkv=nn.Linear(4, 64)),
+            (X,), None, "flex_attention cannot be traced.*scaled_dot_product_attention",
+        ),
         (model_of(_packed, rnn=nn.LSTM(4, 4)), (X,), None, "`return .*` depends on the values of tensors"),
         (
             nn.Linear(4, 4).requires_grad_(False), (X,), lambda y, _: y.mean(),

@@ -16,6 +16,7 @@ from autopar.tracing.modes import in_double
 from autopar.tracing.trace import trace
 from autopar.verification.against_one_device import _Run, verify
 from autopar.verification.compared_models import VerifiedModel
+from autopar.verification.first_difference import Bisection
 from autopar.verification.reference import Compared, traced_in_double, worst
 from autopar.verification.results import NUDGES, Confirmation, RankErrors, VerifyReport
 from tests.support.close import assert_close
@@ -84,6 +85,25 @@ def test_float64_tells_rounding_from_wrong(rows: tuple[RankErrors, ...], alone: 
             report.check()
     else:
         report.check()
+
+
+@pytest.mark.parametrize(
+    ("graph_loss", "alone", "passed"), [(1e-7, 1e-3, True), (1e-7, 1e-6, False), (1e-4, 1e-3, False)]
+)
+def test_a_graph_in_float64_tells_where_the_model_has_other_operators_there(
+    graph_loss: float, alone: float, passed: bool
+) -> None:
+    """Positions that are computed in float64 and cast to float32: in float64 nothing is cast."""
+    report = VerifyReport(
+        steps=3,
+        reference_losses=(1.0,),
+        rows=(row(gradient=2e-3),),
+        confirmation=Confirmation(rows=(), alone=row(gradient=alone), why="other operators"),
+        bisection=Bisection(difference=None, steps=3, graph_loss=graph_loss),
+    )
+    assert report.passed == passed
+    assert report.verdict.startswith("rounding: " if passed else "wrong: ")
+    assert not replace(report, bisection=None).passed
 
 
 def test_tolerances_of_float64_are_its_own() -> None:

@@ -114,26 +114,28 @@ def _put(group: dict[str, Any], values: Iterable[tuple[str, Any]]) -> None:
             group[name] = value
 
 
-def make_state(optimizer: Optimizer) -> bool:
-    """Make an optimizer create its state tensors by a step that changes no parameter; returns whether it had none at all."""
+def make_state(optimizer: Optimizer) -> list[Tensor]:
+    """Make an optimizer create the state tensors that it lacks by a step that changes no parameter; return the parameters of these states."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if all(p in optimizer.state for p in parameters):
-        return False
-    is_new = not optimizer.state
+    made = [p for p in parameters if p not in optimizer.state]
+    if not made:
+        return []
     gradients = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
     rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
     try:
         for group, rate in rates:
             group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
         for p, _ in gradients:
-            p.grad = torch.zeros_like(p) if p.requires_grad else None
+            p.grad = None
+        for p in made:
+            p.grad = torch.zeros_like(p)
         optimizer.step()
     finally:  # the step may be refused
         for group, rate in rates:
             group["lr"] = rate
         for p, gradient in gradients:
             p.grad = gradient
-    return is_new
+    return made
 
 
 @dataclass(slots=True, kw_only=True)

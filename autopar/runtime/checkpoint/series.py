@@ -102,12 +102,13 @@ class Checkpointed:
             PlanError: the folder is no checkpoint, is damaged, differs between ranks, or is of another model; raised on all ranks.
                 Nothing is changed.
         """
-        is_new = optimizer is not None and contents.make_state(optimizer)
+        made = [] if optimizer is None else contents.make_state(optimizer)
         try:
             return self._load(Loading.begin(Path(path), self.meeting, allow_pickle=allow_pickle), optimizer, given)
         except PlanError:
-            if optimizer is not None and is_new:
-                optimizer.state.clear()  # the states made here have counted a step
+            if optimizer is not None:
+                for parameter in made:  # whose states have counted a step
+                    optimizer.state.pop(parameter, None)
             raise
 
     def _load(

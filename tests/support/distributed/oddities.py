@@ -243,6 +243,20 @@ def vectors(size: int, generator: torch.Generator) -> dict[str, Tensor]:
 REMEMBERING, WITHOUT_STATISTICS = (OwnSubject(partial(Remembering, given), vectors) for given in (True, False))
 
 
+def _choosing(self: nn.Module, x: Tensor) -> Tensor:
+    """``choice`` has no gradient: one device leaves it as it is, without weight decay."""
+    y = self.first(x)
+    places = (y @ self.choice).topk(4).indices
+    return self.last(y.gather(1, places)).square().mean()
+
+
+def choosing() -> nn.Module:
+    return model_of(_choosing, first=nn.Linear(8, 16), choice=nn.Parameter(torch.randn(16, 16)), last=nn.Linear(4, 1))
+
+
+CHOOSING = OwnSubject(choosing, vectors)
+
+
 def _counting(self: nn.Module, input_ids: Tensor, labels: Tensor) -> Tensor:
     """Adds up a mean over all elements, a sum over samples, one over the tokens that count, and a product of means over samples."""
     x = self.embed(input_ids)
