@@ -22,10 +22,10 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from autopar import nn
 from autopar.graph.graph import Argument, Ref
-from autopar.ops.kernels import Form
+from autopar.ops.kernels import Form, aten_targets
 from autopar.tracing.builder import Builder, Call, Value
 from autopar.tracing.failures import FAILURES
-from autopar.tracing.forms.basic import Handler, detached, generic, slice_of, view_to
+from autopar.tracing.forms.basic import Handler, detached, dropped_out, generic, slice_of, view_to
 
 
 def _addmm(builder: Builder, call: Call) -> Value:
@@ -91,17 +91,6 @@ def _einsum(builder: Builder, call: Call) -> Value:
     return builder.emit(call, call.target, (written, operands))
 
 
-PRODUCTS: dict[str, Handler] = {
-    "aten.addmm.default": _addmm,
-    "aten.mm.default": _mm,
-    "aten.matmul.default": _mm,
-    "aten.linear.default": _linear,
-    "aten._weight_norm.default": _weight_norm,
-    "aten._weight_norm_interface.default": _weight_norm,
-    "aten.einsum.default": _einsum,
-}
-
-
 def _index(builder: Builder, call: Call) -> Value:
     """x[i, j, ...]: a view where every index counts up along a dim of its own, in order."""
     source, indices = call.args
@@ -143,9 +132,6 @@ def _one_of_each(builder: Builder, call: Call, source: Ref, indices: tuple[Argum
         index = builder.make(call, "aten.expand.default", index, (lead, 1, *rest))
     rows = builder.make(call, "aten.gather.default", source, 1, index)
     return view_to(builder, call, rows, (lead, *rest))
-
-
-INDEXING: dict[str, Handler] = {"aten.index.Tensor": _index}
 
 
 _SAMPLERS = frozenset(
@@ -242,13 +228,6 @@ def _batch_norm_at_rest(builder: Builder, call: Call) -> Value:
     return (made, *(None,) * (len(call.outputs) - 1))
 
 
-NORMS: dict[str, Handler] = {
-    "aten._native_batch_norm_legit_functional.default": _batch_norm,
-    "aten._native_batch_norm_legit.no_stats": _batch_norm,
-    "aten._native_batch_norm_legit_no_training.default": _batch_norm_at_rest,
-}
-
-
 _MODES = ("sum", "mean", "max")
 _DENSE = "embeddings with sparse=True get dense gradients here: train them with an optimizer for such"
 
@@ -281,8 +260,7 @@ def _recurrent(builder: Builder, call: Call) -> Value:
             end.append(Ref(made.name, i + 1))
         x = made
         if layer < num_layers - 1:
-            x = builder.emit(call, "autopar.dropout", (x, dropout, builder.salts), call.spec)
-            builder.salts += 1
+            x = dropped_out(builder, call, x, dropout)
     return (x, *(builder.make(call, "aten.cat.default", tuple(end), 0) for end in ends))
 
 
@@ -346,11 +324,19 @@ def _length(builder: Builder, offsets: Ref, count: int, bags: int) -> int:
 
 
 LAYERS: dict[str, Handler] = {
-    **dict.fromkeys((f"aten.{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")), _recurrent),
+    "aten.addmm.default": _addmm,
+    **dict.fromkeys(aten_targets("mm.default matmul.default"), _mm),
+    "aten.linear.default": _linear,
+    **dict.fromkeys(aten_targets("_weight_norm.default _weight_norm_interface.default"), _weight_norm),
+    "aten.einsum.default": _einsum,
+    "aten.index.Tensor": _index,
+    **dict.fromkeys(
+        aten_targets("_native_batch_norm_legit_functional.default _native_batch_norm_legit.no_stats"), _batch_norm
+    ),
+    "aten._native_batch_norm_legit_no_training.default": _batch_norm_at_rest,
+    **dict.fromkeys(aten_targets("lstm.input gru.input rnn_tanh.input rnn_relu.input"), _recurrent),
     "aten.embedding.default": _embedding,
-    "aten.embedding_bag.padding_idx": _bags,
-    "aten.embedding_bag.default": _bags,
-    "aten._embedding_bag.default": _bags,
+    **dict.fromkeys(aten_targets("embedding_bag.padding_idx embedding_bag.default _embedding_bag.default"), _bags),
 }
 """By target as traced."""
 
@@ -475,8 +461,3 @@ def _of_scaled_inputs(module: Any, hidden_states: torch.Tensor) -> tuple[torch.T
     form = str(Form(activation=str(_activation_of(module.experts.act_fn)), is_transposed=True))
     found = nn.experts(rows, one, indices.unsqueeze(2), gate, up, module.experts.down_proj, form)
     return module.shared_expert(x) + found.sum(1), logits
-
-
-def experts_of(builder: Builder, call: Call) -> Value:
-    """``autopar.experts`` with all arguments in place."""
-    return builder.emit(call, "autopar.experts", tuple(call.bound().values()))
