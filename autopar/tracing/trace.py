@@ -219,7 +219,7 @@ def _traced(job: _Job, times: int = 1) -> tuple[Graph, Sequence[repeated_steps.C
         loss=loss,
         mutations=mutations_of(program, outputs, converter.env),
     )
-    found = kept(graph, builder, kept_calls, wrapper.kept, program=program, env=converter.env, model=model)
+    found = kept(graph, builder, kept_calls, wrapper.kept, env=converter.env, declared=(*parameters, *buffers))
     return replace(graph, notes=(*graph.notes, *notes, *checks.notes_of(held)), outputs=found), calls
 
 
