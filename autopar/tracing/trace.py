@@ -22,7 +22,7 @@ from autopar.graph.graph import Graph
 from autopar.ops.opaque import as_trained, deep_copy
 from autopar.ops.opaque import notes_of as notes_of_modes
 from autopar.pins.on_modules import pins_of
-from autopar.tracing import repeated_steps
+from autopar.tracing import repeated_steps, sample_counts
 from autopar.tracing import side_effects as memory
 from autopar.tracing import value_branches as checks
 from autopar.tracing.batch import arguments, fake_batch, inputs_of, named_batch
@@ -100,8 +100,8 @@ def trace(
             where=type(model).__name__,
             fix="Return the loss that training minimises, and leave requires_grad on where it is to learn",
         )
-    if not exact and not repeats and not repeated_steps.are_same(calls, _calls(job, times=2)):
-        repeated_steps.check_numbers(graph, _larger(graph, job))
+    if not exact and not repeats and not sample_counts.are_same(calls, _calls(job, times=2)):
+        sample_counts.check_numbers(graph, _larger(graph, job))
     notes = (*graph.notes, *notes_of_modes(model), *notes_of(graph, job.reasons))
     return replace(graph, exact=exact, pins=marks, notes=notes, outputs=_counted(graph, job, exact=exact))
 
@@ -126,7 +126,7 @@ class _UntraceableError(TraceError):
     path = ""
 
 
-def _with_fallback(job: _Job) -> tuple[Graph, Sequence[repeated_steps.Call], _Job]:
+def _with_fallback(job: _Job) -> tuple[Graph, Sequence[sample_counts.Call], _Job]:
     """A trace, and the calls of a step, in which modules that cannot be traced are opaque, the smallest ones that will do.
 
     Every failure costs an export: where a second module of a class fails, all others of that class are taken to fail too.
@@ -189,7 +189,7 @@ def _counted(graph: Graph, job: _Job, *, exact: bool) -> Outputs | None:
     return replace(with_counts(outputs, twice), structure=with_twice(outputs.structure, twice.structure))
 
 
-def _traced(job: _Job, times: int = 1) -> tuple[Graph, Sequence[repeated_steps.Call]]:
+def _traced(job: _Job, times: int = 1) -> tuple[Graph, Sequence[sample_counts.Call]]:
     """One trace, at ``times`` the batch size of the example; the calls of a step only at once that size."""
     model = job.model
     with _faked(job, times) as (wrapper, mode, batch, batch_size, held):
@@ -256,7 +256,7 @@ def _larger(graph: Graph, job: _Job) -> Graph:
     try:
         return _traced(job, times=2)[0]
     except TraceError as error:
-        raise repeated_steps.CountError(
+        raise sample_counts.CountError(
             f"The model runs with {graph.batch_size} samples, but not with {2 * graph.batch_size}",
             where=error.where,
             got=error.got or error.problem,
@@ -264,10 +264,10 @@ def _larger(graph: Graph, job: _Job) -> Graph:
         ) from error
 
 
-def _calls(job: _Job, times: int) -> Sequence[repeated_steps.Call]:
+def _calls(job: _Job, times: int) -> Sequence[sample_counts.Call]:
     """The calls of a step at ``times`` the batch size of the example; see :mod:`autopar.tracing.repeated_steps`."""
     with _faked(job, times, tried=False) as (wrapper, mode, batch, _, held), _quiet():
-        found = repeated_steps.calls(wrapper, wrapper.model, mode, batch)
+        found = repeated_steps.calls_of(wrapper, wrapper.model, mode, batch)
     return found if held.refused is None else ()
 
 
