@@ -39,7 +39,8 @@ from autopar.tracing.failures import (
     user_line,
 )
 from autopar.tracing.finish import finish
-from autopar.tracing.forms.layers import swap_experts, swap_norms
+from autopar.tracing.forms.experts import swap_experts
+from autopar.tracing.forms.layers import swap_norms
 from autopar.tracing.forms.losses import over_samples
 from autopar.tracing.modes import Selections, cut_off, for_products
 from autopar.tracing.opaque_regions import Found, RegionError, Regions, around, notes_of, outermost, paths_of
