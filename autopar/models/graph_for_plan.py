@@ -32,7 +32,7 @@ from autopar.rules.missing import complete
 from autopar.tracing.batch import size_of
 from autopar.tracing.failures import EXPORTS, FAILURES, not_copied
 from autopar.tracing.model_with_loss import LossFunction
-from autopar.tracing.repeated_steps import CountError
+from autopar.tracing.sample_counts import CountError
 from autopar.tracing.side_effects import check_memory
 from autopar.tracing.trace import trace
 from autopar.util.files import sources

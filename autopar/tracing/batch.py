@@ -153,8 +153,7 @@ def inputs_of(batch: dict[str, Any], batch_size: int) -> tuple[Input, ...]:
             spec=TensorSpec(shape=tuple(leaf.shape), dtype=leaf.dtype),
             batch_dim=0 if leaf.dim() and leaf.shape[0] == batch_size else None,
         )
-        for name, leaf in named_inputs(batch).items()
-        if isinstance(leaf, torch.Tensor)
+        for name, leaf in tensors_of(batch).items()
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise, takewhile
 
@@ -244,14 +244,22 @@ def _owner(context: _Context, place: int, period: int) -> str:
 
 def _layers(context: _Context, first: int, period: int) -> list[int]:
     """Where in a window every layer but the first begins; none where operators of two layers lie mixed, or layers are cut."""
-    begins, ends = dict[str, int](), dict[str, int]()
-    for place in range(period):
-        if owner := _owner(context, first + place, period):
-            begins.setdefault(owner, place)
-            ends[owner] = place
-    if _is_inside(context, first, period) or any(ends[a] > begins[b] for a, b in pairwise(begins)):
+    spans = _spans_of(_owner(context, place, period) for place in range(first, first + period))
+    if _is_inside(context, first, period) or spans is None:
         return []
-    return list(begins.values())[1:]
+    return [begin for begin, _ in spans][1:]
+
+
+def _spans_of(owners: Iterable[str]) -> list[tuple[int, int]] | None:
+    """``start:stop`` of the operators of each owner, in order; None where those of two lie mixed. An empty text owns nothing."""
+    begins, ends = dict[str, int](), dict[str, int]()
+    for place, owner in enumerate(owners):
+        if owner:
+            begins.setdefault(owner, place)
+            ends[owner] = place + 1
+    if any(ends[a] > begins[b] for a, b in pairwise(begins)):
+        return None
+    return [(begin, ends[owner]) for owner, begin in begins.items()]
 
 
 def _layer(op: Op) -> str:
@@ -262,16 +270,8 @@ def _layer(op: Op) -> str:
 
 def _by_module(context: _Context, low: int, high: int) -> list[tuple[int, int]]:
     """What does not repeat, cut where numbered modules begin and end (a model of one layer has an embedding too)."""
-    owners = [_layer(op) for op in context.ops[low:high]]
-    named = {owner for owner in owners if owner}
-    first = {owner: owners.index(owner) for owner in named}
-    last = {owner: len(owners) - 1 - owners[::-1].index(owner) for owner in named}
-    ordered = sorted(named, key=lambda owner: first[owner])
-    if any(last[a] >= first[b] for a, b in pairwise(ordered)):
-        return [(low, high)]
-    edges = sorted({low, high, *(low + first[o] for o in named), *(low + last[o] + 1 for o in named)})
-    spans = list(pairwise(edges))
-    return [span for span in spans if span[0] < span[1]]
+    spans = _spans_of(map(_layer, context.ops[low:high])) or []
+    return list(pairwise(sorted({low, high, *(low + edge for span in spans for edge in span)})))
 
 
 def _innermost(modules: Sequence[str]) -> str:
@@ -286,8 +286,8 @@ def _labels(ops: Sequence[Op], spans: Sequence[tuple[int, int]]) -> list[str]:
     labels = []
     for start, stop in spans:
         layers = Counter(layer for op in ops[start:stop] if (layer := _layer(op)))
-        if layers and 2 * layers.most_common(1)[0][1] > stop - start:
-            layer = layers.most_common(1)[0][0]
+        layer, count = max(layers.items(), key=lambda item: item[1], default=("", 0))
+        if 2 * count > stop - start:
             labels.append(_innermost([op.module for op in ops[start:stop] if _layer(op) == layer]) or layer)
             continue
         modules = dict.fromkeys(op.module.rsplit(".", 1)[-1] for op in ops[start:stop] if op.module)

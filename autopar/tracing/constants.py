@@ -129,22 +129,8 @@ def _allowed(mask: torch.Tensor) -> torch.Tensor | None:
     return allowed if bool((allowed | (mask <= torch.finfo(mask.dtype).min)).all()) else None
 
 
-_FILLS = {
-    "zeros": 0,
-    "ones": 1,
-    "empty": 0,
-    "zeros_like": 0,
-    "ones_like": 1,
-    "empty_like": 0,
-    "new_zeros": 0,
-    "new_ones": 1,
-    "new_empty": 0,
-    "empty_strided": 0,
-    "new_empty_strided": 0,
-    "full": None,
-    "full_like": None,
-    "new_full": None,
-}
+_FILLS = {"zeros": 0, "ones": 1, "empty": 0, "full": None}
+"""Factories by the value that they give, ``new_zeros``, ``zeros_like`` and ``empty_strided`` among them; None: an argument says it."""
 
 _ELEMENTWISE = aten_targets("where.Scalar where.ScalarOther where.ScalarSelf masked_fill.Tensor rsub.Tensor")
 """Those that torch does not mark so."""
@@ -163,19 +149,21 @@ def fold(builder: Builder, call: Call) -> Value | None:
     What depends on a model buffer is not replaced (a buffer of a meta model has no value, and
     both must give the same graph) but its value is remembered in ``builder.hints``.
     """
-    name = call.target.split(".")[1] if call.target.startswith("aten.") else ""
-    if name in _FILLS:
-        return _fill(builder, call, name)
+    name = call.target.removeprefix("aten.").partition(".")[0]
+    factory = name.removeprefix("new_").removesuffix("_like").removesuffix("_strided")
+    if call.overload.namespace == "aten" and factory in _FILLS:
+        return _fill(builder, call, factory)
     if len(call.outputs) != 1 or call.outputs[0] is None or _is_random(call):
         return None
     refs = call.operands
     if any(ref not in builder.values and ref not in builder.lazies for ref in refs):
         return None
+    has_lazy = any(ref in builder.lazies for ref in refs)
     if _is_pointwise(call):
         shape = broadcast(*(tuple(_constant(builder, ref).shape) for ref in refs))
-        if any(ref in builder.lazies for ref in refs) or (prod(shape) > LAZY_SIZE and len(shape) > 1):
+        if has_lazy or (prod(shape) > LAZY_SIZE and len(shape) > 1):
             return _lazy(builder, call, shape)
-    if any(ref in builder.lazies for ref in refs):
+    if has_lazy:
         return _same_lazy(builder, call)
     if _joins_copies(builder, call):
         return None
@@ -272,8 +260,7 @@ def evaluate(builder: Builder, call: Call) -> torch.Tensor | None:
 
     args = [tensor(argument) for argument in call.args]
     kwargs = {key: tensor(value) for key, value in call.kwargs.items() if key not in SKIPPED_KWARGS}
-    positional = len(args)
-    if any(argument.name == "device" for argument in call.overload._schema.arguments[positional:]):
+    if any(argument.name == "device" for argument in call.overload._schema.arguments[len(args) :]):
         kwargs["device"] = torch.device("cpu")
     if _size(args, spec, pointwise) > FOLD_LIMIT:
         return None
@@ -282,8 +269,8 @@ def evaluate(builder: Builder, call: Call) -> torch.Tensor | None:
     return result if isinstance(result, torch.Tensor) else None
 
 
-def _fill(builder: Builder, call: Call, name: str) -> Value | None:
-    fill: float | None = _FILLS[name]
+def _fill(builder: Builder, call: Call, factory: str) -> Value | None:
+    fill: float | None = _FILLS[factory]
     if fill is None:
         literal = call.bound()["fill_value"]
         if not isinstance(literal, bool | int | float):

@@ -17,13 +17,11 @@ from autopar.tracing.builder import Builder, Call, Value
 from autopar.tracing.constants import fold, hint
 from autopar.tracing.failures import FAILURES, NO_VALUES, in_autocast, source_of
 from autopar.tracing.forms.basic import COMPOSITES, HANDLERS, generic
-from autopar.tracing.forms.layers import INDEXING, LAYERS, NORMS, PRODUCTS, experts_of, random_call, strided
-from autopar.tracing.forms.losses import LOSSES, SUMS
+from autopar.tracing.forms.layers import LAYERS, random_call, strided
+from autopar.tracing.forms.losses import LOSSES
 from autopar.tracing.opaque_regions import opaque_of
 
-_ALL_HANDLERS = (
-    HANDLERS | LAYERS | INDEXING | PRODUCTS | NORMS | LOSSES | SUMS | {"autopar.experts.default": experts_of}
-)
+_ALL_HANDLERS = HANDLERS | LAYERS | LOSSES
 _DROPPED = ("_assert", "sym_", "_assert_tensor_metadata", "_guards_fn")
 WRAPPER = "model."
 """The traced module holds the user's model under this prefix."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
 
 from autopar.graph.graph import (
-    Argument,
     Buffer,
     Graph,
     Input,
@@ -21,15 +20,20 @@ from autopar.graph.graph import (
     map_refs,
 )
 from autopar.graph.operator_kinds import draws_random
-from autopar.ops.kernels import region_of
+from autopar.ops.kernels import aten_targets, region_of
 from autopar.tracing.blocks import find_blocks
 from autopar.tracing.builder import FOLD_LIMIT, SKIPPED_KWARGS, Builder
 from autopar.tracing.constants import LOGICAL
 from autopar.tracing.forms.fusion import cut_parameters, fuse_gelu, unfuse
-from autopar.tracing.program_ends import with_totals, without_gradient
 
 _SMALL = 2**16
 """Elements up to which equal constants are shared."""
+
+_ADDS_UP = aten_targets(
+    "sum.default sum.dim_IntList mean.default mean.dim linear.default matmul.default mm.default bmm.default mv.default"
+    " dot.default einsum.default addmm.default index_add.default scatter_add.default"
+) | {"autopar.linear_t"}
+"""Operators that can contract the dim of samples."""
 
 
 def finish(
@@ -47,23 +51,21 @@ def finish(
 
     Identical calls of the prelude are made once. Buffers and parameters that nothing reads go.
     """
-    mutations = without_gradient(builder, mutations)
+    mutations = _without_gradient(builder, mutations)
     roots = frozenset((loss, *(m.value for m in mutations)))
-    builder.ops = alive(builder.ops, roots)
+    builder.ops = _alive(builder.ops, roots)
     parameters = cut_parameters(builder, unfuse(builder, parameters, roots), roots)
     fuse_gelu(builder, roots)
-    drop_identities(builder, roots)
-    ops = alive(builder.ops, roots)
+    _drop_identities(builder, roots)
+    ops = _alive(builder.ops, roots)
     if mutations:
-        ops, mutations = with_totals(
-            builder, ops, mutations, {leaf.name for leaf in inputs}, {leaf.name for leaf in buffers}
-        )
+        ops, mutations = _with_totals(builder, ops, mutations, {i.name for i in inputs}, {b.name for b in buffers})
     ops, constants, mutations = _with_constants(builder, ops, mutations)
     free = {i.name for i in inputs} | {b.name for b in (*buffers, *constants)}
-    prelude, live = split_prelude(ops, free)
+    prelude, live = _split_prelude(ops, free)
     prelude, live, mutations = _merged(prelude, live, mutations)
     roots = frozenset((loss, *(m.value for m in mutations)))
-    prelude = alive((*prelude, *live), roots)[: -len(live) or None]
+    prelude = _alive((*prelude, *live), roots)[: -len(live) or None]
     used = {ref.name for op in (*prelude, *live) for ref in op.operands}
     used |= {name for m in mutations for name in (m.buffer, m.value.name)}
     unread = [p.fqn for p in parameters if p.name not in used]
@@ -81,12 +83,63 @@ def finish(
         blocks=find_blocks(live, builder.specs, frozenset(p.name for p in kept), loss),
         loss=loss,
         mutations=mutations,
-        fingerprint=fingerprint(inputs, kept, live, mutations),
+        fingerprint=_fingerprint(inputs, kept, live, mutations),
         notes=tuple(builder.notes),
     )
 
 
-def drop_identities(builder: Builder, roots: frozenset[Ref]) -> None:
+def _without_gradient(builder: Builder, mutations: Sequence[Mutation]) -> tuple[Mutation, ...]:
+    """New values cut off from backward; that of a parameter is read by an operator, as everything of parameters is."""
+    result = []
+    for mutation in mutations:
+        value = mutation.value
+        spec = builder.specs[value]
+        if spec.requires_grad or value.name in builder.parameters:
+            made = Op(
+                name=builder.unique(f"new_{mutation.buffer}"),
+                target="aten.detach.default",
+                args=(value,),
+                outputs=(replace(spec, requires_grad=False),),
+                module=builder.producers[value.name].module if value.name in builder.producers else "",
+            )
+            mutation = replace(mutation, value=builder.append(made))
+        result.append(mutation)
+    return tuple(result)
+
+
+def _with_totals(
+    builder: Builder, ops: Sequence[Op], mutations: tuple[Mutation, ...], inputs: set[str], buffers: set[str]
+) -> tuple[list[Op], tuple[Mutation, ...]]:
+    """``ops`` with ``autopar.total`` behind what adds up without gradient, for new values of buffers, over samples.
+
+    What inputs and buffers alone determine is left out: the prelude's sums are totalled before a step.
+
+    Args:
+        inputs, buffers: names.
+    """
+    wanted = {op.name for op in _alive(ops, (m.value for m in mutations))}
+    of_samples, known = set(inputs), inputs | buffers
+    result: list[Op] = []
+    renamed: dict[Ref, Ref] = {}
+    for op in ops:
+        new = op.with_operands(tuple(renamed.get(ref, ref) for ref in op.operands)) if renamed else op
+        result.append(new)
+        operands = [ref for ref in op.operands if ref not in builder.values and ref not in builder.lazies]
+        if any(ref.name in of_samples for ref in operands):
+            of_samples.add(op.name)
+        if all(ref.name in known for ref in operands):
+            known.add(op.name)
+        elif op.name in wanted & of_samples and op.target in _ADDS_UP and not op.spec.requires_grad:
+            name = builder.unique(f"{op.name}_total")
+            total = replace(op, name=name, target="autopar.total", args=(Ref(op.name),), kwargs=())
+            result.append(total)
+            builder.producers[name] = total
+            builder.specs[Ref(name)] = total.spec
+            renamed[Ref(op.name)] = Ref(name)
+    return result, tuple(replace(m, value=renamed.get(m.value, m.value)) for m in mutations)
+
+
+def _drop_identities(builder: Builder, roots: frozenset[Ref]) -> None:
     """Removes views to the same shape that other passes left, renaming what reads them."""
     renamed: dict[Ref, Ref] = {}
     kept: list[Op] = []
@@ -106,7 +159,7 @@ def drop_identities(builder: Builder, roots: frozenset[Ref]) -> None:
     builder.ops = kept
 
 
-def alive(ops: Iterable[Op], roots: Iterable[Ref]) -> list[Op]:
+def _alive(ops: Iterable[Op], roots: Iterable[Ref]) -> list[Op]:
     """Operators that ``roots`` need, in order."""
     wanted = {ref.name for ref in roots}
     kept: list[Op] = []
@@ -117,7 +170,7 @@ def alive(ops: Iterable[Op], roots: Iterable[Ref]) -> list[Op]:
     return kept[::-1]
 
 
-def split_prelude(ops: Iterable[Op], free: set[str]) -> tuple[list[Op], list[Op]]:
+def _split_prelude(ops: Iterable[Op], free: set[str]) -> tuple[list[Op], list[Op]]:
     """Operators that inputs and buffers alone determine, and the others.
 
     Args:
@@ -144,33 +197,26 @@ def _with_constants(
     shared: dict[tuple[object, ...], Ref] = {}
     expands: list[Op] = []
 
-    def materialise(ref: Ref) -> Argument:
-        if ref in builder.lazies and ref not in made and builder.lazies[ref].numel > FOLD_LIMIT:
-            made[ref] = _emitted(builder, ref, expands, materialise)
+    def materialise(ref: Ref) -> Ref:
         if ref in made:
             return made[ref]
-        value = builder.lazies[ref].whole() if ref in builder.lazies else builder.values.get(ref)
+        lazy = builder.lazies.get(ref)
+        if lazy is not None and lazy.numel > FOLD_LIMIT:
+            made[ref] = _emitted(builder, ref, expands, materialise)
+            return made[ref]
+        value = builder.values.get(ref) if lazy is None else lazy.whole()
         if value is None:
             return ref
-        if ref not in made:
-            held = _held(builder, ref, value, buffers, shared)
-            made[ref] = _expanded(builder, held, builder.specs[ref], ref.name, expands)
+        held = _held(builder, ref, value, buffers, shared)
+        made[ref] = _expanded(builder, held, builder.specs[ref], ref.name, expands)
         return made[ref]
 
-    result = []
-    for op in ops:
-        args = tuple(map_refs(arg, materialise) for arg in op.args)
-        kwargs = tuple((key, map_refs(arg, materialise)) for key, arg in op.kwargs)
-        result.append(replace(op, args=args, kwargs=kwargs))
-    changed = []
-    for mutation in mutations:
-        value = materialise(mutation.value)
-        assert isinstance(value, Ref)
-        changed.append(replace(mutation, value=value))
-    return [*expands, *result], buffers, tuple(changed)
+    result = [op.with_operands(tuple(map(materialise, op.operands))) for op in ops]
+    changed = tuple(replace(mutation, value=materialise(mutation.value)) for mutation in mutations)
+    return [*expands, *result], buffers, changed
 
 
-def _emitted(builder: Builder, ref: Ref, made: list[Op], materialise: Callable[[Ref], Argument]) -> Ref:
+def _emitted(builder: Builder, ref: Ref, made: list[Op], materialise: Callable[[Ref], Ref]) -> Ref:
     """A constant too large to hold becomes an operator again."""
     call = builder.lazies[ref].call
     args = tuple(map_refs(arg, materialise) for arg in call.args)
@@ -242,7 +288,7 @@ def _merged(
     return kept, [current(op) for op in live], moved
 
 
-def fingerprint(
+def _fingerprint(
     inputs: tuple[Input, ...], parameters: tuple[Parameter, ...], ops: Iterable[Op], mutations: tuple[Mutation, ...]
 ) -> str:
     """Of a traced model: parameters, inputs (batch size aside), operators and buffers that change."""

@@ -18,7 +18,8 @@ from autopar.errors import TraceError
 from autopar.ops.opaque import trained_copy
 from autopar.tracing.batch import arguments
 from autopar.tracing.failures import FAILURES, not_copied
-from autopar.tracing.forms.layers import swap_experts, swap_norms
+from autopar.tracing.forms.experts import swap_experts
+from autopar.tracing.forms.layers import swap_norms
 from autopar.tracing.modes import for_products
 from autopar.tracing.program_ends import Kept, written_back
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import OutputKind
 
 from autopar.graph.elements import Leaf, Outputs, same_calls
 from autopar.graph.graph import Argument, Buffer, Graph, Op, Parameter, Ref, TensorSpec, map_refs
@@ -21,7 +21,7 @@ from autopar.graph.operator_kinds import draws_random, without_dropout
 from autopar.ops.kernels import aten_targets
 from autopar.tracing.builder import Builder, Value
 from autopar.tracing.no_grad_regions import region_of
-from autopar.tracing.program_ends import Kept, buffer_of
+from autopar.tracing.program_ends import Kept
 from autopar.tracing.side_effects import writes
 
 
@@ -46,10 +46,8 @@ def extra_outputs(program: torch.export.ExportedProgram) -> int:
 
 def needed_nodes(program: torch.export.ExportedProgram) -> set[str]:
     """Names of the nodes that the loss and changed buffers need, and of those that have effects."""
-    count = extra_outputs(program)
-    (output,) = (node for node in program.graph.nodes if node.op == "output")
-    roots = [value for value in output.args[0][:count] if isinstance(value, fx.Node)]
-    wanted = {node.name for node in roots}
+    returned = program.graph.output_node().args[0][: extra_outputs(program)]
+    wanted = {value.name for value in returned if isinstance(value, fx.Node)}
     for node in reversed(program.graph.nodes):
         if node.op != "output" and (node.name in wanted or (node.op == "call_function" and writes(node))):
             wanted.add(node.name)
@@ -68,7 +66,7 @@ def calls_of(program: torch.export.ExportedProgram) -> Calls:
 def cut(program: torch.export.ExportedProgram) -> None:
     """Takes out of the program, in place, what only outputs need: it is as if the model had returned its loss alone."""
     count = extra_outputs(program)
-    (output,) = (node for node in program.graph.nodes if node.op == "output")
+    output = program.graph.output_node()
     output.args = (tuple(output.args[0][:count]),)
     del program.graph_signature.output_specs[count:]
     program.graph.eliminate_dead_code()
@@ -114,11 +112,6 @@ def _argument(value: object, prefix: str, known: Mapping[str, Argument]) -> Argu
     return value  # type: ignore[return-value]
 
 
-def is_random(op: Op) -> bool:
-    """Whether it draws numbers that no one can know."""
-    return draws_random(op.target) and "dropout" not in op.target
-
-
 def _specs(value: object) -> Iterator[TensorSpec]:
     if isinstance(value, torch.Tensor):
         if all(isinstance(n, int) for n in value.shape):
@@ -141,9 +134,8 @@ def kept(
     calls: Calls,
     found: Kept,
     *,
-    program: torch.export.ExportedProgram,
     env: Mapping[str, Value],
-    model: torch.nn.Module,
+    declared: Sequence[Parameter | Buffer],
 ) -> Outputs:
     """The outputs of a traced model.
 
@@ -152,8 +144,9 @@ def kept(
         calls: of the exported program.
         found: what forward has returned.
         env: values of the program's nodes while the graph was built.
+        declared: all parameters and buffers of the model, under the names that the builder has given them.
     """
-    search = _Search(graph, builder, calls, env, _held(program, model))
+    search = _Search(graph, builder, calls, env, {leaf.name: leaf for leaf in declared})
     made = [search.leaf(name, value) for name, value in zip(found.names, calls.leaves, strict=True)]
     reads = defaultdict(frozenset, {leaf.name: frozenset({leaf.name}) for leaf in graph.inputs})
     for op in (*graph.prelude, *graph.ops, *search.ops.values()):
@@ -197,26 +190,6 @@ def counts_samples(outputs: Outputs) -> bool:
     )
 
 
-def _held(program: torch.export.ExportedProgram, model: torch.nn.Module) -> dict[str, Parameter | Buffer]:
-    """Placeholders of parameters and buffers, as the model has them."""
-    found: dict[str, Parameter | Buffer] = {}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    tensors = dict(model.named_buffers(remove_duplicate=False))
-    for spec in program.graph_signature.input_specs:
-        name, fqn = getattr(spec.arg, "name", ""), (spec.target or "").removeprefix("model.")
-        if spec.kind == InputKind.PARAMETER and fqn in parameters:
-            tensor = parameters[fqn]
-            held = TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype)
-            found[name] = Parameter(name=f"output_{name}", fqn=fqn, spec=held)
-        elif spec.kind == InputKind.BUFFER and fqn in tensors:
-            found[name] = buffer_of(f"output_{name}", fqn, tensors[fqn])
-        elif spec.kind == InputKind.CONSTANT_TENSOR:
-            constant = program.constants.get(spec.target or "")
-            if isinstance(constant, torch.Tensor) and constant.device.type != "meta":
-                found[name] = buffer_of(f"output_{name}", "", constant)
-    return found
-
-
 class _UnavailableError(Exception):
     """Says why a value cannot be made."""
 
@@ -227,14 +200,14 @@ class _Search:
 
     Attributes:
         env: values of nodes while the graph was built.
-        held: parameters, buffers and constants of the model by placeholder.
+        declared: parameters and buffers of the model, by the names that they had while the graph was built.
     """
 
     graph: Graph
     builder: Builder
     calls: Calls
     env: Mapping[str, Value]
-    held: Mapping[str, Parameter | Buffer]
+    declared: Mapping[str, Parameter | Buffer]
     taps: dict[Ref, None] = field(default_factory=dict)
     ops: dict[str, Op] = field(default_factory=dict)
     parameters: dict[str, Parameter] = field(default_factory=dict)
@@ -259,39 +232,53 @@ class _Search:
         return self.known[ref]
 
     def _found(self, ref: Ref) -> Ref:
+        made = self._made(ref)
+        if made is not None and self._is_live(made):
+            self.taps[made] = None
+            return made
+        if made is not None and any(leaf.name == made.name for leaf in self.graph.inputs):
+            return made
+        op = self.calls.ops.get(ref.name)
+        if op is not None:
+            return self._called(op, ref)
+        held = self._held(ref)
+        if held is None:
+            raise _UnavailableError("it is made by code that only the original model has")
+        if isinstance(held, Parameter):
+            self.parameters[held.name] = held
+        elif held.fqn and any(made == Ref(mutation.buffer) for mutation in self.graph.mutations):
+            raise _UnavailableError(f"it reads the buffer {held.fqn}, which training changes")
+        else:
+            self.buffers[held.name] = held
+        return Ref(held.name)
+
+    def _made(self, ref: Ref) -> Ref | None:
+        """The tensor that the value of a node was while the graph was built; None where it was none."""
         made = self.env.get(ref.name)
         if isinstance(made, tuple):
             made = made[ref.index] if ref.index < len(made) else None
         elif ref.index:
             made = None
-        if isinstance(made, Ref) and self._is_live(made):
-            self.taps[made] = None
-            return made
-        if isinstance(made, Ref) and any(leaf.name == made.name for leaf in self.graph.inputs):
-            return made
-        if ref.name in self.held:
-            held = self.held[ref.name]
-            if isinstance(held, Parameter):
-                self.parameters[held.name] = held
-            else:
-                changed = {m.buffer for m in self.graph.mutations}
-                if held.fqn and any(b.name in changed for b in self.graph.buffers if b.fqn == held.fqn):
-                    raise _UnavailableError(f"it reads the buffer {held.fqn}, which training changes")
-                self.buffers[held.name] = held
-            return Ref(held.name)
-        op = self.calls.ops.get(ref.name)
-        if op is None:
-            constant = self.builder.values.get(made) if isinstance(made, Ref) else None
-            if constant is None or not isinstance(made, Ref):
-                raise _UnavailableError("it is made by code that only the original model has")
-            name = f"output_{ref.name}"
-            spec = self.builder.specs[made]
-            self.buffers[name] = Buffer(name=name, fqn="", spec=spec, value=constant.expand(spec.shape).contiguous())
-            return Ref(name)
-        return self._called(op, ref)
+        return made if isinstance(made, Ref) else None
+
+    def _held(self, ref: Ref) -> Parameter | Buffer | None:
+        """The parameter, buffer or constant that a node is which calls nothing; None where it is none of them."""
+        made = self._made(ref)
+        if made is None:
+            return None
+        name, spec = f"output_{ref.name}", replace(self.builder.specs[made], requires_grad=False)
+        declared = self.declared.get(made.name)
+        if isinstance(declared, Parameter):
+            return Parameter(name=name, fqn=declared.fqn, spec=spec)
+        if declared is not None and declared.fqn:
+            return replace(declared, name=name)
+        value = self.builder.values.get(made)
+        return (
+            None if value is None else Buffer(name=name, fqn="", spec=spec, value=value.expand(spec.shape).contiguous())
+        )
 
     def _called(self, op: Op, ref: Ref) -> Ref:
-        if is_random(op):
+        if draws_random(op.target) and "dropout" not in op.target:
             raise _UnavailableError(f"it draws random numbers ({op.target})")
         if op.target.startswith("autopar.opaque"):
             raise _UnavailableError("it is made by a module that runs as it is written")
@@ -312,7 +299,7 @@ class _Search:
         op = self.calls.ops.get(ref.name)
         if op is not None and ref.index < len(op.outputs):
             return op.outputs[ref.index].shape, op.outputs[ref.index].dtype
-        held = self.held.get(ref.name)
+        held = self._held(ref)
         return None if held is None else (held.spec.shape, held.spec.dtype)
 
     def _is_live(self, ref: Ref) -> bool:

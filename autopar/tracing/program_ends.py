@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,8 +18,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
 from autopar.graph.elements import Structure
-from autopar.graph.graph import Buffer, Input, Mutation, Op, Parameter, Ref, TensorSpec
-from autopar.ops.kernels import aten_targets
+from autopar.graph.graph import Buffer, Input, Mutation, Parameter, Ref, TensorSpec
 from autopar.tracing.builder import Builder, Value
 from autopar.tracing.convert import WRAPPER
 from autopar.tracing.no_grad_regions import written_parameter
@@ -91,17 +89,12 @@ def _parameter(
 
 
 def _buffer(builder: Builder, fqn: str, tensor: torch.Tensor) -> Buffer:
-    buffer = buffer_of(builder.unique(f"b_{fqn}"), fqn, tensor)
-    ref = builder.leaf(buffer.name, buffer.spec)
-    if buffer.value is not None:
-        builder.hints[ref] = buffer.value
-    return buffer
-
-
-def buffer_of(name: str, fqn: str, tensor: torch.Tensor) -> Buffer:
-    """A constant of the model with its value, where it has one: none on meta."""
-    spec = TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype)
-    return Buffer(name=name, fqn=fqn, spec=spec, value=None if tensor.is_meta else tensor.detach().cpu())
+    """A buffer of the model with its value, where it has one: none on meta."""
+    ref = builder.leaf(builder.unique(f"b_{fqn}"), TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype))
+    value = None if tensor.is_meta else tensor.detach().cpu()
+    if value is not None:
+        builder.hints[ref] = value
+    return Buffer(name=ref.name, fqn=fqn, spec=builder.specs[ref], value=value)
 
 
 def _lifted(builder: Builder, place: str, value: Any, buffers: list[Buffer]) -> Ref:
@@ -128,15 +121,6 @@ def loss_output(program: torch.export.ExportedProgram, outputs: list[Value], bui
                 return value
             break
     raise TraceError("The loss is a constant", fix="Return a loss that is computed from the parameters")
-
-
-TOTAL = "autopar.total"
-
-_ADDS_UP = aten_targets(
-    "sum.default sum.dim_IntList mean.default mean.dim linear.default matmul.default mm.default bmm.default mv.default"
-    " dot.default einsum.default addmm.default index_add.default scatter_add.default"
-) | {"autopar.linear_t"}
-"""Operators that can contract the dim of samples."""
 
 
 @contextmanager
@@ -202,60 +186,6 @@ def mutations_of(
         if value != buffer:
             found.append(Mutation(buffer=buffer.name, value=value))
     return tuple(found)
-
-
-def without_gradient(builder: Builder, mutations: Sequence[Mutation]) -> tuple[Mutation, ...]:
-    """New values cut off from backward; that of a parameter is read by an operator, as everything of parameters is."""
-    result = []
-    for mutation in mutations:
-        value = mutation.value
-        spec = builder.specs[value]
-        if spec.requires_grad or value.name in builder.parameters:
-            made = Op(
-                name=builder.unique(f"new_{mutation.buffer}"),
-                target="aten.detach.default",
-                args=(value,),
-                outputs=(replace(spec, requires_grad=False),),
-                module=builder.producers[value.name].module if value.name in builder.producers else "",
-            )
-            mutation = replace(mutation, value=builder.append(made))
-        result.append(mutation)
-    return tuple(result)
-
-
-def with_totals(
-    builder: Builder, ops: Sequence[Op], mutations: tuple[Mutation, ...], inputs: set[str], buffers: set[str]
-) -> tuple[list[Op], tuple[Mutation, ...]]:
-    """``ops`` with ``autopar.total`` behind what adds up without gradient, for new values of buffers, over samples.
-
-    What inputs and buffers alone determine is left out: the prelude's sums are totalled before a step.
-
-    Args:
-        inputs, buffers: names.
-    """
-    wanted = {m.value.name for m in mutations}
-    for op in reversed(ops):
-        if op.name in wanted:
-            wanted.update(ref.name for ref in op.operands)
-    of_samples, known = set(inputs), inputs | buffers
-    result: list[Op] = []
-    renamed: dict[Ref, Ref] = {}
-    for op in ops:
-        new = op.with_operands(tuple(renamed.get(ref, ref) for ref in op.operands)) if renamed else op
-        result.append(new)
-        operands = [ref for ref in op.operands if ref not in builder.values and ref not in builder.lazies]
-        if any(ref.name in of_samples for ref in operands):
-            of_samples.add(op.name)
-        if all(ref.name in known for ref in operands):
-            known.add(op.name)
-        elif op.name in wanted & of_samples and op.target in _ADDS_UP and not op.spec.requires_grad:
-            name = builder.unique(f"{op.name}_total")
-            total = replace(op, name=name, target=TOTAL, args=(Ref(op.name),), kwargs=())
-            result.append(total)
-            builder.producers[name] = total
-            builder.specs[Ref(name)] = total.spec
-            renamed[Ref(op.name)] = Ref(name)
-    return result, tuple(replace(m, value=renamed.get(m.value, m.value)) for m in mutations)
 
 
 _DROPPED = frozenset({"past_key_values", "cross_attention_cache", "cache_params", "mems"})

@@ -24,7 +24,7 @@ from autopar.graph.elements import Outputs
 from autopar.graph.graph import Graph
 from autopar.ops.opaque import notes_of as notes_of_modes
 from autopar.pins.on_modules import pins_of
-from autopar.tracing import repeated_steps, side_effects, value_branches
+from autopar.tracing import repeated_steps, sample_counts, side_effects, value_branches
 from autopar.tracing.batch import fake_batch, inputs_of, named_batch
 from autopar.tracing.builder import Builder
 from autopar.tracing.convert import Converter, needs_decomposition
@@ -98,8 +98,8 @@ def trace(
             where=type(model).__name__,
             fix="Return the loss that training minimises, and leave requires_grad on where it is to learn",
         )
-    if not exact and not repeats and not repeated_steps.are_same(calls, _calls_at_twice(job)):
-        repeated_steps.check_numbers(graph, _larger(graph, job))
+    if not exact and not repeats and not sample_counts.are_same(calls, _calls_at_twice(job)):
+        sample_counts.check_numbers(graph, _larger(graph, job))
     notes = (*graph.notes, *notes_of_modes(model), *notes_of(graph, job.reasons))
     return replace(graph, exact=exact, pins=marks, notes=notes, outputs=_counted(graph, job, exact=exact))
 
@@ -135,7 +135,7 @@ class _UntraceableError(TraceError):
     path = ""
 
 
-def _with_fallback(job: _Job) -> tuple[Graph, Sequence[repeated_steps.Call], _Job]:
+def _with_fallback(job: _Job) -> tuple[Graph, Sequence[sample_counts.Call], _Job]:
     """Trace a model and make the smallest modules opaque that cannot be traced.
 
     Every failure costs an export. When a second module of a class fails, all modules of that class become opaque at once.
@@ -207,7 +207,7 @@ def _counted(graph: Graph, job: _Job, *, exact: bool) -> Outputs | None:
     return replace(with_counts(outputs, twice), structure=with_twice(outputs.structure, twice.structure))
 
 
-def _traced(job: _Job, times: int = 1) -> tuple[Graph, Sequence[repeated_steps.Call]]:
+def _traced(job: _Job, times: int = 1) -> tuple[Graph, Sequence[sample_counts.Call]]:
     """Trace a model at ``times`` the batch size of the example.
 
     Returns:
@@ -244,7 +244,7 @@ def _traced(job: _Job, times: int = 1) -> tuple[Graph, Sequence[repeated_steps.C
         loss=loss,
         mutations=mutations_of(program, outputs, converter.env),
     )
-    extra = kept(graph, builder, program_calls, wrapper.kept, program=program, env=converter.env, model=model)
+    extra = kept(graph, builder, program_calls, wrapper.kept, env=converter.env, declared=(*parameters, *buffers))
     return replace(graph, notes=(*graph.notes, *notes, *value_branches.notes_of(branches)), outputs=extra), calls
 
 
@@ -284,7 +284,7 @@ def _larger(graph: Graph, job: _Job) -> Graph:
     try:
         return _traced(job, times=2)[0]
     except TraceError as error:
-        raise repeated_steps.CountError(
+        raise sample_counts.CountError(
             f"The model runs with {graph.batch_size} samples, but not with {2 * graph.batch_size}",
             where=error.where,
             got=error.got or error.problem,
@@ -292,10 +292,10 @@ def _larger(graph: Graph, job: _Job) -> Graph:
         ) from error
 
 
-def _calls_at_twice(job: _Job) -> Sequence[repeated_steps.Call]:
+def _calls_at_twice(job: _Job) -> Sequence[sample_counts.Call]:
     """Return the calls of a step at twice the batch size of the example, without an export; none if the model does not run that way."""
     with _faked(job, times=2, examines=False) as (wrapper, mode, batch, _, branches), _quiet():
-        calls = repeated_steps.calls(wrapper, wrapper.model, mode, batch)
+        calls = repeated_steps.calls_of(wrapper, wrapper.model, mode, batch)
     return calls if branches.refused is None else ()
 
 

@@ -14,7 +14,7 @@ from autopar.errors import TraceError
 from autopar.models.graph_for_plan import trace_model
 from autopar.plan.plan import FP32
 from autopar.planner.sharding.input_axes import samples_apart
-from autopar.tracing.repeated_steps import CountError
+from autopar.tracing.sample_counts import CountError
 from autopar.tracing.trace import trace
 from tests.support.lower import unusual as u
 from tests.support.small_models import model_of

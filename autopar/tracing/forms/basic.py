@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 
@@ -173,18 +173,17 @@ def _copies(builder: Builder, call: Call, source: Ref) -> Ref:
 
 def _slice(builder: Builder, call: Call) -> Value:
     given = call.bound()
-    source, dim, start, stop, step = (given[key] for key in ("self", "dim", "start", "end", "step"))
-    assert isinstance(source, Ref) and isinstance(dim, int) and isinstance(step, int)
-    shape = builder.shape(source)
-    dim %= len(shape)
-    first = _clamp(start, 0, shape[dim])
-    return slice_of(builder, call, source, dim, first, max(first, _clamp(stop, shape[dim], shape[dim])), step)
+    source, dim = _source_and_dim(builder, call)
+    bounds = slice(*(cast("int | None", given[key]) for key in ("start", "end", "step")))
+    start, stop, step = bounds.indices(builder.shape(source)[dim])
+    return slice_of(builder, call, source, dim, start, max(start, stop), step)
 
 
-def _clamp(value: Argument, default: int, size: int) -> int:
-    if not isinstance(value, int):
-        return default
-    return min(max(value + size if value < 0 else value, 0), size)
+def _source_and_dim(builder: Builder, call: Call) -> tuple[Ref, int]:
+    """The first tensor of a call and its argument ``dim``, counted from the front."""
+    source, dim = call.operands[0], call.bound()["dim"]
+    assert isinstance(dim, int)
+    return source, dim % len(builder.shape(source))
 
 
 def slice_of(builder: Builder, call: Call, source: Ref, dim: int, start: int, stop: int, step: int = 1) -> Ref:
@@ -203,16 +202,15 @@ def slice_of(builder: Builder, call: Call, source: Ref, dim: int, start: int, st
 
 
 def _select(builder: Builder, call: Call) -> Value:
-    source, dim, index = call.args
-    assert isinstance(source, Ref) and isinstance(dim, int) and isinstance(index, int)
-    return select_of(builder, call, source, dim, index)
+    source, dim = _source_and_dim(builder, call)
+    index = call.bound()["index"]
+    assert isinstance(index, int)
+    return _selected(builder, call, source, dim, index % builder.shape(source)[dim])
 
 
-def select_of(builder: Builder, call: Call, source: Ref, dim: int, index: int) -> Ref:
+def _selected(builder: Builder, call: Call, source: Ref, dim: int, index: int) -> Ref:
     """``source[index]`` along ``dim``, the dim removed."""
     spec = builder.specs[source]
-    dim %= len(spec.shape)
-    index %= spec.shape[dim]
     out = TensorSpec(shape=spec.shape[:dim] + spec.shape[dim + 1 :], dtype=spec.dtype)
     known = builder.values.get(source)
     if known is not None:
@@ -236,10 +234,7 @@ def _paste(builder: Builder, call: Call) -> Value:
 
 def _split(builder: Builder, call: Call) -> Value:
     """split, split_with_sizes, chunk, tensor_split: one slice for each output."""
-    given = call.bound()
-    source, dim = given["self"], given["dim"]
-    assert isinstance(source, Ref) and isinstance(dim, int)
-    dim %= len(builder.shape(source))
+    source, dim = _source_and_dim(builder, call)
     pieces: list[Argument] = []
     start = 0
     for spec in call.outputs:
@@ -251,10 +246,8 @@ def _split(builder: Builder, call: Call) -> Value:
 
 
 def _unbind(builder: Builder, call: Call) -> Value:
-    given = call.bound()
-    source, dim = given["self"], given["dim"]
-    assert isinstance(source, Ref) and isinstance(dim, int)
-    return tuple(select_of(builder, call, source, dim, i) for i in range(len(call.outputs)))
+    source, dim = _source_and_dim(builder, call)
+    return tuple(_selected(builder, call, source, dim, i) for i in range(len(call.outputs)))
 
 
 def _cat(builder: Builder, call: Call) -> Value:
@@ -319,9 +312,14 @@ def _dropout(builder: Builder, call: Call) -> Value:
     if training is False or p == 0:
         dropped: Value = source
     else:
-        dropped = builder.emit(call, "autopar.dropout", (source, p, builder.salts), call.spec)
-        builder.salts += 1
+        dropped = dropped_out(builder, call, source, p)
     return (dropped, None) if call.target == "aten.native_dropout.default" else dropped
+
+
+def dropped_out(builder: Builder, call: Call, source: Argument, p: Argument) -> Ref:
+    """``autopar.dropout(source, p, salt)``; the salt counts the dropouts of the graph, so that each draws its own numbers."""
+    builder.salts += 1
+    return builder.emit(call, "autopar.dropout", (source, p, builder.salts - 1), call.spec)
 
 
 def _attention(builder: Builder, call: Call) -> Value:
@@ -329,16 +327,19 @@ def _attention(builder: Builder, call: Call) -> Value:
     given = call.bound()
     query, key, mask = given["query"], given["key"], given["attn_mask"]
     causal, p = given["is_causal"], given["dropout_p"]
-    value = builder.lazies.get(mask) if isinstance(mask, Ref) and mask in builder.lazies else builder.known(mask)
-    if value is not None and not causal:
-        assert isinstance(mask, Ref)
-        if mask not in builder.masks:
-            square = builder.shape(query)[-2] == builder.shape(key)[-2]
-            builder.masks[mask] = (square and is_causal(value, builder.shape(mask)), allows_all(value))
-        causal, empty = builder.masks[mask]
+    if isinstance(mask, Ref) and not causal:
+        value = builder.lazies.get(mask) or builder.known(mask)
+        if value is not None and mask not in builder.masks:
+            builder.masks[mask] = (is_causal(value, builder.shape(mask)), allows_all(value))
+        causal, empty = builder.masks.get(mask, (False, False))
         mask = None if causal or empty else mask
     kwargs = {"scale": given["scale"], "enable_gqa": given["enable_gqa"]}
     return builder.emit(call, call.target, (query, key, given["value"], mask, p, causal), call.spec, kwargs=kwargs)
+
+
+def _with_all_arguments(builder: Builder, call: Call) -> Value:
+    """An operator of autopar with all arguments in place."""
+    return builder.emit(call, call.target.removesuffix(".default"), tuple(call.bound().values()))
 
 
 def _repeat_interleave(builder: Builder, call: Call) -> Value:
@@ -398,6 +399,7 @@ HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(aten_targets("native_dropout.default dropout.default"), _dropout),
     "aten.square.default": _square,
     "aten.scaled_dot_product_attention.default": _attention,
+    **dict.fromkeys(("autopar.experts.default", "autopar.ctc_losses.default"), _with_all_arguments),
 }
 """By target as traced; whatever is not here passes through :func:`generic`."""
 

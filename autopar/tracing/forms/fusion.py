@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import isclose, pi, sqrt
 from typing import TypeAlias, cast
 
 from autopar.graph.graph import Op, Parameter, Part, Ref
-from autopar.ops.kernels import aten_targets
 from autopar.tracing.builder import Builder
 from autopar.tracing.forms.basic import LINEAR_TARGETS
-
-_PERMUTING = aten_targets("view.default unsqueeze.default transpose.int permute.default clone.default")
 
 Label: TypeAlias = "int | None"
 """A dim of the linear's output by number; None for a dim of size 1 that was put in."""
@@ -32,12 +29,6 @@ class _Leaf:
     start: int
     stop: int
     order: tuple[Label, ...]
-
-
-@dataclass(slots=True)
-class _Cuts:
-    leaves: list[_Leaf] = field(default_factory=list)
-    inner: list[Op] = field(default_factory=list)
 
 
 _GROUP = -1
@@ -59,9 +50,9 @@ def unfuse(builder: Builder, parameters: tuple[Parameter, ...], roots: frozenset
         weights = [ref.name for ref in op.operands[1:]]
         if any(name not in by_name or len(users[name]) != 1 or by_name[name].aliases for name in weights):
             continue
-        cuts = _cuts(op, users, roots)
-        if cuts is not None:
-            _cut(builder, op, cuts, by_name, parts, replaced)
+        leaves, inner = _cuts(op, users, roots)
+        if leaves:
+            replaced |= {name: [] for name in inner} | _cut(builder, op, leaves, by_name, parts)
     if not replaced:
         return parameters
     builder.ops = [new for op in builder.ops for new in replaced.get(op.name, [op])]
@@ -125,60 +116,57 @@ def _partition(spans: set[tuple[int, int]], length: int) -> bool:
     return len(spans) > 1 and edges == [*(start for start, _ in ordered), length]
 
 
-def _cuts(op: Op, users: dict[str, list[Op]], roots: frozenset[Ref]) -> _Cuts | None:
-    """How the output is cut, when cutting is all that is done with it and the pieces cover it once."""
-    rank = len(op.spec.shape)
-    cuts = _Cuts()
-    if not _follow(op, tuple(range(rank)), op.spec.shape[-1], users, roots, cuts):
-        return None
-    return cuts if _partition({(leaf.start, leaf.stop) for leaf in cuts.leaves}, op.spec.shape[-1]) else None
+def _cuts(linear: Op, users: dict[str, list[Op]], roots: frozenset[Ref]) -> tuple[list[_Leaf], list[str]]:
+    """How the output is cut, when cutting is all that is done with it and the pieces cover it once; else no leaves.
 
+    Returns:
+        The operators that cut, and names of those between the linear and them.
+    """
+    *lead, features = linear.spec.shape
+    last = len(lead)
+    leaves: list[_Leaf] = []
+    inner: list[str] = []
 
-def _follow(
-    op: Op, labels: tuple[Label, ...], features: int, users: dict[str, list[Op]], roots: frozenset[Ref], cuts: _Cuts
-) -> bool:
-    """Walks from ``op``, whose dims are ``labels``, to the operators that cut; False at any other use."""
-    if Ref(op.name) in roots or not users.get(op.name):
-        return False
-    last = max(label for label in labels if label is not None)
-    for user in users[op.name]:
-        if user.target == "aten.slice.Tensor" and len(user.args) == 4:
-            dim, start, stop = user.args[1:4]
-            assert isinstance(dim, int) and isinstance(start, int) and isinstance(stop, int)
-            if labels[dim] != last or _GROUP in labels:
-                return False
-            cuts.leaves.append(_Leaf(user, start, stop, labels))
-        elif user.target == "aten.select.int":
-            dim, index = user.args[1:3]
-            assert isinstance(dim, int) and isinstance(index, int)
-            if labels[dim] != _GROUP:
-                return False
-            size = features // op.spec.shape[dim]
-            cuts.leaves.append(_Leaf(user, index * size, (index + 1) * size, labels[:dim] + labels[dim + 1 :]))
-        elif user.target in _PERMUTING:
-            moved = _moved(op, labels, last, user)
-            if moved is None or not _follow(user, moved, features, users, roots, cuts):
-                return False
-            cuts.inner.append(user)
-        else:
+    def follow(op: Op, labels: tuple[Label, ...]) -> bool:
+        """Walks from ``op``, whose dims are ``labels``, to the operators that cut; False at any other use."""
+        if Ref(op.name) in roots or not users.get(op.name):
             return False
-    return True
+        for user in users[op.name]:
+            if user.target == "aten.slice.Tensor" and len(user.args) == 4:
+                dim, start, stop = cast("tuple[int, int, int]", user.args[1:4])
+                if labels[dim] != last or _GROUP in labels:
+                    return False
+                leaves.append(_Leaf(user, start, stop, labels))
+            elif user.target == "aten.select.int":
+                dim, index = cast("tuple[int, int]", user.args[1:3])
+                if labels[dim] != _GROUP:
+                    return False
+                size = features // op.spec.shape[dim]
+                leaves.append(_Leaf(user, index * size, (index + 1) * size, labels[:dim] + labels[dim + 1 :]))
+            else:
+                moved = _moved(op, labels, last, user)
+                if moved is None or not follow(user, moved):
+                    return False
+                inner.append(user.name)
+        return True
+
+    covered = follow(linear, tuple(range(last + 1))) and _partition({(o.start, o.stop) for o in leaves}, features)
+    return (leaves, inner) if covered else ([], [])
 
 
 def _moved(op: Op, labels: tuple[Label, ...], last: int, user: Op) -> tuple[Label, ...] | None:
-    """Labels after a view, transpose, ... ; None when the features are mixed with something else."""
+    """Labels after a view, transpose, ... ; None when the features are mixed with something else, and after other operators."""
     if user.target == "aten.clone.default":
         return labels
     if user.target == "aten.transpose.int":
         order = list(labels)
-        a, b = user.args[1:3]
-        assert isinstance(a, int) and isinstance(b, int)
+        a, b = cast("tuple[int, int]", user.args[1:3])
         order[a], order[b] = order[b], order[a]
         return tuple(order)
     if user.target == "aten.permute.default":
-        dims = user.args[1]
-        assert isinstance(dims, tuple)
-        return tuple(labels[d] for d in dims if isinstance(d, int))
+        return tuple(labels[dim] for dim in cast("tuple[int, ...]", user.args[1]))
+    if user.target not in ("aten.view.default", "aten.unsqueeze.default"):
+        return None
     before, after = op.spec.shape, user.spec.shape
     if tuple(n for n in before if n != 1) == tuple(n for n in after if n != 1):
         kept = iter([label for label, n in zip(labels, before, strict=True) if n != 1])
@@ -188,18 +176,13 @@ def _moved(op: Op, labels: tuple[Label, ...], last: int, user: Op) -> tuple[Labe
 
 
 def _cut(
-    builder: Builder,
-    op: Op,
-    cuts: _Cuts,
-    by_name: dict[str, Parameter],
-    parts: dict[str, list[Parameter]],
-    replaced: dict[str, list[Op]],
-) -> None:
-    """Puts one linear for each span in the place of ``op``, and each cut's dims in order after it."""
+    builder: Builder, op: Op, leaves: list[_Leaf], by_name: dict[str, Parameter], parts: dict[str, list[Parameter]]
+) -> dict[str, list[Op]]:
+    """What is put in the place of operators, by their names: of ``op`` one linear for each span, of a cut its dims in order."""
     weight, *bias = op.operands[1:]
     out_dim = 0 if op.target == "aten.linear.default" else 1
     made: dict[tuple[int, int], Op] = {}
-    for span in sorted({(leaf.start, leaf.stop) for leaf in cuts.leaves}):
+    for span in sorted({(leaf.start, leaf.stop) for leaf in leaves}):
         pieces: list[Ref] = []
         for ref, dim in ((weight, out_dim), *((b, 0) for b in bias)):
             part = _part(builder, by_name[ref.name], dim, *span)
@@ -208,11 +191,8 @@ def _cut(
         spec = replace(op.spec, shape=(*op.spec.shape[:-1], span[1] - span[0]))
         made[span] = replace(op.with_operands((op.operands[0], *pieces)), name=builder.unique(op.name), outputs=(spec,))
         builder.specs[Ref(made[span].name)] = spec
-    replaced[op.name] = list(made.values())
-    for inner in cuts.inner:
-        replaced[inner.name] = []
-    for leaf in cuts.leaves:
-        replaced[leaf.op.name] = _ordered(builder, made[leaf.start, leaf.stop], leaf)
+    ordered = {leaf.op.name: _ordered(builder, made[leaf.start, leaf.stop], leaf) for leaf in leaves}
+    return {op.name: list(made.values())} | ordered
 
 
 def _part(builder: Builder, whole: Parameter, dim: int, start: int, stop: int) -> Parameter:

@@ -28,10 +28,14 @@ def _cross_entropy(builder: Builder, call: Call) -> Value:
         return _soft(builder, call, _in_one_dtype(builder, call).bound())
     if given["reduction"] == _NONE:
         return generic(builder, _in_one_dtype(builder, call))
+    return _of_classes(builder, call, given)
+
+
+def _of_classes(builder: Builder, call: Call, given: dict[str, Argument]) -> Ref:
+    """A cross entropy by class indices, summed or its mean; ``given``: arguments of cross_entropy_loss in order."""
     if isinstance(given["weight"], Ref):
-        return _weighted(builder, call, call.target, given, target, given["weight"])
-    ignore, smoothing = given["ignore_index"], given["label_smoothing"]
-    return _token_loss(builder, call, given["self"], target, ignore, smoothing, given["reduction"])
+        return _weighted(builder, call, given)
+    return _token_loss(builder, call, given)
 
 
 def _soft(builder: Builder, call: Call, given: dict[str, Argument]) -> Value:
@@ -59,22 +63,20 @@ def _reduced(builder: Builder, call: Call, each: Ref) -> Ref:
     return builder.make(call, reduction, each, name="loss")
 
 
-def _weighted(builder: Builder, call: Call, function: str, given: dict[str, Argument], target: Ref, weight: Ref) -> Ref:
+def _weighted(builder: Builder, call: Call, given: dict[str, Argument]) -> Ref:
     """Classes have weights: the summed loss, divided for a mean by the weights of all targets that count.
 
     All of it in the logits' dtype, float32 where that is half: the weights are often a buffer in float32, and sums over tokens
     are made in no half, as those without weights.
-
-    ``function``: of the loss, ``given`` its arguments in order.
     """
-    logits = given["self"]
-    assert isinstance(logits, Ref)
+    logits, target, weight = given["self"], given["target"], given["weight"]
+    assert isinstance(logits, Ref) and isinstance(target, Ref) and isinstance(weight, Ref)
     dtype = builder.specs[logits].dtype
     dtype = torch.float32 if dtype in _HALVES else dtype
     weight = cast_to(builder, call, weight, dtype)
     given = given | {"self": cast_to(builder, call, logits, dtype), "weight": weight}
     values = tuple(_SUM if name == "reduction" else value for name, value in given.items())
-    total = builder.emit(call, function, values, TensorSpec(shape=(), dtype=dtype))
+    total = builder.emit(call, "aten.cross_entropy_loss.default", values, TensorSpec(shape=(), dtype=dtype))
     if given["reduction"] == _SUM:
         return total
     valid = builder.make(call, "aten.ne.Scalar", target, given["ignore_index"], name="valid")
@@ -102,17 +104,12 @@ def _in_one_dtype(builder: Builder, call: Call) -> Call:
 def _nll(builder: Builder, call: Call) -> Value:
     """nll_loss of log_softmax is the cross entropy of what the log_softmax was taken of, with weights of classes too."""
     given = call.bound()
-    source, target = given["self"], given["target"]
-    assert isinstance(source, Ref) and isinstance(target, Ref)
+    source = given["self"]
+    assert isinstance(source, Ref)
     logits = _logits(builder, call, source)
     if logits is None or given["reduction"] == _NONE:
         return generic(builder, _in_one_dtype(builder, call))
-    if isinstance(given["weight"], Ref):
-        names = ("self", "target", "weight", "reduction", "ignore_index")
-        wanted: dict[str, Argument] = {name: given[name] for name in names} | {"self": logits, "label_smoothing": 0.0}
-        loss = _weighted(builder, call, "aten.cross_entropy_loss.default", wanted, target, given["weight"])
-    else:
-        loss = _token_loss(builder, call, logits, target, given["ignore_index"], 0.0, given["reduction"])
+    loss = _of_classes(builder, call, given | {"self": logits, "label_smoothing": 0.0})
     return (loss, None) if len(call.outputs) > 1 else loss
 
 
@@ -134,21 +131,14 @@ def _logits(builder: Builder, call: Call, source: Ref) -> Ref | None:
     return view_to(builder, call, producer.operands[0], shape) if is_flat else producer.operands[0]
 
 
-def _token_loss(
-    builder: Builder,
-    call: Call,
-    logits: Argument,
-    target: Ref,
-    ignore: Argument,
-    smoothing: Argument,
-    reduction: Argument,
-) -> Ref:
-    assert isinstance(logits, Ref)
+def _token_loss(builder: Builder, call: Call, given: dict[str, Argument]) -> Ref:
+    logits, target, ignore, smoothing = (given[key] for key in ("self", "target", "ignore_index", "label_smoothing"))
+    assert isinstance(logits, Ref) and isinstance(target, Ref)
     logits, target = _unflattened(builder, *_classes_last(builder, call, logits, target))
     half = call.spec.dtype in _HALVES
     scalar = TensorSpec(shape=(), dtype=torch.float32 if half else call.spec.dtype)
     total = builder.emit(call, "autopar.cross_entropy_sum", (logits, target, ignore, smoothing), scalar)
-    if reduction == _SUM:
+    if given["reduction"] == _SUM:
         return total
     valid = builder.make(call, "aten.ne.Scalar", target, ignore, name="valid")
     count = builder.make(call, "aten.sum.default", valid, name="count")
@@ -200,28 +190,6 @@ def _elementwise(builder: Builder, call: Call) -> Value:
         each = builder.make(call, call.target, *given.values(), name="each_loss", **named)
     assert builder.specs[each].numel > 0, "a loss over no elements"
     return _reduced(builder, call, each)
-
-
-def _ctc_losses(builder: Builder, call: Call) -> Value:
-    """``autopar.ctc_losses`` with all arguments in place."""
-    return builder.emit(call, "autopar.ctc_losses", tuple(call.bound().values()))
-
-
-LOSSES: dict[str, Handler] = {
-    "aten.cross_entropy_loss.default": _cross_entropy,
-    **dict.fromkeys(aten_targets("nll_loss_nd.default nll_loss.default nll_loss_forward.default"), _nll),
-    "autopar.ctc_losses.default": _ctc_losses,
-    **dict.fromkeys(
-        aten_targets(
-            "mse_loss.default l1_loss.default smooth_l1_loss.default huber_loss.default"
-            " binary_cross_entropy_with_logits.default binary_cross_entropy.default soft_margin_loss.default"
-            " poisson_nll_loss.default margin_ranking_loss.default hinge_embedding_loss.default"
-            " cosine_embedding_loss.default triplet_margin_loss.default kl_div.default multi_margin_loss.default"
-            " multilabel_margin_loss.default"
-        ),
-        _elementwise,
-    ),
-}
 
 
 _SCALES = aten_targets("mul.Tensor mul.Scalar div.Tensor div.Scalar neg.default")
@@ -304,7 +272,23 @@ def _is_zero(builder: Builder, value: Argument) -> bool:
     return known is not None and not bool(known.any())
 
 
-SUMS: dict[str, Handler] = {"aten.add.Tensor": _add, "aten.scatter_add.default": _scatter_add}
+LOSSES: dict[str, Handler] = {
+    "aten.cross_entropy_loss.default": _cross_entropy,
+    **dict.fromkeys(aten_targets("nll_loss_nd.default nll_loss.default nll_loss_forward.default"), _nll),
+    **dict.fromkeys(
+        aten_targets(
+            "mse_loss.default l1_loss.default smooth_l1_loss.default huber_loss.default"
+            " binary_cross_entropy_with_logits.default binary_cross_entropy.default soft_margin_loss.default"
+            " poisson_nll_loss.default margin_ranking_loss.default hinge_embedding_loss.default"
+            " cosine_embedding_loss.default triplet_margin_loss.default kl_div.default multi_margin_loss.default"
+            " multilabel_margin_loss.default"
+        ),
+        _elementwise,
+    ),
+    "aten.add.Tensor": _add,
+    "aten.scatter_add.default": _scatter_add,
+}
+"""Handlers of losses, and of the sums that losses and means are made of, by target as traced."""
 
 
 @torch.library.custom_op("autopar::ctc_losses", mutates_args=())
