@@ -144,12 +144,12 @@ def fuse_projections(groups: Sequence[Sequence[int]], operands: Sequence[Specs],
             backward_products=backward or tuple(product for p in parts for product in p.backward_products),
             num_bytes=sum(p.num_bytes for p in parts) - reread_bytes,
             backward_bytes=sum(p.backward_bytes for p in parts) - 2 * reread_bytes * bool(backward),
-            beside_bytes=sum(p.beside_bytes for p in parts),
+            backward_extra_bytes=sum(p.backward_extra_bytes for p in parts),
         )
         for i in group[1:]:
             result[i] = replace(
                 works[i], flops=0.0, products=(), backward_flops=0.0, backward_products=(), num_bytes=0, backward_bytes=0,
-                beside_bytes=0, launches=0, backward_launches=0,
+                backward_extra_bytes=0, launches=0, backward_launches=0,
             )  # fmt: skip
     return result
 
@@ -234,7 +234,7 @@ def as_megatron(graph: Graph, op: Op, operands: Specs, work: Work, practices: Co
         return replace(
             work,
             num_bytes=work.num_bytes + (op.spec.num_bytes if biased_scores else 0),
-            beside_bytes=work.beside_bytes + scaled,
+            backward_extra_bytes=work.backward_extra_bytes + scaled,
             backward_launches=work.backward_launches + sum(spec.requires_grad for spec in operands),
         )
     if op.target == SOFTMAX and biased_scores:  # the copy counts here, as it is no part of the product
@@ -254,7 +254,7 @@ def split_projections(group: list[int], works: list[Work], outputs_bytes: int) -
     if first.backward_launches:
         works[group[0]] = replace(
             first,
-            beside_bytes=first.beside_bytes + 2 * outputs_bytes,
+            backward_extra_bytes=first.backward_extra_bytes + 2 * outputs_bytes,
             backward_launches=first.backward_launches + SPLIT_LAUNCHES,
         )
 

@@ -116,7 +116,9 @@ def works(graph: Graph, kernels: ForeignKernels, target: str) -> list[Work]:
 def test_scores_are_a_product_with_a_factor_that_adds_to_positions(graph: Graph) -> None:
     plain, scores = (works(graph, k, "aten.matmul.default")[0] for k in (PLAIN, MEGATRON))
     assert scores.num_bytes == plain.num_bytes
-    assert scores.beside_bytes - plain.beside_bytes == 2 * 2 * VALUES * HALF  # gradients of queries and keys times it
+    assert (
+        scores.backward_extra_bytes - plain.backward_extra_bytes == 2 * 2 * VALUES * HALF
+    )  # gradients of queries and keys times it
     assert scores.backward_launches - plain.backward_launches == 2
     biased = ForeignKernels(practices=MEGATRON.practices | {"biased_scores"})
     assert works(graph, biased, "aten.matmul.default")[0].num_bytes - scores.num_bytes == SCORES * HALF
@@ -140,7 +142,7 @@ def test_norms_are_three_kernels_backward_and_the_gradient_of_a_split_product_is
     assert (plain.backward_launches, own.backward_launches) == (2, 3)
     assert own.backward_bytes - plain.backward_bytes == VALUES * HALF
     plain, own = (works(graph, k, "aten.linear.default")[0] for k in (PLAIN, MEGATRON))
-    assert own.beside_bytes - plain.beside_bytes == 2 * 3 * VALUES * HALF
+    assert own.backward_extra_bytes - plain.backward_extra_bytes == 2 * 3 * VALUES * HALF
     assert own.backward_launches - plain.backward_launches == 3
 
 

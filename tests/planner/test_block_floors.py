@@ -120,7 +120,7 @@ def drawn(chance: random.Random, name: str) -> BlockCost:
 def part_s(blocks: list[BlockCost], place: int, how: Step) -> float:
     before = blocks[place - 1] if place else None
     after = blocks[place + 1] if place + 1 < len(blocks) else None
-    time = HIDING.of(how).block_time_s(blocks[place], recompute="none", beside=[(before, after)])
+    time = HIDING.of(how).block_time_s(blocks[place], recompute="none", neighbours=[(before, after)])
     return time.forward_s + time.backward_s
 
 
@@ -160,7 +160,7 @@ def test_the_least_of_the_blocks_beside_counts() -> None:
     how = replace(step(Mesh(dp_shard=16)), zero_stage=3)
     chance = random.Random(3)
     a, b, c = (drawn(chance, name) for name in "abc")
-    each = [HIDING.of(how).block_time_s(a, recompute="full", beside=[pair]) for pair in ((b, c), (c, b), (None, c))]
-    both = HIDING.of(how).block_time_s(a, recompute="full", beside=[(b, c), (c, b), (None, c)])
+    each = [HIDING.of(how).block_time_s(a, recompute="full", neighbours=[pair]) for pair in ((b, c), (c, b), (None, c))]
+    both = HIDING.of(how).block_time_s(a, recompute="full", neighbours=[(b, c), (c, b), (None, c)])
     assert both.forward_s == min(time.forward_s for time in each)
     assert both.backward_s == min(time.backward_s for time in each)

@@ -39,7 +39,7 @@ def _product(
         smallest_dim=max(smallest, 1),
         num_bytes=total(operands) + output_bytes,
         backward_bytes=reads + total(gradients),
-        beside_bytes=output_bytes if len(gradients) > len(products) else 0,
+        backward_extra_bytes=output_bytes if len(gradients) > len(products) else 0,
         backward_launches=len(gradients),
         saved=saved,
     )

@@ -104,7 +104,7 @@ def time_of_work(op_work: Work, op: Op, device: Device, *, quantized: str | None
         if is_weighted:  # each operand is read, and written at one byte an element in both orders
             forward += 2 * op_work.num_bytes / bandwidth
             backward += op_work.num_bytes / bandwidth
-    backward += op_work.beside_bytes / bandwidth
+    backward += op_work.backward_extra_bytes / bandwidth
     if op.target in VIEWS:
         forward += device.overheads.view_s
         backward += device.overheads.view_s * op.spec.requires_grad

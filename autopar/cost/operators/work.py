@@ -86,7 +86,7 @@ def work(op: Op, operands: Specs, kind: KernelKind = "cuda") -> Work:
         if spec.requires_grad:
             return op_work
     return replace(
-        op_work, backward_flops=0.0, backward_products=(), backward_matmuls=0, backward_bytes=0, beside_bytes=0, backward_launches=0, saved=(),
+        op_work, backward_flops=0.0, backward_products=(), backward_matmuls=0, backward_bytes=0, backward_extra_bytes=0, backward_launches=0, saved=(),
         saves_output=False, saved_bytes=0, backward_workspace_bytes=0,
     )  # fmt: skip
 

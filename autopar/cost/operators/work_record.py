@@ -69,7 +69,7 @@ class Work:
     dtype: str = ""
     num_bytes: int = 0
     backward_bytes: int = 0
-    beside_bytes: int = 0
+    backward_extra_bytes: int = 0
     launches: int = 1
     backward_launches: int = 0
     saved: tuple[int, ...] = ()

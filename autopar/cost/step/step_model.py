@@ -35,7 +35,7 @@ from autopar.hardware.device import Device, HostLink
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Precision, Recompute
 
-Beside: TypeAlias = tuple[BlockCost | None, BlockCost | None]
+Neighbours: TypeAlias = tuple[BlockCost | None, BlockCost | None]
 """The blocks before and after another block; None where there is none."""
 
 UnitKey: TypeAlias = tuple[tuple[ParameterCost, ...], tuple[int, ...], Mesh | None]
@@ -120,7 +120,7 @@ class StepModel:
             unit = self._blocks[block] = self.ranks.unit(block.parameters, self.data)
         return unit
 
-    def block_time_s(self, block: BlockCost, *, recompute: Recompute, beside: Sequence[Beside] = ()) -> OpTime:
+    def block_time_s(self, block: BlockCost, *, recompute: Recompute, neighbours: Sequence[Neighbours] = ()) -> OpTime:
         """Return the seconds of a block for one micro-batch inside a long stage, including what the data axes add to each micro-batch.
 
         Args:
@@ -131,9 +131,9 @@ class StepModel:
         data, interference = self.data, self.ranks.device.interference
         unit, (forward_s, backward_s) = self.unit(block), own_times(block, recompute)
         added_s = []
-        for before, after in beside if beside and data.sends_always else ((block, block),):
+        for before, after in neighbours if neighbours and data.sends_always else ((block, block),):
             unit_before = None if before is None else (self.unit(before), own_times(before, "none")[0])
-            mode_after = "full" if beside else recompute  # the most that the backward of another block can hide
+            mode_after = "full" if neighbours else recompute  # the most that the backward of another block can hide
             unit_after = None if after is None else (self.unit(after), own_times(after, mode_after)[1])
             added_s.append(data.inside_s(unit, backward_s, unit_before, unit_after, interference))
         more_forward_s, more_backward_s = (min(each) for each in zip(*added_s, strict=True))
@@ -170,13 +170,15 @@ class StepModel:
         freed = max(freed_bytes(unit, self.data, count), 0)
         return self._state(unit).total + unit.trained_shard_numel * passing_bytes - freed
 
-    def block_passing_bytes(self, block: BlockCost, *, recompute: Recompute, beside: Sequence[Beside] = ()) -> int:
-        """Return a block's peak beyond what it keeps, FSDP's buffers included; ``beside`` as for :meth:`block_time_s`."""
+    def block_passing_bytes(
+        self, block: BlockCost, *, recompute: Recompute, neighbours: Sequence[Neighbours] = ()
+    ) -> int:
+        """Return a block's peak beyond what it keeps, FSDP's buffers included; ``neighbours`` as for :meth:`block_time_s`."""
         data, inner_bytes = self.data, block.passing_bytes(recompute)
         if not data.uses_fsdp or data.is_pipelined:
             return inner_bytes
         unit, count = self.unit(block), self.step.num_micro_batches
-        units = ([None if b is None else self.unit(b) for b in pair] for pair in beside or ((block, block),))
+        units = ([None if b is None else self.unit(b) for b in pair] for pair in neighbours or ((block, block),))
         return inner_bytes + min(unit_passing_bytes(unit, before, after, data, count) for before, after in units)
 
     def block_once_s(self, block: BlockCost) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from autopar.cost.blocks.block_cost import ParameterCost
 from autopar.cost.model import BlockCost, CostModel, Step
-from autopar.cost.step.step_model import Beside
+from autopar.cost.step.step_model import Neighbours
 from autopar.plan.mesh import EXPERT_AXIS
 from autopar.plan.plan import Recompute
 from autopar.planner.bounds.instance import BlockFloor, FloorTable, ModeFloor, are_inside, at_both_ends, least_sums_s
@@ -253,7 +253,7 @@ class BlockFloors:
         floors, first_s = [], float("inf")
         has_collectives = self.model.of(step).data.sends_always
         for k, cost in enumerate(costs):
-            pairs = self.beside(costs, k) if has_collectives else []
+            pairs = self.neighbour_pairs(costs, k) if has_collectives else []
             gather_s = self.model.of(step).block_gather_s(cost)
             hidden_s = (1 - self.model.device.interference) * min(gather_s, longest_s)
             first_s = min(first_s, hidden_s)
@@ -261,11 +261,18 @@ class BlockFloors:
         return floors, first_s
 
     def _priced_floor(
-        self, cost: BlockCost, step: Step, modes: Sequence[Recompute], gather_s: float, beside: Sequence[Beside]
+        self,
+        cost: BlockCost,
+        step: Step,
+        modes: Sequence[Recompute],
+        gather_s: float,
+        neighbour_pairs: Sequence[Neighbours],
     ) -> BlockFloor:
         model = self.model
-        times = [model.of(step).block_time_s(cost, recompute=mode, beside=beside) for mode in modes]
-        passing = [model.of(step).block_passing_bytes(cost, recompute=mode, beside=beside) for mode in modes]
+        times = [model.of(step).block_time_s(cost, recompute=mode, neighbours=neighbour_pairs) for mode in modes]
+        passing = [
+            model.of(step).block_passing_bytes(cost, recompute=mode, neighbours=neighbour_pairs) for mode in modes
+        ]
         forward_s, adding_s = min(time.forward_s for time in times), model.of(step).block_adding_s(cost)
         return BlockFloor(
             forward_s=forward_s,
@@ -282,7 +289,7 @@ class BlockFloors:
             stepped_bytes=model.of(step).block_stepped_bytes(cost),
         )  # fmt: skip
 
-    def beside(self, costs: Sequence[BlockCost], k: int) -> list[Beside]:
+    def neighbour_pairs(self, costs: Sequence[BlockCost], k: int) -> list[Neighbours]:
         """Returns the blocks before and after each of those that block ``k`` of the compact graph stands for."""
         return [(None if i < 0 else costs[i], None if j < 0 else costs[j]) for i, j in sorted(self.neighbours[k])]
 

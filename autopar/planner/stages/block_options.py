@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.cost.model import BlockCost, CostModel, StageCost, Step
-from autopar.cost.step.step_model import Beside
+from autopar.cost.step.step_model import Neighbours
 from autopar.graph.rewrites import Compact
 from autopar.plan.plan import RECOMPUTES, Recompute
 from autopar.planner.bounds.floors import BlockFloors, without_shared
@@ -67,14 +67,14 @@ class BlockOptions:
             blocks.append(by_key[key])
         return blocks
 
-    def _neighbours(self, layout: PricedLayout) -> dict[int, list[Beside]]:
+    def _neighbours(self, layout: PricedLayout) -> dict[int, list[Neighbours]]:
         """Return the blocks before and after the blocks of each key.
 
         They have the costs of floors, so that the time of a block never counts too much of its neighbours.
         """
-        costs, neighbours = self.floors.costs(layout), dict[int, list[Beside]]()
+        costs, neighbours = self.floors.costs(layout), dict[int, list[Neighbours]]()
         for k in range(len(costs)):
-            neighbours.setdefault(layout.keys[k], []).extend(self.floors.beside(costs, k))
+            neighbours.setdefault(layout.keys[k], []).extend(self.floors.neighbour_pairs(costs, k))
         return neighbours
 
     def costs(self, layout: PricedLayout) -> list[BlockCost]:
@@ -94,7 +94,13 @@ class BlockOptions:
         return self._host_costs[cost]
 
     def _block(
-        self, key: int, cost: BlockCost, modes: tuple[Mode, ...], step: Step, model: CostModel, beside: Sequence[Beside]
+        self,
+        key: int,
+        cost: BlockCost,
+        modes: tuple[Mode, ...],
+        step: Step,
+        model: CostModel,
+        neighbours: Sequence[Neighbours],
     ) -> CutBlock:
         """Return a block with its options.
 
@@ -111,7 +117,7 @@ class BlockOptions:
         adding_s = model.of(step).block_adding_s(private_cost)
         for mode in modes:
             recompute, mode_cost = none_if_moved(mode), self._on_host(cost) if mode == MOVED else cost
-            time = model.of(step).block_time_s(cost, recompute=recompute, beside=beside)
+            time = model.of(step).block_time_s(cost, recompute=recompute, neighbours=neighbours)
             down_s = up_s = 0.0
             if moved_bytes := mode_cost.moved_bytes(recompute) if mode == MOVED else 0:
                 down_s = model.host.latency_s + moved_bytes / model.host.to_host_bytes_per_s
