@@ -240,6 +240,7 @@ def _faked(
     with (
         regions.autograd_functions(),
         memory.own_gradients_refused(),
+        memory.masks_not_asked(),
         checks.taken_to_hold() as held,
         GuardedClamps(batch_size, held.clamps),
         Selections(),
