@@ -218,13 +218,17 @@ class Graph:
         """
         return tuple(ref for produced, last, ref in self._index.crossing if produced < stop <= last)
 
-    def without_gradient(self) -> frozenset[str]:
-        """Names of parameters that no gradient of the loss reaches: they only decide which values others take (``topk``, ``detach``)."""
+    def without_gradient(self) -> dict[str, bool]:
+        """Parameters that no gradient of the loss reaches, by name, as they only decide which values others take (``topk``, ``detach``).
+
+        True: they are parts of a parameter of the model that one reaches, whose gradient is zero there, and not none.
+        """
         reached = {self.loss}
         for op in reversed(self.ops):
             if any(Ref(op.name, i) in reached for i in range(len(op.outputs))):
                 reached.update(ref for ref in op.operands if self.spec(ref).requires_grad)
-        return frozenset(p.name for p in self.parameters if Ref(p.name) not in reached)
+        trained = {p.fqn for p in self.parameters if Ref(p.name) in reached}
+        return {p.name: p.fqn in trained for p in self.parameters if Ref(p.name) not in reached}
 
     @property
     def num_parameters(self) -> int:

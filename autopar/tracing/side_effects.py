@@ -167,6 +167,17 @@ def casts_that_change_nothing() -> Iterator[None]:
 
 
 @contextmanager
+def masks_not_asked() -> Iterator[None]:
+    """While tracing, torch's transformers take a mask as it is given: they ask its values whether it is causal, to hint at a faster kernel."""
+
+    def hint(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
+
+    with mock.patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", hint):
+        yield
+
+
+@contextmanager
 def inference_as_no_grad() -> Iterator[None]:
     """While tracing, ``torch.inference_mode`` is ``torch.no_grad``: export records where gradients are off, and nothing of that."""
 

@@ -268,6 +268,7 @@ def _faked(
     with (
         regions.autograd_functions(),
         side_effects.own_gradients_refused(),
+        side_effects.masks_not_asked(),
         value_branches.assume_checks_hold() as branches,
         GuardedClamps(batch_size, branches.clamps),
         Selections(),

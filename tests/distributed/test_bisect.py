@@ -168,9 +168,10 @@ def test_buffers_that_a_step_changes_are_those_of_the_step_before(workers: Worke
     assert report.bisection.difference is None
 
 
-def test_a_parameter_that_only_chooses_is_not_decayed(workers: WorkerPool) -> None:
+@pytest.mark.parametrize("pin", ["dp_replicate=2", "tp=2"])
+def test_a_parameter_that_only_chooses_is_decayed_as_on_one_device(workers: WorkerPool, pin: str) -> None:
     graph = CHOOSING.trace(8, global_batch_size=8)
-    plan = api.estimate(graph, cluster="cpu:1x2", global_batch_size=8, pins=["dp_replicate=2"])
+    plan = api.estimate(graph, cluster="cpu:1x2", global_batch_size=8, pins=[pin])
     report = verify(CHOOSING, plan, graph, steps=2, pool=workers, run_timeout_s=90.0, find="always")
     assert report.bisection.difference is None
 

@@ -416,6 +416,17 @@ def test_a_constant_of_one_number_without_a_stride_is_kept() -> None:
     same_as_the_model(model, {"x": torch.randn(2, 4)})
 
 
+def test_transformers_of_torch_are_traced_with_a_mask() -> None:
+    """They ask its values whether it is causal."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    causal = nn.Transformer.generate_square_subsequent_mask
+    forward = lambda self, x: self.inner(x, causal(x.shape[1])).square().mean()
+    model, x = model_of(forward, inner=nn.TransformerEncoder(layer, 1)), torch.randn(2, 3, 8)
+    graph = trace(model, (x,))
+    assert not graph.notes
+    assert_close(evaluate(graph, {"x": x}, dict(model.named_parameters())), model(x))
+
+
 def test_repeated_slices_are_as_many_as_a_rank_has() -> None:
     repeated = lambda self, x: self.groups(x).repeat_interleave(4, dim=1, output_size=32).square().sum()
     graph = trace(model_of(repeated, groups=nn.Linear(8, 8)), (torch.zeros(2, 8),))

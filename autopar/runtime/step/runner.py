@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, TypeAlias, cast
@@ -28,9 +28,10 @@ from autopar.runtime.world import World
 class StepGradients:
     """Prepares gradients before the first backward of a step, and sums them after the last."""
 
-    def __init__(self, assembly: Assembly, plan: Plan, monitor: Monitor, without_gradient: Collection[str]) -> None:
+    def __init__(self, assembly: Assembly, plan: Plan, monitor: Monitor, without_gradient: Mapping[str, bool]) -> None:
         self._assembly, self._monitor = assembly, monitor
-        self._without = [h.parameter for h in assembly.held if h.name in without_gradient]
+        held = (h for h in assembly.held if h.name in without_gradient)
+        self._without = [(h.parameter, without_gradient[h.name]) for h in held]
         self._leaf_sums = BucketedSums(assembly.held, bucket_bytes=plan.bucket_bytes)
         self._late = [h for h in assembly.held if h.leaf is None and h.group is not None]
         # gradients of earlier steps, which sums in place must not include
@@ -65,10 +66,8 @@ class StepGradients:
             if earlier is not None:
                 new = parameter.grad
                 parameter.grad = earlier if new is None else earlier.add_(new)
-        for (
-            parameter
-        ) in self._without:  # sums left zeros, by which an optimizer would decay what one device leaves as it is
-            parameter.grad = None
+        for parameter, is_part in self._without:  # an optimizer decays what has zeros, and leaves what has none
+            parameter.grad = torch.zeros_like(parameter) if is_part and parameter.requires_grad else None
 
     def abandon(self) -> None:
         """Restore the earlier gradients after a step that failed, in which some micro-batches may have added theirs."""

@@ -244,14 +244,14 @@ REMEMBERING, WITHOUT_STATISTICS = (OwnSubject(partial(Remembering, given), vecto
 
 
 def _choosing(self: nn.Module, x: Tensor) -> Tensor:
-    """``choice`` has no gradient: one device leaves it as it is, without weight decay."""
-    y = self.first(x)
-    places = (y @ self.choice).topk(4).indices
+    """On one device ``choice`` has no gradient and no weight decay, and the second half of ``first`` one of zeros."""
+    y, z = self.first(x).chunk(2, -1)
+    places = (y @ self.choice + z).topk(4).indices
     return self.last(y.gather(1, places)).square().mean()
 
 
 def choosing() -> nn.Module:
-    return model_of(_choosing, first=nn.Linear(8, 16), choice=nn.Parameter(torch.randn(16, 16)), last=nn.Linear(4, 1))
+    return model_of(_choosing, first=nn.Linear(8, 32), choice=nn.Parameter(torch.randn(16, 16)), last=nn.Linear(4, 1))
 
 
 CHOOSING = OwnSubject(choosing, vectors)
