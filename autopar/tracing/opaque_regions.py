@@ -202,7 +202,7 @@ class Regions:
     ) -> tuple[Region, Any] | None:
         """What the user's function does; None where its backward is the usual one."""
         subject = opaque_trials.Subject(region=draft, call=of_function(cls), inputs=inputs, parameters=(), buffers=())
-        if opaque_trials.is_plain(cls, subject):
+        if opaque_trials.has_usual_backward(cls, subject):
             return None
         return opaque_probe.examine(subject, self.batch_size, self.found.alike)
 
