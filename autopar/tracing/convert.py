@@ -19,7 +19,7 @@ from autopar.tracing.failures import FAILURES, NO_VALUES, in_autocast, source_of
 from autopar.tracing.forms.basic import COMPOSITES, HANDLERS, generic
 from autopar.tracing.forms.layers import INDEXING, LAYERS, NORMS, PRODUCTS, experts_of, random_call
 from autopar.tracing.forms.losses import LOSSES, SUMS
-from autopar.tracing.opaque_regions import opaque_of
+from autopar.tracing.opaque_operators import opaque_of
 
 _ALL_HANDLERS = (
     HANDLERS | LAYERS | INDEXING | PRODUCTS | NORMS | LOSSES | SUMS | {"autopar.experts.default": experts_of}
