@@ -268,7 +268,7 @@ def _faked(
     regions.swap(wrapper.model, job.opaque)
     with (
         regions.autograd_functions(),
-        side_effects.own_gradients_refused(),
+        side_effects.gradients_in_forward_refused(),
         value_branches.assume_checks_hold() as branches,
         GuardedClamps(batch_size, branches.clamps),
         Selections(),
