@@ -19,7 +19,7 @@ from autopar.tracing.failures import FAILURES, NO_VALUES, in_autocast, source_of
 from autopar.tracing.forms.basic import COMPOSITES, HANDLERS, generic
 from autopar.tracing.forms.layers import LAYERS, random_call, strided
 from autopar.tracing.forms.losses import LOSSES
-from autopar.tracing.opaque_regions import opaque_of
+from autopar.tracing.opaque_operators import opaque_of
 
 _ALL_HANDLERS = HANDLERS | LAYERS | LOSSES
 _DROPPED = ("_assert", "sym_", "_assert_tensor_metadata", "_guards_fn")

@@ -1,4 +1,9 @@
-"""What a region of unknown code does, found by running it on small random inputs on this machine."""
+"""Examination of an opaque region: what its code does is found by running it on random inputs on this machine.
+
+:func:`examine` completes the description of a region (:class:`~autopar.ops.kernels.Region`) by its outputs, FLOPs and saved bytes, and
+by what it does to samples (:mod:`autopar.tracing.opaque_trials`). It refuses code that changes its inputs, parameters or buffers, because
+such changes would be lost: a call in a program gets tensors that ranks have put together from their shards.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +39,18 @@ from autopar.tracing.opaque_trials import (
 from autopar.util.formatting import some
 
 MAX_BYTES = 2**32
-"""Of parameters: larger regions are not run while tracing."""
+"""The largest size of the parameters of a region that is run while tracing, in bytes (4 GiB)."""
 
 
 def apart_from_trace(function: Callable[[], Any], modes: Sequence[TorchFunctionMode]) -> Any:
-    """Runs ``function`` where the tracer does not see it: modes are those of a thread, flags and random numbers are set back.
+    """Return what ``function`` returns, run where the tracer does not see it.
 
-    ``modes``: those that the caller of the trace had entered, and under which the model runs as well.
+    The modes of torch belong to a thread, so that those of the trace do not hold in another one. The flags of an export are off while
+    ``function`` runs, and its random numbers do not change the state of the generator.
+
+    Args:
+        function: runs in a thread of its own.
+        modes: function modes in which the caller has started the trace. The user's code runs in them too.
     """
 
     def under_modes() -> Any:
@@ -57,36 +67,38 @@ def apart_from_trace(function: Callable[[], Any], modes: Sequence[TorchFunctionM
         return pool.submit(under_modes).result()
 
 
-def runs(parameters: Sequence[Tensor]) -> bool:
-    """Whether a region of these parameters is run on random inputs."""
+def may_run(parameters: Sequence[Tensor]) -> bool:
+    """Whether a region with these parameters is small enough to be run while tracing."""
     return sum(p.numel() * p.itemsize for p in parameters) <= MAX_BYTES
 
 
-def examine(subject: Subject, batch_size: int, alike: dict[object, Samples]) -> tuple[Region, Any]:
-    """The region with what its code was seen to do, and an example of what it returns: its structure, with tensors of no elements.
+def examine(subject: Subject, batch_size: int, known: dict[object, Samples]) -> tuple[Region, Any]:
+    """Return the complete region and an example of what it returns, whose tensors have no elements.
 
     Args:
-        alike: as of :func:`samples_apart`.
+        subject: the region and its tensors.
+        batch_size: the number of samples in its inputs.
+        known: earlier results of :func:`samples_apart`. It grows.
 
     Raises:
-        Unclear: it runs neither on random nor on fake tensors, or changes its inputs.
+        Unclear: the region runs neither on random nor on fake tensors, or it changes its inputs, parameters or buffers.
     """
-    if not runs(subject.parameters):
+    if not may_run(subject.parameters):
         return _on_fake(subject, f"its parameters are more than {MAX_BYTES >> 30} GiB, so that it was not run")
     try:
-        with _kernels_of_halves(subject):
+        with _onednn_for_half_precision(subject):
             subject, output = _run(subject)
     except FAILURES as error:
         return _on_fake(subject, f"on random inputs it raised {type(error).__name__}: {first_line(error)}")
-    splits, why, linear = samples_apart(subject, batch_size, alike)
-    return replace(subject.region, splits=splits, why=why, is_linear_backward=linear), _structure(output)
+    splits, why, is_linear = samples_apart(subject, batch_size, known)
+    return replace(subject.region, splits=splits, why=why, is_linear_backward=is_linear), _without_values(output)
 
 
 @contextmanager
-def _kernels_of_halves(subject: Subject) -> Iterator[None]:
-    """Products of halves by oneDNN, which an export turns off: torch's own are a hundred times slower.
+def _onednn_for_half_precision(subject: Subject) -> Iterator[None]:
+    """A context in which oneDNN multiplies in half precision. An export turns it off, and the other kernels are a hundred times slower.
 
-    Not of an LSTM: oneDNN has one that is one operator, whose FLOPs nothing counts.
+    It stays off for regions with an LSTM, which oneDNN runs as one operator whose FLOPs are not counted.
     """
     dtypes = {x.dtype for x in subject.inputs} | {x.dtype for x in (*subject.parameters, *subject.buffers)}
     inner = getattr(subject.call, "module", torch.nn.Identity()).modules()
@@ -99,13 +111,17 @@ def _kernels_of_halves(subject: Subject) -> Iterator[None]:
         torch._C._set_mkldnn_enabled(before)
 
 
-def _structure(output: Any) -> Any:
-    """Without values, and what is saved for their gradients."""
+def _without_values(output: Any) -> Any:
+    """Return ``output`` with empty tensors, so that neither its values nor what is saved for backward stays in memory."""
     return pytree.tree_map_only(Tensor, lambda _: torch.empty(0), output)
 
 
 def _on_fake(subject: Subject, why: str) -> tuple[Region, Any]:
-    """Shapes alone."""
+    """Return what :func:`examine` does for a region that does not run, from its shapes only; ``why`` says why it does not run.
+
+    Raises:
+        Unclear: the region does not run on fake tensors either.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(spec: TensorSpec | Tensor) -> Tensor:
@@ -117,19 +133,24 @@ def _on_fake(subject: Subject, why: str) -> tuple[Region, Any]:
             output = run(subject.region, subject.call, *operands)
     except FAILURES as error:
         raise Unclear(f"{why}; on fake tensors it raised {type(error).__name__}: {first_line(error)}") from error
-    region = replace(subject.region, outputs=_described(output), why=why, is_linear_backward=False)
-    return region, _structure(output)
+    region = replace(subject.region, outputs=_outputs_of(output), why=why, is_linear_backward=False)
+    return region, _without_values(output)
 
 
-def _described(output: Any) -> tuple[tuple[tuple[int, ...], str, bool], ...]:
-    found = tensors_of(output)
-    if not found:
+def _outputs_of(output: Any) -> tuple[tuple[tuple[int, ...], str, bool], ...]:
+    """Return the shape, the dtype and whether gradients flow of each tensor in ``output``, as :attr:`Region.outputs` has them.
+
+    Raises:
+        Unclear: there is no tensor.
+    """
+    tensors = tensors_of(output)
+    if not tensors:
         raise Unclear("it returns no tensor")
-    return tuple((tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad) for t in found)
+    return tuple((tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad) for t in tensors)
 
 
 def _run(subject: Subject) -> tuple[Subject, Any]:
-    """What :func:`_measured` finds, with random integers from 0, or from 1 where the code does not take those."""
+    """Return what :func:`_measured` returns, with random integers from 0 or, if the code fails on these, from 1."""
     try:
         return _measured(subject)
     except FAILURES:
@@ -140,52 +161,60 @@ def _run(subject: Subject) -> tuple[Subject, Any]:
 
 
 def _measured(subject: Subject) -> tuple[Subject, Any]:
-    """One run, forward and backward: the region with what it costs, and what it returns."""
+    """Run the region forward and backward once and check that it only computes.
+
+    Returns:
+        The subject, whose region has outputs, FLOPs and saved bytes, and what the code returned.
+
+    Raises:
+        Unclear: the code changes a tensor, or it returns numbers that depend on values.
+    """
     inputs = subject.draw(0)
-    before = [x.detach().clone() for x in inputs]
+    inputs_before = [x.detach().clone() for x in inputs]
     buffers = [b.clone() for b in subject.buffers]
     parameters = [p.detach().clone() for p in subject.parameters]
     trained = [p.requires_grad for p in subject.parameters]
-    saved: dict[int, int] = {}
-    own = {p.data_ptr() for p in subject.parameters}
+    saved_bytes: dict[int, int] = {}
+    parameter_addresses = {p.data_ptr() for p in subject.parameters}
 
     def pack(x: Tensor) -> Tensor:
-        if x.data_ptr() not in own:
-            saved[x.data_ptr()] = x.untyped_storage().nbytes()
+        if x.data_ptr() not in parameter_addresses:
+            saved_bytes[x.data_ptr()] = x.untyped_storage().nbytes()
         return x
 
     with (
-        _counter() as forward,
+        _flop_counter() as forward,
         torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
         _assigned_buffers(subject.call) as assigned,
     ):
         output = run(subject.region, subject.call, inputs, subject.parameters, buffers)
-    outputs = _described(output)
-    with _counter() as backward:
+    outputs = _outputs_of(output)
+    with _flop_counter() as backward:
         gradients_of(tensors_of(output), (*inputs, *subject.parameters))
-    if any(not torch.equal(a, b) for a, b in zip(before, inputs, strict=True)):
+    if any(not torch.equal(a, b) for a, b in zip(inputs_before, inputs, strict=True)):
         raise Unclear("it changes its inputs in place")
     if trained != [p.requires_grad for p in subject.parameters]:
         raise Unclear("it changes requires_grad of a parameter, which has to be set before training")
     if any(x.grad is not None for x in (*inputs, *subject.parameters)):
         raise Unclear("its backward adds to gradients by itself")
-    after = [assigned.get(name, b) for name, b in zip(subject.region.buffers, buffers, strict=True)]
-    _check_kept("buffers", subject.region.buffers, subject.buffers, after, "only modules that are traced may")
-    _check_kept("parameters", subject.region.parameters, parameters, subject.parameters, "only an optimizer may")
+    region = subject.region
+    buffers_after = [assigned.get(name, b) for name, b in zip(region.buffers, buffers, strict=True)]
+    _check_unchanged("buffers", region.buffers, subject.buffers, buffers_after, "only modules that are traced may")
+    _check_unchanged("parameters", region.parameters, parameters, subject.parameters, "only an optimizer may")
     _check_numbers(subject, output)
     region = replace(
-        subject.region,
+        region,
         outputs=outputs,
         flops=float(forward.get_total_flops()),
         backward_flops=float(backward.get_total_flops()),
-        saved_bytes=sum(saved.values()),
+        saved_bytes=sum(saved_bytes.values()),
         numel=max(1, sum(spec.numel for spec in subject.inputs)),
     )
     return replace(subject, region=region), output
 
 
-def _counter() -> FlopCounterMode:
-    """Does not sort FLOPs by module, as torch does by hooks on gradients that a gradient taken in forward does not bear."""
+def _flop_counter() -> FlopCounterMode:
+    """Return a counter that does not assign FLOPs to modules. torch does so by hooks on gradients, which fail if forward takes any."""
     counter: Any = FlopCounterMode(display=False)
     counter.mod_tracker = nullcontext()
     counter.mod_tracker.parents = {"Global"}
@@ -194,46 +223,61 @@ def _counter() -> FlopCounterMode:
 
 @contextmanager
 def _assigned_buffers(call: Call) -> Iterator[dict[str, Tensor]]:
-    """Buffers of a module that its code sets by ``self.name = ...``: those that come with a call stay as they are."""
+    """A context that records, by name, the buffers that a module replaces by ``self.name = ...``.
+
+    A call gets its buffers as arguments, and these stay unchanged if the code replaces a buffer.
+    """
     module = getattr(call, "module", None)
-    names = {} if module is None else {id(inner): path for path, inner in module.named_modules()}
-    found: dict[str, Tensor] = {}
+    path_of = {} if module is None else {id(inner): path for path, inner in module.named_modules()}
+    assigned: dict[str, Tensor] = {}
 
-    def note(owner: torch.nn.Module, name: str, value: Tensor | None) -> None:
-        if id(owner) in names:
-            found[f"{names[id(owner)]}.{name}".lstrip(".")] = torch.empty(0) if value is None else value
+    def record(owner: torch.nn.Module, name: str, value: Tensor | None) -> None:
+        if id(owner) in path_of:
+            assigned[f"{path_of[id(owner)]}.{name}".lstrip(".")] = torch.empty(0) if value is None else value
 
-    handle = torch.nn.modules.module.register_module_buffer_registration_hook(note)
+    handle = torch.nn.modules.module.register_module_buffer_registration_hook(record)
     try:
-        yield found
+        yield assigned
     finally:
         handle.remove()
 
 
-def _check_kept(what: str, names: Sequence[str], before: Sequence[Tensor], after: Sequence[Tensor], who: str) -> None:
-    """What it writes to would stay as it is: a call is given tensors that ranks have put together."""
+def _check_unchanged(
+    what: str, names: Sequence[str], before: Sequence[Tensor], after: Sequence[Tensor], who: str
+) -> None:
+    """Check that the region has not changed its parameters or buffers; ``who`` ends the message and says what may change them.
+
+    Raises:
+        Unclear: a tensor has changed.
+    """
     changed = [name for name, a, b in zip(names, before, after, strict=True) if not torch.equal(a, b)]
     if changed:
         raise Unclear(f"it changes {what} ({some(changed)}), which {who}")
 
 
 def _check_numbers(subject: Subject, output: Any) -> None:
-    """What it returns beside tensors becomes part of the plan, so that it must not depend on what it is given."""
-    leaves = _leaves(output)
+    """Check that the numbers that a region returns do not depend on the values of its inputs: they become constants of the graph.
+
+    Raises:
+        Unclear: they do.
+    """
+    leaves = _non_tensors(output)
     if numbers_of(output):
         for number in range(1, DRAWS):
             inputs = subject.draw(number)
             inputs = [(10.0 ** (number % 4 - 1) * x).detach() if x.is_floating_point() else x for x in inputs]
-            found = _leaves(subject.run(inputs))
-            if found != leaves:
-                shown = next(((a, b) for a, b in zip(leaves, found, strict=False) if a != b), (len(leaves), len(found)))
-                raise Unclear(f"it returns numbers that depend on values ({shown[0]} and {shown[1]})")
+            others = _non_tensors(subject.run(inputs))
+            if others != leaves:
+                lengths = len(leaves), len(others)
+                a, b = next(((a, b) for a, b in zip(leaves, others, strict=False) if a != b), lengths)
+                raise Unclear(f"it returns numbers that depend on values ({a} and {b})")
 
 
 def numbers_of(output: Any) -> list[bool | int | float]:
-    """The numbers and truth values in what a region returns."""
+    """Return the numbers and truth values in what a region returns."""
     return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, (bool, int, float))]
 
 
-def _leaves(output: Any) -> list[Any]:
+def _non_tensors(output: Any) -> list[Any]:
+    """Return everything in what a region returns that is not a tensor."""
     return [leaf for leaf in pytree.tree_leaves(output) if not isinstance(leaf, Tensor)]

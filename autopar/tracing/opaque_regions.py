@@ -1,8 +1,9 @@
-"""Opaque regions: what is not traced but runs as the user wrote it, one operator ``autopar.opaque`` in the graph.
+"""Opaque regions: code that is not traced and runs as the user wrote it, one operator ``autopar.opaque`` in the graph.
 
-A module becomes one because the user names it or because it cannot be traced; an autograd function because an export
-keeps its forward alone: its own backward would be lost without a word wherever it is not what autograd makes of the
-forward. What such a region does to samples is found by running it (:mod:`autopar.tracing.opaque_probe`).
+A module becomes opaque because the user names it or because it cannot be traced. A custom autograd function becomes opaque if its
+backward is not what autograd derives from its forward, because an export keeps the forward only. :class:`Regions` puts the operator
+in their place while a model is exported. What a region does, and whether it keeps samples independent, is found by running it
+(:mod:`autopar.tracing.opaque_probe`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 from unittest import mock
 
 import torch
@@ -22,76 +23,80 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.errors import AutoparError, TraceError, UsageError
-from autopar.graph.graph import Graph, Ref, TensorSpec
-from autopar.ops.kernels import FUNCTION, MODULE, Region, region_of
+from autopar.graph.graph import TensorSpec
+from autopar.ops.kernels import FUNCTION, MODULE, Region
 from autopar.ops.opaque import load_function, of_function, stateless
 from autopar.tracing import opaque_probe, opaque_trials
-from autopar.tracing.builder import Builder, Call, Value
 from autopar.tracing.failures import FAILURES
 from autopar.tracing.opaque_trials import Samples
 from autopar.tracing.side_effects import changed, state_of
-from autopar.util.formatting import some
 
-TARGET = "autopar.opaque"
 _LITERALS = (bool, int, float, str, torch.dtype, torch.device)
+"""Types of the arguments and results of a region, besides tensors and None, that its description can hold."""
+
+Examined: TypeAlias = tuple[Region, Any]
+"""A region and an example of what it returns, whose tensors have no elements."""
 
 
 class RegionError(TraceError):
-    """A module cannot be an opaque region; ``path`` is its name in the model."""
+    """A module cannot be an opaque region. :attr:`path` is its path in the model."""
 
     path = ""
 
 
 def paths_of(model: torch.nn.Module, names: Sequence[str]) -> dict[str, None]:
-    """Paths of the modules that names (paths, patterns such as ``encoder.*.router``, or class names) stand for.
+    """Return the paths of the modules that ``names`` match, in order, as the keys of a dict.
+
+    Args:
+        names: paths, patterns such as ``encoder.*.router``, or names of classes.
 
     Raises:
-        UsageError: a name fits no module; or fits the whole model.
+        UsageError: a name matches no module. The model itself does not count.
     """
-    found: dict[str, None] = {}
+    paths: dict[str, None] = {}
     modules = {path: module for path, module in model.named_modules() if path}
     for name in names:
-        mine = [p for p, m in modules.items() if fnmatch.fnmatchcase(p, name) or type(m).__name__ == name]
-        if not mine:
-            close = ", ".join(sorted({type(m).__name__ for m in modules.values()})[:8])
+        matches = [p for p, m in modules.items() if fnmatch.fnmatchcase(p, name) or type(m).__name__ == name]
+        if not matches:
+            classes = ", ".join(sorted({type(m).__name__ for m in modules.values()})[:8])
             raise UsageError(
                 f"No module of {type(model).__name__} matches opaque='{name}'",
-                fix=f"Take a name of model.named_modules(), a pattern, or one of the classes {close}",
+                fix=f"Take a name of model.named_modules(), a pattern, or one of the classes {classes}",
             )
-        found |= dict.fromkeys(mine)
-    return found
+        paths |= dict.fromkeys(matches)
+    return paths
 
 
 def outermost(paths: Collection[str]) -> tuple[str, ...]:
-    """Without those that lie in another one."""
+    """Return the paths that lie inside none of the others."""
     return tuple(p for p in paths if not any(p.startswith(f"{other}.") for other in paths))
 
 
 @dataclass(slots=True)
 class Found:
-    """What was found about the regions of a model, kept over the exports that its trace takes.
+    """What is known of the regions of a model, shared by the exports of its trace.
 
     Attributes:
-        regions: the region of each module and autograd function, with an example of its output, by what it was called with; None
-            where it is traced.
-        alike: what was found about samples, by all that a run of the region gave.
+        regions: the result of examining each module and autograd function, by all that it was called with. None: an autograd function
+            that need not be opaque.
+        samples: results of :func:`autopar.tracing.opaque_trials.samples_apart`, shared by layers that are equal.
     """
 
-    regions: dict[Any, tuple[Region, Any] | None] = field(default_factory=dict)
-    alike: dict[object, Samples] = field(default_factory=dict)
+    regions: dict[Any, Examined | None] = field(default_factory=dict)
+    samples: dict[object, Samples] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Regions:
-    """Makes regions of one export.
+    """The regions of one export, or of one pass without an export.
 
     Attributes:
-        model: the user's, for the values of parameters and buffers.
-        batch_size: samples in the traced batch.
-        found: what is known of regions; grows.
-        modes: what the caller of the trace had entered: a model in float64 runs under them.
-        known_at: a batch size that divides this one, of which regions are taken as they were found: only shapes count. None: no
-            such pass.
+        model: the user's model, which holds the values of parameters and buffers.
+        batch_size: the number of samples in the traced batch.
+        found: what is known of regions. It grows.
+        modes: the function modes in which the caller has started the trace, such as one for float64. Regions are run in them.
+        known_at: for a pass that needs only the shapes of outputs, a smaller batch size at which the regions were examined, which
+            divides :attr:`batch_size`. None: regions are examined at :attr:`batch_size`.
     """
 
     model: torch.nn.Module
@@ -101,52 +106,59 @@ class Regions:
     known_at: int | None = None
 
     def swap(self, copied: torch.nn.Module, paths: Sequence[str]) -> None:
-        """Gives modules of ``copied``, made for tracing, a forward of one operator."""
+        """Replace the forward of the modules at ``paths`` in ``copied``, the copy to export, by a call of the operator."""
         for path in paths:
             module = copied.get_submodule(path)
-            module.forward = partial(self._module, path, module)
+            module.forward = partial(self._call_module, path, module)
 
-    def _module(self, path: str, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _call_module(self, path: str, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module at ``path`` returns in the export: results of the operator.
+
+        Raises:
+            RegionError: the module cannot be a region.
+        """
         original = self.model.get_submodule(path)
         try:
             state = dict(module.named_parameters()), dict(module.named_buffers())
             draft, inputs = _draft(MODULE, path, args, kwargs, tuple(state[0]), tuple(state[1]))
-            found = self._looked_up(path, draft, inputs, partial(self._of_module, original))
-            assert found is not None
-            region, output = found
+            examined = self._known_or_examined(path, draft, inputs, partial(self._examine_module, original))
+            assert examined is not None
+            region, output = examined
         except (opaque_trials.Unclear, *FAILURES) as error:
             raise _refused(path, original, error) from error
         return _emit(region, inputs, state, output)
 
     @contextmanager
     def autograd_functions(self) -> Iterator[None]:
-        """While tracing, functions with a backward of their own become regions; what is checkpointed is called."""
+        """A context in which custom autograd functions of this thread become regions; checkpointed functions are called directly."""
         owner = threading.get_ident()
         usual = torch.autograd.Function.__dict__["apply"]
 
-        def instead(cls: type[torch.autograd.Function], work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def region_or(
+            original: Callable[..., Any], cls: type[torch.autograd.Function], *args: Any, **kwargs: Any
+        ) -> Any:
             if threading.get_ident() != owner:
-                return work(*args, **kwargs)
-            found, inputs = self._function(cls, args, kwargs)
-            return work(*args, **kwargs) if found is None else _emit(found[0], inputs, ({}, {}), found[1])
+                return original(*args, **kwargs)
+            examined, inputs = self._examined_function(cls, args, kwargs)
+            return original(*args, **kwargs) if examined is None else _emit(examined[0], inputs, ({}, {}), examined[1])
 
         def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
             if cls is CheckpointFunction and threading.get_ident() == owner:  # the plan says what is recomputed
                 return args[0](*args[2:])
-            work = usual.__get__(None, cls)
-            return instead(cls, work, *args, **kwargs) if _is_of_user(cls) else work(*args, **kwargs)
+            original = usual.__get__(None, cls)
+            return region_or(original, cls, *args, **kwargs) if _is_of_user(cls) else original(*args, **kwargs)
 
-        def forward(cls: type[torch.autograd.Function], work: Callable[..., Any]) -> Callable[..., Any]:
-            before = int(cls.setup_context is torch.autograd.Function.setup_context)  # the context
+        def forward(cls: type[torch.autograd.Function], original: Callable[..., Any]) -> Callable[..., Any]:
+            contexts = int(cls.setup_context is torch.autograd.Function.setup_context)  # arguments before the inputs
 
             def call(*args: Any, **kwargs: Any) -> Any:
-                if torch.is_grad_enabled():  # called by itself, as any function: of apply's it is not
-                    return work(*args, **kwargs)
-                return instead(cls, partial(work, *args[:before]), *args[before:], **kwargs)
+                if torch.is_grad_enabled():  # user code calls forward directly; apply would have switched gradients off
+                    return original(*args, **kwargs)
+                return region_or(partial(original, *args[:contexts]), cls, *args[contexts:], **kwargs)
 
             return call
 
-        # An ``op = MyFunction.apply`` that was written before has torch's own apply, which calls ``MyFunction.forward``.
+        # Code that has bound ``op = MyFunction.apply`` before calls torch's apply, which calls ``MyFunction.forward``.
         functions = filter(_is_of_user, _subclasses(torch.autograd.Function))
         forwards = [(cls, staticmethod(forward(cls, cls.forward))) for cls in functions]
         with ExitStack() as stack:
@@ -155,14 +167,18 @@ class Regions:
                 stack.enter_context(mock.patch.object(cls, "forward", patched))
             yield
 
-    def _function(
+    def _examined_function(
         self, cls: type[torch.autograd.Function], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Region, Any] | None, list[torch.Tensor]]:
-        """The region of a call, or None where its backward is the usual one; and the call's tensors."""
+    ) -> tuple[Examined | None, list[torch.Tensor]]:
+        """Return the region of a call of ``cls``, or None if its backward is the usual one, and the tensors among the arguments.
+
+        Raises:
+            TraceError: the function cannot be a region, or ranks could not import it.
+        """
         name = f"{cls.__module__}:{cls.__qualname__}"
         try:
             draft, inputs = _draft(FUNCTION, name, args, kwargs)
-            found = self._looked_up(cls, draft, inputs, partial(self._of_function, cls))
+            examined = self._known_or_examined(cls, draft, inputs, partial(self._examine_function, cls))
         except opaque_trials.Unclear as error:
             raise TraceError(
                 "The autograd function cannot run as it is written",
@@ -170,52 +186,56 @@ class Regions:
                 got=str(error),
                 fix="Make the module that calls it opaque (opaque=...), or write it with differentiable operators",
             ) from error
-        if found is not None:
+        if examined is not None:
             _check_import(cls, name)
-        return found, inputs
+        return examined, inputs
 
-    def _looked_up(
+    def _known_or_examined(
         self,
         code: object,
         draft: Region,
         inputs: Sequence[torch.Tensor],
-        examine: Callable[[Region, tuple[TensorSpec, ...]], tuple[Region, Any] | None],
-    ) -> tuple[Region, Any] | None:
-        """What is known of a call at this batch size or, where only shapes count, at the size that divides it; else what ``examine`` finds."""
-        found, call = self.found.regions, (code, draft.tree, repr(draft.constants))
+        examine: Callable[[Region, tuple[TensorSpec, ...]], Examined | None],
+    ) -> Examined | None:
+        """Return what is known of a call at this batch size or, if there is one, at :attr:`known_at`; else what ``examine`` returns.
+
+        Args:
+            code: identifies the code: the path of a module or the class of an autograd function.
+            draft: describes the call.
+            inputs: its tensors.
+        """
+        regions, call = self.found.regions, (code, draft.tree, repr(draft.constants))
         specs = tuple(TensorSpec(shape=tuple(int(n) for n in t.shape), dtype=t.dtype) for t in inputs)
         key = (*call, specs, self.batch_size)
-        if key not in found and self.known_at is not None:
+        if key not in regions and self.known_at is not None:
             times = self.batch_size // self.known_at
-            for (*other, fewer, samples), one in found.items():
-                if tuple(other) == call and samples == self.known_at and _are_more(fewer, specs, times):
-                    if one is None:
+            for (*other, other_specs, samples), examined in regions.items():
+                if tuple(other) == call and samples == self.known_at and _are_scaled(other_specs, specs, times):
+                    if examined is None:
                         return None
-                    if not opaque_probe.numbers_of(one[1]):  # they may count samples
-                        return _of_more(one[0], self.known_at, times), one[1]
-        if key not in found:
-            found[key] = opaque_probe.apart_from_trace(partial(examine, draft, specs), self.modes)
-        return found[key]
+                    if not opaque_probe.numbers_of(examined[1]):  # numbers may count samples
+                        return _scaled(examined[0], self.known_at, times), examined[1]
+        if key not in regions:
+            regions[key] = opaque_probe.apart_from_trace(partial(examine, draft, specs), self.modes)
+        return regions[key]
 
-    def _of_function(
+    def _examine_function(
         self, cls: type[torch.autograd.Function], draft: Region, inputs: tuple[TensorSpec, ...]
-    ) -> tuple[Region, Any] | None:
-        """What the user's function does; None where its backward is the usual one."""
+    ) -> Examined | None:
+        """Return the complete region of a custom autograd function; None if its backward is the usual one."""
         subject = opaque_trials.Subject(region=draft, call=of_function(cls), inputs=inputs, parameters=(), buffers=())
-        if opaque_trials.is_plain(cls, subject):
+        if opaque_trials.has_usual_backward(cls, subject):
             return None
-        return opaque_probe.examine(subject, self.batch_size, self.found.alike)
+        return opaque_probe.examine(subject, self.batch_size, self.found.samples)
 
-    def _of_module(
-        self, original: torch.nn.Module, draft: Region, inputs: tuple[TensorSpec, ...]
-    ) -> tuple[Region, Any]:
-        """What the user's module does; nothing of this may run under the tracer's modes."""
+    def _examine_module(self, original: torch.nn.Module, draft: Region, inputs: tuple[TensorSpec, ...]) -> Examined:
+        """Return the complete region of a module of the user's model. This must not run in the modes of the trace."""
         torch.default_generator.manual_seed(0)
         call = stateless(original, self.model)
-        _drop_nothing(call.module)
+        _switch_dropout_off(call.module)
         before = state_of(call.module)
-        # What does not run needs no values, which may be all of a large model.
-        value = _value if opaque_probe.runs(tuple(original.parameters())) else torch.Tensor.detach
+        # A region that is not run needs no copies of values, which may be those of nearly all of a large model.
+        value = _value if opaque_probe.may_run(tuple(original.parameters())) else torch.Tensor.detach
         subject = opaque_trials.Subject(
             region=draft,
             call=call,
@@ -223,25 +243,29 @@ class Regions:
             parameters=tuple(value(p).requires_grad_(p.requires_grad) for p in original.parameters()),
             buffers=tuple(map(value, original.buffers())),
         )
-        found = opaque_probe.examine(subject, self.batch_size, self.found.alike)
-        left = changed(before, state_of(call.module))
-        if left:
-            raise opaque_trials.Unclear(f"it sets {', '.join(left[:3])}, which every rank would do by itself")
-        return found
+        examined = opaque_probe.examine(subject, self.batch_size, self.found.samples)
+        attributes = changed(before, state_of(call.module))
+        if attributes:
+            raise opaque_trials.Unclear(f"it sets {', '.join(attributes[:3])}, which every rank would do by itself")
+        return examined
 
 
-def _are_more(fewer: Sequence[TensorSpec], specs: Sequence[TensorSpec], times: int) -> bool:
-    """Whether some dims are so many times as large, and all others alike."""
-    return len(fewer) == len(specs) and all(
+def _are_scaled(smaller: Sequence[TensorSpec], larger: Sequence[TensorSpec], times: int) -> bool:
+    """Whether each dim of ``larger`` has the size of that in ``smaller`` or ``times`` that size, and all else is equal."""
+    return len(smaller) == len(larger) and all(
         a.dtype == b.dtype
         and len(a.shape) == len(b.shape)
         and all(n in (m, m * times) for m, n in zip(a.shape, b.shape, strict=True))
-        for a, b in zip(fewer, specs, strict=True)
+        for a, b in zip(smaller, larger, strict=True)
     )
 
 
-def _of_more(region: Region, samples: int, times: int) -> Region:
-    """The region with the results of so many times as many samples; of one that mixes them, those whose first dim has their number."""
+def _scaled(region: Region, samples: int, times: int) -> Region:
+    """Return ``region`` with the shapes of its outputs for ``times`` as many samples.
+
+    Args:
+        samples: the number of samples now. In a region that mixes samples, outputs whose first dim has this size are taken to have them.
+    """
     dims = [0 if shape[:1] == (samples,) else None for shape, _, _ in region.outputs]
     outputs = tuple(
         (tuple(n * times if d == dim else n for d, n in enumerate(shape)), dtype, flows)
@@ -251,7 +275,7 @@ def _of_more(region: Region, samples: int, times: int) -> Region:
 
 
 def around(model: torch.nn.Module, path: str) -> str:
-    """The module that calls ``path``: the nearest one around it that has a forward; empty: the model itself."""
+    """Return the path of the module that calls the one at ``path``: the nearest around it with a forward. Empty: it is the model itself."""
     while path:
         path = path.rpartition(".")[0]
         if path and type(model.get_submodule(path)).forward is not torch.nn.Module.forward:
@@ -267,7 +291,11 @@ def _draft(
     parameters: tuple[str, ...] = (),
     buffers: tuple[str, ...] = (),
 ) -> tuple[Region, list[torch.Tensor]]:
-    """A region by how it is called."""
+    """Return a region that describes a call but not yet what it does, and the tensors among the arguments.
+
+    Raises:
+        Unclear: an argument cannot be part of the description.
+    """
     leaves, tree = pytree.tree_flatten((args, kwargs))
     constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
     for _, value in constants:
@@ -290,20 +318,28 @@ def _emit(
     state: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]],
     output: Any,
 ) -> Any:
-    """The operator in the export, its results in the structure of ``output``."""
+    """Call the operator in the export and return its results in the structure of ``output``.
+
+    Args:
+        state: parameters and buffers by name.
+        output: an example of what the region returns.
+
+    Raises:
+        Unclear: the region returns something else than tensors and literals.
+    """
     parameters, buffers = (list(part.values()) for part in state)
-    made = iter(torch.ops.autopar.opaque(region.dumps(), inputs, parameters, buffers))
+    results = iter(torch.ops.autopar.opaque(region.dumps(), inputs, parameters, buffers))
     leaves, tree = pytree.tree_flatten(output)
     for leaf in leaves:
         if leaf is not None and not isinstance(leaf, (torch.Tensor, *_LITERALS)):
             raise opaque_trials.Unclear(f"it returns a {type(leaf).__name__}")
-    return pytree.tree_unflatten([next(made) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], tree)
+    return pytree.tree_unflatten([next(results) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], tree)
 
 
 def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
-    for one in cls.__subclasses__():
-        yield one
-        yield from _subclasses(one)
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
 
 
 def _is_of_user(cls: type[torch.autograd.Function]) -> bool:
@@ -311,7 +347,7 @@ def _is_of_user(cls: type[torch.autograd.Function]) -> bool:
 
 
 def _value(tensor: torch.Tensor) -> torch.Tensor:
-    """A value of the user's model; a random one on meta, positive, as scales and variances must be."""
+    """Return a copy of a tensor of the user's model; for one on meta random values, which are positive as scales and variances must be."""
     if tensor.device.type != "meta":
         return tensor.detach().cpu().clone()
     if tensor.is_floating_point():
@@ -319,8 +355,8 @@ def _value(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
-def _drop_nothing(module: torch.nn.Module) -> None:
-    """Of a copy: random numbers differ between a batch and its halves."""
+def _switch_dropout_off(module: torch.nn.Module) -> None:
+    """Set the probabilities of dropout in ``module``, a copy, to zero: random numbers would differ between a batch and its halves."""
     for inner in module.modules():
         if isinstance(inner, torch.nn.modules.dropout._DropoutNd):
             inner.p = 0.0
@@ -330,64 +366,27 @@ def _drop_nothing(module: torch.nn.Module) -> None:
 
 
 def _refused(path: str, module: torch.nn.Module, error: BaseException) -> RegionError:
+    """Return the error for a module that cannot be a region because of ``error``."""
     kind = "" if isinstance(error, opaque_trials.Unclear) else f"{type(error).__name__}: "
-    found = RegionError(
+    refused = RegionError(
         "The module cannot run as it is written (opaque)",
         where=f"{path} ({type(module).__name__})",
         got=error.short if isinstance(error, AutoparError) else f"{kind}{error}",
         fix="Name a module around it with opaque=, or change it so that it can be traced",
     )
-    found.path = path
-    return found
+    refused.path = path
+    return refused
 
 
 def _check_import(cls: type[torch.autograd.Function], name: str) -> None:
-    """Ranks find the function by its name."""
+    """Check that ranks can import ``cls`` by ``name``, ``package.module:Class``.
+
+    Raises:
+        TraceError: they cannot.
+    """
     if "<" in name or load_function(name) is not cls:
         raise TraceError(
             f"The autograd function cannot be imported as {name}",
             where=f"{cls.__module__}.{cls.__qualname__}",
             fix="Define the class at the top of a module",
         )
-
-
-# --- in the graph ---------------------------------------------------------------------------------
-
-
-def opaque_of(builder: Builder, call: Call) -> Value:
-    """``autopar.opaque``: gradients flow where the region was seen to pass them on."""
-    args = tuple(call.bound().values())
-    region = region_of(str(args[0]))
-    made = builder.emit(call, TARGET, args)
-    builder.stop_gradient(made, *(i for i, (_, _, flows) in enumerate(region.outputs) if not flows))
-    return tuple(Ref(made.name, i) for i in range(len(region.outputs)))
-
-
-def notes_of(graph: Graph, reasons: Mapping[str, str]) -> tuple[str, ...]:
-    """A sentence for the regions of one reason: which they are, why, and what that means."""
-    regions = {
-        r.name: r for op in (*graph.prelude, *graph.ops) if op.target == TARGET for r in (region_of(str(op.args[0])),)
-    }
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name, region in regions.items():
-        why = reasons.get(
-            name, "an export would drop its own backward, which is not what autograd makes of its forward"
-        )
-        groups.setdefault((why, region.why), []).append(name)
-    notes = []
-    for (why, mixed), names in groups.items():
-        notes.append(f"{_NOTE}{some(names)}; {why}" + (f"{_MIXED}{mixed}" if mixed else ""))
-    return tuple(notes)
-
-
-_NOTE = "opaque, whole on every rank of tp and cp and of a cost that is known roughly: "
-_MIXED = "; its samples are not known to be apart: "
-
-
-def reason_of(notes: Sequence[str], name: str) -> str:
-    """Why a region of that name is one, as :func:`notes_of` said it; empty where no note names it."""
-    for note in notes:
-        names, _, why = note.removeprefix(_NOTE).partition("; ")
-        if note.startswith(_NOTE) and name in names.split(" and ")[0].split(", "):
-            return why.partition(_MIXED)[0]
-    return ""

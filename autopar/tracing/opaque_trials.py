@@ -1,9 +1,10 @@
-"""Runs of a region of unknown code on small random inputs: what they give, and whether it treats samples apart.
+"""Trials of a region of unknown code on small random inputs, which find out whether it treats samples independently.
 
-Samples are apart when halves of a batch give the halves of the outputs and of every input's gradient, and parameters'
-gradients add up. The two halves are drawn from distributions far apart in mean and scale, so that a branch on a
-statistic of the batch (its mean, its largest value) goes another way for a half than for the whole. A backward of the
-region's own is told from autograd's by the same runs.
+Samples are independent if the halves of a batch give the halves of the outputs and of the gradients of inputs, and if the gradients of
+parameters of the two halves add up to those of the batch. The two halves are drawn from distributions whose mean and scale differ
+widely, so that a branch on a statistic of the batch, such as its mean or maximum, goes another way for a half than for the batch.
+:func:`samples_apart` runs these trials. :func:`has_usual_backward` compares the backward of a custom autograd function with the one that
+autograd derives from its forward.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,27 +28,36 @@ from autopar.tracing.modes import in_double
 from autopar.tracing.side_effects import state_of
 
 _TOLERANCE = {torch.float64: 1e-9}
+"""Differences up to this part of the largest element count as rounding."""
 _COARSE = 1e-4
-"""Relative, where the code computes in less than float64."""
+"""The tolerance of other dtypes, in which the code rounds more coarsely."""
 
 Call = Callable[..., Any]
-Gradients = tuple[tuple[Tensor, ...], list[Tensor], list[Tensor]]
+"""The code of a region: ``call(state, args, kwargs)``."""
 
 
-class Unclear(Exception):  # noqa: N818  no error yet: it becomes a reason
-    """The region cannot be run or followed; says why."""
+class Outcome(NamedTuple):
+    """What one run of a region gives, forward and backward."""
+
+    outputs: tuple[Tensor, ...]
+    input_gradients: list[Tensor]
+    parameter_gradients: list[Tensor]
+
+
+class Unclear(Exception):  # noqa: N818  it becomes a reason in a note or in an error
+    """A region cannot be run, or what it does cannot be part of a graph. The message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A region, its code, and what it is run on.
+    """A region, its code, and the tensors that it is run on.
 
     Attributes:
-        inputs: shapes and dtypes as traced.
-        parameters, buffers: values; random ones for those on meta.
-        span: random inputs lie between 0 and this, or anywhere: some code takes roots and logarithms, or arc cosines of
-            products.
-        least: of random integers: 1 where code refuses 0 (lengths of sequences).
+        inputs: shapes and dtypes of the inputs in the trace.
+        parameters, buffers: their values, which are random for tensors on meta.
+        span: random inputs lie between 0 and this number. None: they are normally distributed. Some code is defined only for inputs in
+            such a range, for example roots, logarithms and arc cosines.
+        least: the smallest random integer. It is 1 for code that refuses 0, such as lengths of sequences.
     """
 
     region: Region
@@ -59,7 +69,7 @@ class Subject:
     least: int = 0
 
     def wide(self) -> Subject:
-        """The same in float64."""
+        """Return the subject in float64."""
 
         def widened(x: Tensor) -> Tensor:
             return x.double() if x.is_floating_point() else x
@@ -73,15 +83,21 @@ class Subject:
         )
 
     def draw(self, number: int, dims: Sequence[int | None] | None = None) -> list[Tensor]:
-        """Random inputs; along the dim of an input in ``dims`` two batches, the second far from the first."""
+        """Return random inputs, the same for the same ``number``.
+
+        Args:
+            number: seeds the generator and chooses the scale of the inputs.
+            dims: the dim of samples of each input, or None. An input with such a dim gets twice the size in it: two batches in a row,
+                whose distributions differ in mean and scale.
+        """
         generator = torch.Generator().manual_seed(number)
         scale = 10.0 ** (number % 4 - 1)
-        found = []
+        inputs = []
         for spec, dim in zip(self.inputs, dims or (None,) * len(self.inputs), strict=True):
             shape = [2 * n if d == dim else n for d, n in enumerate(spec.shape)]
             if not spec.dtype.is_floating_point:
                 lowest = self.least if is_integer(spec) else 0
-                found.append(torch.randint(lowest, lowest + 2, shape, generator=generator).to(spec.dtype))
+                inputs.append(torch.randint(lowest, lowest + 2, shape, generator=generator).to(spec.dtype))
                 continue
             x = torch.randn(shape, generator=generator, dtype=torch.float64)
             if dim is not None:
@@ -89,47 +105,49 @@ class Subject:
                 sign = 1.0 if number % 2 else -1.0
                 x.narrow(dim, 0, half).mul_(scale).add_(sign * scale)
                 x.narrow(dim, half, half).mul_(0.3).sub_(0.7 * sign * scale)
-            found.append((x if self.span is None else self.span * x.sigmoid()).to(spec.dtype).requires_grad_())
-        return found
+            inputs.append((x if self.span is None else self.span * x.sigmoid()).to(spec.dtype).requires_grad_())
+        return inputs
 
     def run(self, inputs: Sequence[Tensor]) -> Any:
-        """What the code returns for ``inputs``; it is given copies of the buffers."""
+        """Return what the code returns for ``inputs`` and copies of the buffers."""
         return run(self.region, self.call, inputs, self.parameters, [b.clone() for b in self.buffers])
 
 
-def outcomes(subject: Subject, inputs: Sequence[Tensor], *, seed: int) -> Gradients:
-    """Outputs, and gradients of inputs and parameters under :func:`_direction`."""
-    taken = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
-    torch.default_generator.manual_seed(seed)  # of the CPU, where trials run: those of devices are the user's
-    outputs = tensors_of(subject.run(taken))
-    gradients = gradients_of(outputs, (*taken, *subject.parameters))
-    return tuple(y.detach() for y in outputs), gradients[: len(taken)], gradients[len(taken) :]
+def outcome_of(subject: Subject, inputs: Sequence[Tensor], *, seed: int) -> Outcome:
+    """Run the region on ``inputs`` with random numbers from ``seed``, and its backward with the gradients of :func:`gradients_of`."""
+    leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+    torch.default_generator.manual_seed(
+        seed
+    )  # that of the CPU, where trials run; the generators of devices are the user's
+    outputs = tensors_of(subject.run(leaves))
+    gradients = gradients_of(outputs, (*leaves, *subject.parameters))
+    return Outcome(tuple(y.detach() for y in outputs), gradients[: len(leaves)], gradients[len(leaves) :])
 
 
 def gradients_of(outputs: Sequence[Tensor], sources: Sequence[Tensor], factor: float = 1.0) -> list[Tensor]:
-    """Of what backward gives to ``sources`` under ``factor`` times :func:`_direction`; zeros where nothing flows."""
-    flows = [y for y in outputs if y.requires_grad]
-    wanted = [x for x in sources if x.requires_grad]
-    if not flows or not wanted:
+    """Return the gradients of ``sources``, or zeros, if those of ``outputs`` are ``factor`` times :func:`_output_gradient`."""
+    differentiable = [y for y in outputs if y.requires_grad]
+    trained = [x for x in sources if x.requires_grad]
+    if not differentiable or not trained:
         return [torch.zeros_like(x) for x in sources]
-    given = [factor * _direction(y.detach()) for y in flows]
-    made = iter(torch.autograd.grad(flows, wanted, given, materialize_grads=True))
-    return [next(made) if x.requires_grad else torch.zeros_like(x) for x in sources]
+    output_gradients = [factor * _output_gradient(y.detach()) for y in differentiable]
+    gradients = iter(torch.autograd.grad(differentiable, trained, output_gradients, materialize_grads=True))
+    return [next(gradients) if x.requires_grad else torch.zeros_like(x) for x in sources]
 
 
-def _direction(y: Tensor) -> Tensor:
-    """A gradient for ``y`` that each element determines by itself, however a batch is cut."""
+def _output_gradient(y: Tensor) -> Tensor:
+    """Return a gradient for the output ``y``. Each element depends on that of ``y`` only, so that halves of a batch get the same."""
     return 0.5 + y / (1.0 + y.abs())
 
 
 def is_integer(spec: TensorSpec) -> bool:
-    """Whether values are whole numbers; truth values are none."""
+    """Whether the dtype is one of integers, bool excluded."""
     return not spec.dtype.is_floating_point and not spec.dtype.is_complex and spec.dtype != torch.bool
 
 
-def are_same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
-    """Equal to rounding, all of them."""
-    for a, b in zip(found, wanted, strict=True):
+def are_close(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    """Whether all tensors are equal up to rounding. The tolerance is relative to the largest element of the expected tensor."""
+    for a, b in zip(actual, expected, strict=True):
         if a.shape != b.shape:
             return False
         if not b.is_floating_point():
@@ -142,17 +160,17 @@ def are_same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
     return True
 
 
-def digest_of(tensors: Sequence[Tensor]) -> str:
-    """The same for tensors of the same shapes, dtypes and bits alone."""
-    found = hashlib.sha256()
+def _digest_of(tensors: Sequence[Tensor]) -> str:
+    """Return a hash of the shapes, dtypes and bits of ``tensors``."""
+    digest = hashlib.sha256()
     for tensor in tensors:
-        found.update(f"{tuple(tensor.shape)} {tensor.dtype} ".encode())
-        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        digest.update(f"{tuple(tensor.shape)} {tensor.dtype} ".encode())
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 class _Context(torch.autograd.function.FunctionCtx):
-    """Stands for the context of an autograd function whose forward is run by itself."""
+    """The context for a call of the forward of an autograd function without ``apply``."""
 
     def __init__(self, count: int) -> None:
         self.needs_input_grad = (True,) * count
@@ -166,11 +184,14 @@ class _Context(torch.autograd.function.FunctionCtx):
 
 
 LARGE = 1_000_000
-"""Elements of inputs of which one draw is tried, and not four: a layer of BLOOM 7B takes seconds for each."""
+"""The number of input elements from which on a backward is tried on one draw instead of four. A layer of BLOOM 7B takes seconds for one."""
 
 
-def is_plain(function: type[torch.autograd.Function], subject: Subject) -> bool:
-    """Whether a function's own backward is what autograd makes of its forward: then it is traced like any code."""
+def has_usual_backward(function: type[torch.autograd.Function], subject: Subject) -> bool:
+    """Whether the backward of ``function`` gives what autograd derives from its forward. If so, the forward can be traced as other code.
+
+    The code of ``subject`` applies ``function``.
+    """
 
     def forward(state: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function.setup_context is not torch.autograd.Function.setup_context:
@@ -182,72 +203,77 @@ def is_plain(function: type[torch.autograd.Function], subject: Subject) -> bool:
     for number in range(1 if is_large else 4):
         inputs = wide.draw(number)
         try:
-            own = outcomes(wide, inputs, seed=number)
-            plain = outcomes(replace(wide, call=forward), inputs, seed=number)
+            custom = outcome_of(wide, inputs, seed=number)
+            derived = outcome_of(replace(wide, call=forward), inputs, seed=number)
         except (Unclear, *FAILURES):
             return False
-        if not (are_same(own[0], plain[0]) and are_same(own[1], plain[1])):
+        if not (
+            are_close(custom.outputs, derived.outputs) and are_close(custom.input_gradients, derived.input_gradients)
+        ):
             return False
     return True
 
 
 DRAWS = 8
-"""Batches on which samples must be apart."""
-
-MAX_CHOICES = 8
-
+"""The number of random batches on which samples must be independent."""
+_MAX_CHOICES = 8
+"""The number of choices of sample dims that are tried."""
+_SPANS = (None, 1.0, 0.01)
+"""Spans of random inputs (:attr:`Subject.span`), of which the first is taken whose outputs are finite."""
+_FAR_DRAW = 2
+"""The number of the draw whose two batches lie far from each other and from zero (:meth:`Subject.draw`)."""
 
 Samples = tuple[tuple[tuple[int | None, ...], tuple[int, ...]] | None, str, bool]
-"""Dims along which samples lie, or why they are not apart; and whether backward is linear."""
+"""The dims of samples in inputs and in outputs, or None with the reason why samples are not independent; whether backward is linear."""
 
 
-def samples_apart(subject: Subject, batch_size: int, alike: dict[object, Samples]) -> Samples:
-    """What a region does to samples.
+def samples_apart(subject: Subject, batch_size: int, known: dict[object, Samples]) -> Samples:
+    """Return whether and where a region keeps samples independent, and whether its backward is linear.
 
-    Args:
-        alike: what was found before, by :func:`_likeness`; grows.
+    The region is tried in float64, or, if it does not run in that, in its own dtypes.
+
+    ``known`` holds earlier results by :func:`_key_of`. It grows.
     """
     try:
         with in_double():
-            return _known_or_found(subject.wide(), batch_size, alike)
+            return _known_or_tried(subject.wide(), batch_size, known)
     except (Unclear, *FAILURES) as error:
-        wide = first_line(error)
+        reason = first_line(error)
     try:
-        return _known_or_found(subject, batch_size, alike)
+        return _known_or_tried(subject, batch_size, known)
     except (Unclear, *FAILURES):
-        return None, wide, False
+        return None, reason, False
 
 
-def _known_or_found(precision: Subject, batch_size: int, alike: dict[object, Samples]) -> Samples:
-    """In one dtype; layers of a model that are built alike are tried once.
+def _known_or_tried(subject: Subject, batch_size: int, known: dict[object, Samples]) -> Samples:
+    """Do the work of :func:`samples_apart` in the dtypes of ``subject``; equal layers of a model are tried once.
 
     Raises:
-        Unclear, FAILURES: it does not run in it.
+        Unclear, FAILURES: the region does not run in these dtypes.
     """
-    trial, one, first = _within_its_domain(precision)
+    trial, inputs, outcome = _within_its_domain(subject)
     dims = next(choices(trial.inputs, batch_size), None)
     try:
-        whole = () if dims is None else outcomes(trial, trial.draw(_FAR, dims), seed=3)
-        key = _likeness(trial, (*first, *whole), batch_size)
+        far = () if dims is None else outcome_of(trial, trial.draw(_FAR_DRAW, dims), seed=3)
+        key = _key_of(trial, (*outcome, *far), batch_size)
     except (Unclear, *FAILURES):
         key = None
     if key is None:
-        return _samples(trial, one, first, batch_size)
-    if key not in alike:
-        alike[key] = _samples(trial, one, first, batch_size)
-    return alike[key]
+        return _samples(trial, inputs, outcome, batch_size)
+    if key not in known:
+        known[key] = _samples(trial, inputs, outcome, batch_size)
+    return known[key]
 
 
-_FAR = 2
-"""The draw of two batches, far apart and from zero, by which modules are known to be alike."""
+def _key_of(trial: Subject, results: Sequence[Sequence[Tensor]], batch_size: int) -> object:
+    """Return a key that is equal for modules of which one can stand for the other; None for a function.
 
+    Modules with the same key are of the same classes, have given the same ``results`` to the last bit, and have the same parameters,
+    buffers and attributes, on all of which branches may depend. Only integers among the attributes may differ, because layers are
+    numbered.
 
-def _likeness(trial: Subject, gave: Sequence[Sequence[Tensor]], batch_size: int) -> object:
-    """What a module is made of, and all that it gave for a batch, and for two that lie far apart; None where it is a function.
-
-    Of two modules with the same likeness one stands for the other: they are of the same classes, do the same to the last bit,
-    and have the same parameters, buffers and attributes, on all of which branches may depend. Only whole numbers among the
-    attributes may differ: layers are numbered.
+    Args:
+        results: what the module gave, forward and backward, for one batch and for two batches that lie far from each other.
     """
     module = getattr(trial.call, "module", None)
     if module is None:
@@ -255,90 +281,88 @@ def _likeness(trial: Subject, gave: Sequence[Sequence[Tensor]], batch_size: int)
     inner = tuple(module.modules())
     attributes = {name: value for name, value in state_of(module).items() if type(value) is not int}
     constants = [value for part in inner for value in vars(part).values() if isinstance(value, Tensor)]
-    digests = tuple(map(digest_of, (constants, trial.parameters, trial.buffers, *gave)))
+    digests = tuple(map(_digest_of, (constants, trial.parameters, trial.buffers, *results)))
     region = replace(trial.region, name="").dumps()
     return tuple(map(type, inner)), repr(attributes), region, trial.inputs, batch_size, trial.span, digests
 
 
-def _samples(trial: Subject, one: Sequence[Tensor], first: Gradients, batch_size: int) -> Samples:
-    """By trying; ``first``: what the batch ``one`` gave under seed 1.
+def _samples(trial: Subject, inputs: Sequence[Tensor], outcome: Outcome, batch_size: int) -> Samples:
+    """Return the result of trials. ``outcome`` is what ``inputs``, a batch, gave with the random numbers of seed 1.
 
     Raises:
-        Unclear, FAILURES: it does not run.
+        Unclear, FAILURES: the region does not run.
     """
-    second = outcomes(trial, one, seed=2)
-    if not are_same(first[0], second[0]):
-        again = outcomes(trial, one, seed=1)
-        drawn = "it draws random numbers of its own" if are_same(first[0], again[0]) else ""
-        return None, drawn or "it gives other results on the same inputs", False
-    linear = _is_linear(trial, one, [*first[1], *first[2]])
-    why = ""  # not: the first reason is that of samples in dim 0 of every input
+    if not are_close(outcome.outputs, outcome_of(trial, inputs, seed=2).outputs):
+        again = outcome_of(trial, inputs, seed=1)
+        is_random = are_close(outcome.outputs, again.outputs)
+        why = "it draws random numbers of its own" if is_random else "it gives other results on the same inputs"
+        return None, why, False
+    linear = _is_linear(trial, inputs, [*outcome.input_gradients, *outcome.parameter_gradients])
+    why = ""  # the reason of the first choice is kept: samples in dim 0 of all inputs that have it are the usual case
     for dims in choices(trial.inputs, batch_size):
         try:
-            return (dims, _apart(trial, dims)), "", linear
+            return (dims, _output_dims(trial, dims)), "", linear
         except (Unclear, *FAILURES) as error:
             why = why or first_line(error)
-    return None, why or _NO_BATCH, linear
+    return None, why or "no input has a batch dim", linear
 
 
-def _within_its_domain(subject: Subject) -> tuple[Subject, list[Tensor], Gradients]:
-    """The subject with a span in which what it returns is finite, inputs in it, and what they give under seed 1.
+def _within_its_domain(subject: Subject) -> tuple[Subject, list[Tensor], Outcome]:
+    """Return the subject with a span for which its outputs are finite, inputs of that span, and what they give with seed 1.
 
     Raises:
-        Unclear: no span is known.
+        Unclear: the outputs are finite for none of :data:`_SPANS`.
     """
     for span in _SPANS:
-        found = replace(subject, span=span)
-        inputs = found.draw(1)
-        given = outcomes(found, inputs, seed=1)
-        if all(y.isfinite().all() for y in given[0] if y.is_floating_point()):
-            return found, inputs, given
+        trial = replace(subject, span=span)
+        inputs = trial.draw(1)
+        outcome = outcome_of(trial, inputs, seed=1)
+        if all(y.isfinite().all() for y in outcome.outputs if y.is_floating_point()):
+            return trial, inputs, outcome
     raise Unclear("random inputs give values that are not finite")
 
 
-_SPANS = (None, 1.0, 0.01)
-_NO_BATCH = "no input has a batch dim"
-
-
 def choices(inputs: Sequence[TensorSpec], batch_size: int) -> Iterator[tuple[int | None, ...]]:
-    """Where samples may lie: in dim 0 of all inputs that it fits, or of some; then in dim 1."""
+    """Give the dims of the inputs that samples may lie along: dim 0 of all inputs that it fits, then of some, then dim 1."""
 
     def fits(spec: TensorSpec, dim: int) -> bool:
         return len(spec.shape) > dim and spec.shape[dim] > 0 and spec.shape[dim] % batch_size == 0
 
-    every = (
-        chosen for dim in (0, 1) for chosen in product(*((dim, None) if fits(s, dim) else (None,) for s in inputs))
-    )
-    return islice((chosen for chosen in every if any(d is not None for d in chosen)), MAX_CHOICES)
+    every = (dims for dim in (0, 1) for dims in product(*((dim, None) if fits(s, dim) else (None,) for s in inputs)))
+    return islice((dims for dims in every if any(d is not None for d in dims)), _MAX_CHOICES)
 
 
-def _apart(subject: Subject, dims: tuple[int | None, ...]) -> tuple[int, ...]:
-    """Dims of the outputs along which the samples of two batches lie side by side.
+def _output_dims(subject: Subject, dims: tuple[int | None, ...]) -> tuple[int, ...]:
+    """Return the dims of samples in the outputs if samples lie along ``dims`` of the inputs and are independent.
 
     Raises:
-        Unclear: they do not.
+        Unclear: samples are not independent.
     """
-    found: tuple[int, ...] | None = None
+    output_dims: tuple[int, ...] | None = None
     for number in range(DRAWS):
-        whole = subject.draw(number, dims)
-        parts = [
-            [x if d is None else x.narrow(d, half * x.shape[d] // 2, x.shape[d] // 2).detach() for x, d in zip(whole, dims, strict=True)]
+        batch = subject.draw(number, dims)
+        halves = [
+            [x if d is None else x.narrow(d, half * x.shape[d] // 2, x.shape[d] // 2).detach() for x, d in zip(batch, dims, strict=True)]
             for half in (0, 1)
         ]  # fmt: skip
-        outputs, of_inputs, of_parameters = outcomes(subject, whole, seed=3)
-        halves = [outcomes(subject, part, seed=3) for part in parts]
-        found = tuple(
-            _dim(y, a, b, i) for i, (y, a, b) in enumerate(zip(outputs, *(h[0] for h in halves), strict=True))
-        )
-        _demand(outputs, halves[0][0], halves[1][0], found, "outputs")
-        _demand(of_inputs, halves[0][1], halves[1][1], dims, "gradients of inputs")
-        _demand(of_parameters, halves[0][2], halves[1][2], (None,) * len(of_parameters), "gradients of parameters")
-    assert found is not None
-    return found
+        whole = outcome_of(subject, batch, seed=3)
+        first, second = (outcome_of(subject, half, seed=3) for half in halves)
+        outputs = zip(whole.outputs, first.outputs, second.outputs, strict=True)
+        output_dims = tuple(_joined_dim(y, a, b, i) for i, (y, a, b) in enumerate(outputs))
+        _check_halves(whole.outputs, first.outputs, second.outputs, output_dims, "outputs")
+        _check_halves(whole.input_gradients, first.input_gradients, second.input_gradients, dims, "gradients of inputs")
+        total, part, rest = (outcome.parameter_gradients for outcome in (whole, first, second))
+        _check_halves(total, part, rest, (None,) * len(total), "gradients of parameters")
+    assert output_dims is not None
+    return output_dims
 
 
-def _dim(whole: Tensor, first: Tensor, second: Tensor, index: int) -> int:
-    """The dim along which ``whole`` is twice as long as each of two equal halves."""
+def _joined_dim(whole: Tensor, first: Tensor, second: Tensor, index: int) -> int:
+    """Return the dim in which ``whole``, output ``index`` of a batch, is twice as large as the outputs of its two halves.
+
+    Raises:
+        Unclear: there is no such dim, or several.
+    """
     if first.shape == second.shape and whole.dim() == first.dim():
         longer = [d for d, (n, m) in enumerate(zip(whole.shape, first.shape, strict=True)) if n != m]
         if len(longer) == 1 and whole.shape[longer[0]] == 2 * first.shape[longer[0]]:
@@ -348,21 +372,26 @@ def _dim(whole: Tensor, first: Tensor, second: Tensor, index: int) -> int:
     )
 
 
-def _demand(
+def _check_halves(
     whole: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor], dims: Sequence[int | None], what: str
 ) -> None:
+    """Check that the results of a batch are those of its halves, joined along ``dims``, or added where a dim is None.
+
+    Raises:
+        Unclear: they are not.
+    """
     joined = [a + b if d is None else torch.cat([a, b], d) for a, b, d in zip(first, second, dims, strict=True)]
     if not all(x.isfinite().all() for x in whole if x.is_floating_point()):
         raise Unclear("random inputs give values that are not finite")
-    if not are_same(joined, whole):
+    if not are_close(joined, whole):
         raise Unclear(f"the {what} of a batch are not those of its halves")
 
 
 def _is_linear(subject: Subject, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
-    """Whether a multiple of the gradient gives the multiple of every one of ``gradients``."""
-    taken = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+    """Whether backward of a multiple of the output gradients gives that multiple of ``gradients``."""
+    leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
     results = {}
     for factor in (-3.0, 1e4):
-        outputs = tensors_of(subject.run(taken))
-        results[factor] = gradients_of(outputs, (*taken, *subject.parameters), factor)
-    return all(are_same([factor * g for g in gradients], made) for factor, made in results.items())
+        outputs = tensors_of(subject.run(leaves))
+        results[factor] = gradients_of(outputs, (*leaves, *subject.parameters), factor)
+    return all(are_close([factor * g for g in gradients], scaled) for factor, scaled in results.items())

@@ -1,10 +1,10 @@
-"""What a forward pass leaves behind or hides outside of its result: attributes it sets, hooks on gradients, writes in place.
+"""Effects of a forward pass besides its result: attributes that it sets, hooks on gradients, and writes in place.
 
-A graph has none of them. Where a model's numbers depend on attributes or hooks, that is said instead of lost.
+A graph has none of these. Attributes and hooks on which the numbers of a model depend are refused or make a module opaque.
 
-In place it goes by schemas, which do not say of every operator that it may return its argument. What shares memory is told by the
-storages of an export's fake tensors: a write to what nothing else reads becomes a call that returns, other writes are left to
-``run_decompositions``, and those that it would get wrong are refused.
+:func:`return_writes` rewrites calls that write in place. Which tensors share memory is read from the storages of the fake tensors of an
+export, because the schemas of some operators do not say that they may return their argument. A write whose result has no other
+reader becomes a call that returns it. Other writes are left to ``run_decompositions``, and those that it would get wrong are refused.
 """
 
 from __future__ import annotations
@@ -28,27 +28,28 @@ from autopar.tracing.failures import source_of
 _PLAIN = (bool, int, float, str, bytes, complex)
 _CONTAINERS = (list, dict, set, tuple)
 _DEPTH, _LONG = 3, 64
-"""Of containers in containers, and of items, up to which contents are looked at."""
+"""The largest nesting of containers, and the largest number of items in one, of which the state has the contents."""
 _PRIVATE = frozenset(vars(torch.nn.Module()))
+"""Attributes of every module, such as its parameters and hooks."""
 
 State = Mapping[str, object]
 
 
 def state_of(model: torch.nn.Module) -> State:
-    """Numbers and texts among the attributes of all modules, by path; of containers what they hold of such."""
-    found: dict[str, object] = {}
+    """Return the numbers and strings among the attributes of all modules, and in containers among them, by the path of the attribute."""
+    state: dict[str, object] = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name in _PRIVATE:
                 continue
             place = f"{path}.{name}" if path else name
             if isinstance(value, (*_PLAIN, *_CONTAINERS, types.SimpleNamespace)):
-                found[place] = _plain(value, _DEPTH)
-    return found
+                state[place] = _plain(value, _DEPTH)
+    return state
 
 
 def _plain(value: object, depth: int) -> object:
-    """A copy of the numbers and texts in a container, and the lengths of long ones."""
+    """Return a copy of the numbers and strings in ``value``. Of long or deeply nested containers it has the lengths only."""
     if isinstance(value, types.SimpleNamespace):
         value = vars(value)
     if isinstance(value, _CONTAINERS) and (len(value) > _LONG or not depth):
@@ -61,15 +62,15 @@ def _plain(value: object, depth: int) -> object:
 
 
 def changed(before: State, after: State) -> tuple[str, ...]:
-    """Attributes that differ."""
+    """Return the names of attributes that are new in ``after`` or have another value."""
     return tuple(name for name in after if name not in before or before[name] != after[name])
 
 
 def check_model(model: torch.nn.Module) -> None:
-    """Refuses what no trace can hold.
+    """Check that a graph can represent ``model``.
 
     Raises:
-        TraceError: parameters without a shape, quantized or scripted modules, hooks on the gradients of parameters.
+        TraceError: it has parameters without a shape or in shared memory, quantized or scripted modules, or hooks on parameters.
     """
     for path, module in model.named_modules():
         kind = f"{path or 'the model'} ({type(module).__name__})"
@@ -79,8 +80,8 @@ def check_model(model: torch.nn.Module) -> None:
                 where=kind,
                 fix="Run the model on one batch first, or give the sizes to its layers",
             )
-        held = any(isinstance(value, torch.ScriptObject) for value in vars(module).values())
-        if held or isinstance(module, torch.jit.ScriptModule):
+        has_script_object = any(isinstance(value, torch.ScriptObject) for value in vars(module).values())
+        if has_script_object or isinstance(module, torch.jit.ScriptModule):
             raise TraceError.unsupported(
                 "A quantized or scripted module",
                 where=kind,
@@ -97,10 +98,10 @@ def check_model(model: torch.nn.Module) -> None:
 
 
 def check_memory(model: torch.nn.Module) -> None:
-    """Refuses what one device would train through another name.
+    """Check that no two tensors of ``model`` share memory of which one is trained: one device would train both through either name.
 
     Raises:
-        TraceError: a parameter that learns begins where another one or a buffer does, and is not the same.
+        TraceError: a parameter that is trained begins at the address of another parameter or buffer.
     """
     seen: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -116,7 +117,7 @@ def check_memory(model: torch.nn.Module) -> None:
 
 
 def with_backward_hooks(model: torch.nn.Module) -> tuple[str, ...]:
-    """Modules whose hooks on gradients a trace would lose."""
+    """Return the paths of the modules that have hooks on gradients, which a trace would lose."""
     return tuple(
         path
         for path, module in model.named_modules()
@@ -125,19 +126,19 @@ def with_backward_hooks(model: torch.nn.Module) -> tuple[str, ...]:
 
 
 @contextmanager
-def own_gradients_refused() -> Iterator[None]:
-    """While tracing, a hook on a tensor's gradient is an error of the line that sets it, a gradient taken in forward likewise."""
+def gradients_in_forward_refused() -> Iterator[None]:
+    """A context in which code of this thread may neither hook the gradient of a tensor nor take gradients: its line gets an error."""
     owner = threading.get_ident()
 
     def refused(place: object, name: str, why: str) -> mock._patch[Any]:
-        call = getattr(place, name)
+        usual = getattr(place, name)
 
-        def taken(*args: Any, **options: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
             if threading.get_ident() == owner:
                 raise RuntimeError(why)
-            return call(*args, **options)
+            return usual(*args, **options)
 
-        return mock.patch.object(place, name, taken)
+        return mock.patch.object(place, name, call)
 
     why = "a trace would lose how a gradient that forward takes itself depends on parameters"
     with (
@@ -150,7 +151,7 @@ def own_gradients_refused() -> Iterator[None]:
 
 @contextmanager
 def casts_that_change_nothing() -> Iterator[None]:
-    """Lets a forward pass call ``module.to(dtype)`` where the module has that dtype: fake parameters cannot be swapped."""
+    """A context in which ``module.to(...)`` returns a module that needs no cast as it is, because fake parameters cannot be replaced."""
     usual = torch.nn.Module.to
 
     def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
@@ -179,7 +180,7 @@ def masks_not_asked() -> Iterator[None]:
 
 @contextmanager
 def inference_as_no_grad() -> Iterator[None]:
-    """While tracing, ``torch.inference_mode`` is ``torch.no_grad``: export records where gradients are off, and nothing of that."""
+    """A context in which ``torch.inference_mode`` acts as ``torch.no_grad``, because an export records only the latter."""
 
     def enter(self: Any) -> None:
         self._autopar_before = torch.is_grad_enabled()
@@ -196,14 +197,14 @@ def inference_as_no_grad() -> Iterator[None]:
 
 
 class ParametersKept(TorchFunctionMode):
-    """While tracing, what is done to a parameter through ``.data`` or ``requires_grad`` is an error: an export dies of it, or loses it.
+    """Refuses changes of a parameter through ``.data`` or ``requires_grad``, which an export loses or fails at.
 
-    What is read through ``.data`` is detached: export would take it for a constant.
+    Reading ``.data`` gives a detached tensor, because an export would take the data for a constant.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._data: list[torch.Tensor] = []
+        self._data: list[torch.Tensor] = []  # detached tensors of parameters
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -228,82 +229,84 @@ class ParametersKept(TorchFunctionMode):
                 )
         if attribute is not torch.Tensor.data or name != "__get__":
             return func(*args, **dict(kwargs or {}))
-        found = args[0].detach()
+        detached = args[0].detach()
         if isinstance(args[0], torch.nn.Parameter):
-            self._data.append(found)
-        return found
+            self._data.append(detached)
+        return detached
 
 
 # --- writes in place
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether a call changes one of its arguments."""
+    """Whether a call of an operator changes one of its arguments."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def return_writes(program: torch.export.ExportedProgram) -> None:
-    """Calls that write in place to what a call before them has made return it instead; changes ``program``.
+    """Replace, in place, calls that write to a tensor which the program has computed by calls that return the new tensor.
 
-    ``torch.tensor(0.0)`` has such a write (``detach_``), and encoder-decoders shift their labels by some (``x[:, 1:] = y``). A
-    program with writes is decomposed, which traces it once more. Left to that are writes to inputs and through other views than
-    slices, those that draw random numbers and those that change the dtype.
+    ``torch.tensor(0.0)`` contains such a write (``detach_``), and encoder-decoders shift labels by one (``x[:, 1:] = y``). A program with
+    writes has to be decomposed, which traces it a second time. Writes to inputs, through views other than slices, that draw random
+    numbers or that change the dtype are left to this.
 
     Raises:
-        TraceError: what a write changes is read by another name that torch's decompositions do not know of.
+        TraceError: the written tensor is read by another name that torch's decompositions do not know to share its memory.
     """
     for module in program.graph_module.modules():
         if isinstance(module, fx.GraphModule):
             _return_in(module.graph)
-            if module is not program.graph_module:  # a region without gradient, which is called as it is compiled
+            if module is not program.graph_module:  # a region without gradients is called by its generated code
                 module.recompile()
 
 
 def _return_in(graph: fx.Graph) -> None:
+    """Do the work of :func:`return_writes` in one graph, whose nodes keep their order."""
     order = {node: i for i, node in enumerate(graph.nodes)}
-    sharing: dict[int, list[fx.Node]] = {}
-    written: dict[int, list[int]] = {}
-    for node, place in order.items():
+    sharing: dict[int, list[fx.Node]] = {}  # nodes by the memory of their tensor
+    written: dict[int, list[int]] = {}  # positions of writes by the memory that they change
+    for node, position in order.items():
         if (target := _written_to(node)) is not None and (memory := _memory(target)) is not None:
-            written.setdefault(memory, []).append(place)
-        lifted = {user.target for user in node.users} == {torch.ops.aten.lift_fresh_copy.default}  # a constant, copied
-        if not lifted and (memory := _memory(node)) is not None:
+            written.setdefault(memory, []).append(position)
+        is_copied_constant = {user.target for user in node.users} == {torch.ops.aten.lift_fresh_copy.default}
+        if not is_copied_constant and (memory := _memory(node)) is not None:
             sharing.setdefault(memory, []).append(node)
-    # What is read of the part that a write returns, by no name that the next write would change, reads that part alone.
-    for node, place in list(order.items()):
-        made = _written_to(node)
-        if made is None or (memory := _memory(made)) is None:
+    for node, position in list(order.items()):
+        target = _written_to(node)
+        if target is None or (memory := _memory(target)) is None:
             continue
-        if node.target is torch.ops.aten.detach_.default and made.target is torch.ops.aten.lift_fresh_copy.default:
-            node.replace_all_uses_with(made)  # a number in the code has no gradient to take off
+        if node.target is torch.ops.aten.detach_.default and target.target is torch.ops.aten.lift_fresh_copy.default:
+            node.replace_all_uses_with(target)  # a number in the code has no gradient to detach
             sharing[memory].remove(node)
             graph.erase_node(node)
             continue
-        others, (whole, *views) = sharing[memory], _parts(made)
-        read = [
+        aliases, (base, *views) = sharing[memory], _views_to(target)
+        read_later = [
             n
-            for n in others
-            if n is not whole and (n.op != "call_function" or any(order[user] > place for user in n.users))
+            for n in aliases
+            if n is not base and (n.op != "call_function" or any(order[user] > position for user in n.users))
         ]
-        _check_names(node, read, order)
-        until = min((p for p in written[memory] if p > place), default=len(order))
-        reads = all(
-            order[n] <= until and (_memory(n) != memory or _written_to(n) not in (None, node)) for n in node.users
+        _check_aliases(node, read_later, order)
+        # Users of the written view can read the new view if they come no later than the next write and take no further view of it.
+        next_write = min((p for p in written[memory] if p > position), default=len(order))
+        reads_view_only = all(
+            order[n] <= next_write and (_memory(n) != memory or _written_to(n) not in (None, node)) for n in node.users
         )
-        call = None if any(order[n] < place for n in read) or (views and not reads) else _returning(node)
-        if call is None or whole.op != "call_function" or any(u.op == "output" for u in (*whole.users, *node.users)):
+        is_aliased = any(order[n] < position for n in read_later) or (views and not reads_view_only)
+        call = None if is_aliased else _returning(node)
+        if call is None or base.op != "call_function" or any(u.op == "output" for u in (*base.users, *node.users)):
             continue
-        later = [user for user in whole.users if order[user] > place]
+        later_users = [user for user in base.users if order[user] > position]
         with graph.inserting_before(node):
-            part = result = graph.call_function(call, node.args, node.kwargs)
-            result.meta, order[result] = dict(node.meta), place
+            new_view = new_base = graph.call_function(call, node.args, node.kwargs)
+            new_base.meta, order[new_base] = dict(node.meta), position
             for view in reversed(views):
-                result = _pasted(graph, view, result)
-                order[result] = place
-        for user in later:
-            user.replace_input_with(whole, result)
-        node.replace_all_uses_with(part)
-        others[:] = [*(n for n in others if n is not node), result]
+                new_base = _pasted(graph, view, new_base)
+                order[new_base] = position
+        for user in later_users:
+            user.replace_input_with(base, new_base)
+        node.replace_all_uses_with(new_view)
+        aliases[:] = [*(n for n in aliases if n is not node), new_base]
         graph.erase_node(node)
 
 
@@ -311,66 +314,71 @@ _PASTES: dict[Any, Any] = {
     torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
     torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
 }
-"""What puts a part of a tensor back, by what takes it."""
+"""For each operator that takes a view of a tensor, the one that returns the tensor with other values in that view."""
 
 
-def _parts(made: fx.Node) -> list[fx.Node]:
-    """The parts of parts through which ``made`` is reached, the whole first; that alone where it is no such part."""
-    found = [made]
-    while found[0].target in _PASTES and isinstance(found[0].args[0], fx.Node):
-        found.insert(0, found[0].args[0])
-    return found
+def _views_to(target: fx.Node) -> list[fx.Node]:
+    """Return the base tensor of ``target`` and the slices, each of the one before, through which ``target`` was taken from it."""
+    chain = [target]
+    while chain[0].target in _PASTES and isinstance(chain[0].args[0], fx.Node):
+        chain.insert(0, chain[0].args[0])
+    return chain
 
 
-def _pasted(graph: fx.Graph, view: fx.Node, part: fx.Node) -> fx.Node:
-    """What ``view`` was taken from, with ``part`` in its place."""
-    whole: Any = view.args[0]
-    if whole.meta["val"].shape == view.meta["val"].shape:  # x[:, 0] takes all rows first
-        return part
-    pasted = graph.call_function(_PASTES[view.target], (whole, part, *view.args[1:]), view.kwargs)
-    pasted.meta = dict(whole.meta) | {"stack_trace": part.meta.get("stack_trace")}
+def _pasted(graph: fx.Graph, view: fx.Node, values: fx.Node) -> fx.Node:
+    """Return the tensor that ``view`` was taken from, with ``values`` in the place of the view."""
+    base: Any = view.args[0]
+    if base.meta["val"].shape == view.meta["val"].shape:  # x[:, 0] first takes a slice of all rows
+        return values
+    pasted = graph.call_function(_PASTES[view.target], (base, values, *view.args[1:]), view.kwargs)
+    pasted.meta = dict(base.meta) | {"stack_trace": values.meta.get("stack_trace")}
     return pasted
 
 
 def _written_to(node: fx.Node) -> fx.Node | None:
-    """What a call writes to in place, by the name that it is given; None of one that does not."""
-    made = node.args[0] if node.op == "call_function" and writes(node) and node.args else None
-    return made if isinstance(made, fx.Node) else None
+    """Return the argument that a call writes to in place; None if it does not write."""
+    target = node.args[0] if node.op == "call_function" and writes(node) and node.args else None
+    return target if isinstance(target, fx.Node) else None
 
 
 def _memory(node: fx.Node) -> int | None:
-    """Which memory a tensor has, the same for its views; that of fake tensors is held by the nodes' ``meta``."""
+    """Return the identity of the storage of a node's tensor, which its views share; the fake tensor in ``node.meta`` keeps it valid."""
     value = node.meta.get("val")
     if (
         not isinstance(value, Tensor)
         or value.layout is not torch.strided
         or torch._C._functorch.is_batchedtensor(value)
     ):
-        return None  # what torch.vmap computes with has no memory of its own
+        return None  # tensors inside of torch.vmap have no storage
     memory: int = value.untyped_storage()._cdata
     return memory
 
 
-def _check_names(node: fx.Node, read: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> None:
-    """Composites (``einsum`` of one tensor) may return their argument without a word in their schema; decompositions copy it.
+def _check_aliases(node: fx.Node, read_later: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> None:
+    """Check that torch's decompositions know that the nodes in ``read_later`` share the memory that ``node`` writes to.
 
-    What a region without gradient returns they follow.
+    Composite operators, such as ``einsum`` of one tensor, may return their argument though their schema does not say so; decompositions
+    then copy it. Decompositions do follow what a region without gradients returns.
+
+    Raises:
+        TraceError: a node shares the memory through such an operator.
     """
     written = root_of(node.args[0])[0]
-    for other in read:
-        one, two = sorted((written, root_of(other)[0]), key=lambda n: order[n])
-        if one is not two and isinstance(two.target, torch._ops.OpOverload):
+    for other in read_later:
+        first, second = sorted((written, root_of(other)[0]), key=lambda n: order[n])
+        if first is not second and isinstance(second.target, torch._ops.OpOverload):
             raise TraceError(
-                f"{node.target} writes in place to what {two.target} returns, which is the memory of {one.name}, read later",
+                f"{node.target} writes in place to what {second.target} returns, "
+                f"which is the memory of {first.name}, read later",
                 where=source_of(node) or node.name,
                 fix="Write x = x + y instead of x += y there, or clone before it",
             )
 
 
 def _returning(node: fx.Node) -> Any:
-    """The operator that returns what ``node`` writes to what a call has made; None where there is none."""
+    """Return the operator that returns what ``node`` writes in place; None if there is none, or if it gives another dtype."""
     target: Any = node.target
-    made: Any = node.args[0]
+    written: Any = node.args[0]
     if target.namespace != "aten" or torch.Tag.nondeterministic_seeded in target.tags:
         return None
     packet = getattr(torch.ops.aten, str(target._schema.name)[len("aten::") : -1], None)
@@ -381,11 +389,11 @@ def _returning(node: fx.Node) -> Any:
     kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: n.meta["val"])
     with torch.no_grad():
         value = call(*args, **kwargs)
-    return call if value.dtype == made.meta["val"].dtype else None  # comparisons and logic return booleans
+    return call if value.dtype == written.meta["val"].dtype else None  # comparisons and logic return booleans
 
 
 def root_of(argument: object) -> tuple[fx.Node, bool]:
-    """Whose memory a tensor is, views and detach looked through; whether a detach was."""
+    """Return the node whose memory ``argument`` is a view of, according to schemas, and whether a ``detach`` lies between them."""
     assert isinstance(argument, fx.Node)
     node, detached = argument, False
     while node.op == "call_function":

@@ -35,6 +35,7 @@ from autopar.planner.sharding.strategy_energy import TypingProblem
 from autopar.rules import table as rules
 from autopar.rules.local_calls import conversion
 from autopar.rules.strategy import ZIGZAG_SAFE, Strategy, Typing
+from autopar.tracing.opaque_operators import reason_of
 
 BATCH = "batch"
 TOTAL_ELEMENTS = 1e12
@@ -277,8 +278,6 @@ def _buffer_error(graph: Graph, mutation: Mutation, types: set[Type]) -> RuleErr
 def _opaque_error(graph: Graph, op: Op) -> RuleError:
     """Return the error for an opaque operator without strategies: a region whose backward is not linear, or not known to be."""
     region = region_of(str(op.args[0]))
-    from autopar.tracing.opaque_regions import reason_of  # the tracer is slow to import
-
     reason = reason_of(graph.notes, region.name)
     return RuleError(
         "The samples of this opaque module may depend on each other, and its gradients may not add up",
