@@ -207,11 +207,7 @@ def reduction(op: Op, operands: Specs) -> Pattern:
     kind = _REDUCTIONS.get(op.target, "")
     rank = len(operands[0].shape)
     position = 2 if op.target in ("aten.norm.ScalarOpt_dim", "aten.linalg_vector_norm.default") else 1
-    is_over_all = op.target.endswith((".default",)) and op.target not in (
-        "aten.amax.default", "aten.amin.default", "aten.argmax.default", "aten.argmin.default", "aten.logsumexp.default",
-        "aten.linalg_vector_norm.default",
-    )  # fmt: skip
-    dims = tuple(range(rank)) if is_over_all else dims_of(op, position, "dim", rank)
+    dims = dims_of(op, position, "dim", rank)
     labels = NAMES[:rank]
     reduced = frozenset(labels[dim] for dim in dims if dim < rank)
     if len(op.spec.shape) == rank:

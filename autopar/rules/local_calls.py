@@ -25,23 +25,24 @@ Localizer = Callable[[Op, Strategy, Local], Op]
 """Writes the call of one rank; :func:`localize` sets ``outputs``."""
 
 
-def localize(op: Op, strategy: Strategy, local: Local) -> Op:
+def localize(op: Op, strategy: Strategy, local: Local, layouts: tuple[Layout, ...] = ()) -> Op:
     """Returns the call that one rank makes under ``strategy``.
 
     Args:
         op: the call before the axis is applied; its operands are kept.
         strategy: one of the strategies that a table gave for it.
         local: the local specs of operands and outputs.
+        layouts: the types of its outputs on the axes up to this one, if they are recorded.
 
     Returns:
-        The operator with the strategy's target, literals for local shapes, and ``local.outputs``. The caller sets ``layouts``.
+        The operator with the strategy's target, literals for local shapes, ``local.outputs`` and ``layouts``.
     """
     write = _BY_KERNEL.get(strategy.target) if strategy.target else _BY_LITERAL.get(op.target)
     if write is not None:
         op = write(op, strategy, local)
     elif strategy.target:
         op = replace(op, target=strategy.target)
-    return replace(op, outputs=local.outputs)
+    return replace(op, outputs=local.outputs, layouts=layouts)
 
 
 def _shape_at(position: int, name: str) -> Localizer:
@@ -112,12 +113,11 @@ def _split_experts(op: Op, strategy: Strategy, local: Local) -> Op:
 def _partial_mean(op: Op, strategy: Strategy, local: Local) -> Op:
     """Passes the number of elements of the full tensor. A partial mean that is split again keeps its count."""
     shape = local.operands[0].shape
-    dims = tuple(range(len(shape))) if op.target == "aten.mean.default" else dims_of(op, 1, "dim", len(shape))
-    keepdim = False if op.target == "aten.mean.default" else argument(op, 2, "keepdim", False)
+    dims, keepdim = dims_of(op, 1, "dim", len(shape)), argument(op, 2, "keepdim", False)
     count = prod(shape[dim] for dim in dims) * local.size * local.count_scale
     if count.denominator != 1:
         raise InternalError(f"A mean is over {count} elements, which is no whole number", where=op.name)
-    dtype = argument(op, 1 if op.target == "aten.mean.default" else 3, "dtype")
+    dtype = argument(op, 3, "dtype")
     kwargs: tuple[tuple[str, Argument], ...] = (("dtype", dtype),) if isinstance(dtype, torch.dtype) else ()
     return replace(op, target=strategy.target, args=(op.args[0], dims, keepdim, int(count)), kwargs=kwargs)
 

@@ -144,11 +144,10 @@ def recurrent(op: Op, operands: Specs) -> Pattern:
     The dropout between layers is a separate operator of the graph.
     """
     num_states = 2 if "lstm" in op.target else 1
-    batched = len(operands[0].shape) == 3
-    sample = "b" if batched else ""
-    sequence: Labels = (sample, "", "") if argument(op, 8, "batch_first", False) else ("", sample, "")
-    x: Labels = sequence if batched else ("",) * len(operands[0].shape)
-    state: Labels = ("", sample, "") if batched else ("",) * len(operands[1].shape)
+    if len(operands[0].shape) < 3:
+        return unsplit(op, operands)
+    state = ("", "b", "")
+    x = ("b", "", "") if argument(op, 8, "batch_first", False) else state
     parameters = tuple(("",) * len(spec.shape) for spec in operands[1 + num_states :])
     return Pattern(inputs=(x, *(state,) * num_states, *parameters), outputs=(x, *(state,) * num_states))
 

@@ -14,11 +14,12 @@ from typing import cast
 import torch
 
 from autopar.cost.operators.matmul import PRODUCTS
-from autopar.cost.operators.work_record import FLOAT, Product, Specs, Work, argument, total, with_grad
+from autopar.cost.operators.work_record import FLOAT, Product, Specs, Work, total, with_grad
 from autopar.graph.graph import Op, Ref, TensorSpec
 from autopar.graph.operator_kinds import SAVES_NOTHING, SAVES_OUTPUT, VIEWS
 from autopar.hardware.device import KernelKind
 from autopar.ops.kernels import aten_targets, region_of
+from autopar.rules.moving_patterns import argument
 
 __all__ = ["COLLECTIVES", "LINEAR", "VIEWS", "Product", "Specs", "Work", "operand_specs", "work"]
 
