@@ -192,14 +192,6 @@ _REDUCTIONS = {
     "aten.count_nonzero.dim_IntList": "count",
 }
 """Reductions that can be over a split dim, or that are linear, by target. A mean is over a split dim only as a partial mean."""
-_WHOLE_NAMES = (
-    "amax.default amin.default max.default min.default max.dim min.dim argmax.default argmin.default"
-    " any.default any.dim any.dims all.default all.dim all.dims prod.default prod.dim_int logsumexp.default"
-    " var.correction var.dim std.correction std.dim var_mean.correction median.default norm.ScalarOpt_dim"
-    " linalg_vector_norm.default"
-)
-_WHOLE_REDUCTIONS = tuple(f"aten.{name}" for name in _WHOLE_NAMES.split())
-REDUCTION_TARGETS = (*_REDUCTIONS, *_WHOLE_REDUCTIONS)
 
 
 def reduction(op: Op, operands: Specs) -> Pattern:

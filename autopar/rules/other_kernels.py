@@ -76,9 +76,9 @@ def opaque(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strat
     if axis != BATCH or region.splits is None:
         return
     input_dims, output_dims = region.splits
-    split_dims = [(operands[i].shape[d], d) for i, d in enumerate(input_dims) if d is not None]
-    split_dims += [(spec.shape[d], d) for spec, d in zip(op.outputs, output_dims, strict=True)]
-    if all(length * size.denominator % size.numerator == 0 for length, _ in split_dims):
+    lengths = [operands[i].shape[d] for i, d in enumerate(input_dims) if d is not None]
+    lengths += [spec.shape[d] for spec, d in zip(op.outputs, output_dims, strict=True)]
+    if all(length * size.denominator % size.numerator == 0 for length in lengths):
         state_types = (R,) * (len(operands) - len(input_dims))
         yield Strategy(
             name="split samples",
@@ -166,7 +166,7 @@ def attention_sequence(op: Op, operands: Specs, axis: str, size: Fraction) -> It
     ``ring``: keys and values are split too and go round the ring. Every split dim is in zig-zag order (:mod:`autopar.rules.strategy`).
     """
     rank = len(operands[0].shape)
-    if axis == BATCH or op.target in (GATHERED, RING) or size.denominator != 1:
+    if axis == BATCH:
         return
     rows, sequence = operands[0].shape[-2], S(rank - 2)
     is_causal = bool(argument(op, 5, "is_causal", False))
