@@ -269,7 +269,7 @@ def difference(parts: Sequence[Tensor], kind: Type, dense: Tensor, zigzag: bool 
 def _same_random_numbers() -> Iterator[None]:
     """Makes every rank, and the run of one device, draw the same random numbers."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)  # of the CPU alone: torch.manual_seed asks after every kind of device
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would query every kind of device
         yield
 
 
