@@ -92,11 +92,11 @@ def attention(op: Op, operands: Specs) -> Pattern:
         aligned((*lead, *last), spec.shape)
         for spec, last in zip(operands, (("s", "e"), ("t", "e"), ("t", "f"), ("s", "t")), strict=False)
     ]
-    whole = bool(argument(op, 5, "is_causal", False)) or op.target.startswith("autopar.attention_")
+    keeps_rows = bool(argument(op, 5, "is_causal", False)) or op.target.startswith("autopar.attention_")
     return Pattern(
         inputs=tuple(inputs),
         outputs=(aligned((*lead, "s", "f"), op.spec.shape),),
-        frozen=frozenset(("t", "e", "f", "s") if whole else ("t", "e", "f")),
+        frozen=frozenset(("t", "e", "f", "s") if keeps_rows else ("t", "e", "f")),
         linear=((2,),),
         random=bool(argument(op, 4, "dropout_p", 0.0)),
     )
@@ -202,10 +202,9 @@ def reduction(op: Op, operands: Specs) -> Pattern:
     dims = dims_of(op, position, "dim", rank)
     labels = NAMES[:rank]
     reduced = frozenset(labels[dim] for dim in dims if dim < rank)
-    if len(op.spec.shape) == rank:
-        output_labels: Labels = tuple("" if label in reduced else label for label in labels)
-    else:
-        output_labels = tuple(label for label in labels if label not in reduced)
+    output_labels = tuple("" if label in reduced else label for label in labels)
+    if len(op.spec.shape) < rank:
+        output_labels = tuple(filter(None, output_labels))
     return Pattern(
         inputs=(labels,),
         outputs=(output_labels,) * len(op.outputs),
@@ -217,13 +216,13 @@ def reduction(op: Op, operands: Specs) -> Pattern:
 
 def histogram(op: Op, operands: Specs) -> Pattern:
     """histc(x, bins, min, max): the counts of parts of x add up if the bounds are given."""
-    labels = frozenset(NAMES[: len(operands[0].shape)])
+    labels = NAMES[: len(operands[0].shape)]
     has_bounds = argument(op, 2, "min", 0) != argument(op, 3, "max", 0)
     return Pattern(
-        inputs=(NAMES[: len(operands[0].shape)],),
+        inputs=(labels,),
         outputs=(("",),),
-        contracted=labels if has_bounds else frozenset(),
-        frozen=frozenset() if has_bounds else labels,
+        contracted=frozenset(labels if has_bounds else ()),
+        frozen=frozenset(() if has_bounds else labels),
     )
 
 

@@ -240,7 +240,7 @@ def channel_norm(op: Op, operands: Specs) -> Pattern:
         )
     labels = NAMES[: len(operands[0].shape)]
     samples, channels, space = labels[:1], labels[1:2], labels[2:]
-    whole = {
+    frozen = {
         "aten.batch_norm.default": (),
         "aten.instance_norm.default": space,
         "aten.group_norm.default": (*channels, *space),
@@ -248,7 +248,7 @@ def channel_norm(op: Op, operands: Specs) -> Pattern:
     return Pattern(
         inputs=(labels, *(channels for _ in operands[1:])),
         outputs=(labels, *(channels for _ in op.outputs[1:])),
-        frozen=frozenset(whole),
+        frozen=frozenset(frozen),
     )
 
 

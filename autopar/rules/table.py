@@ -98,8 +98,8 @@ class RuleTable:
 
         Args:
             op: the call. Literals matter; names and layouts do not.
-            operands: the specs of ``op.operands``, in order, before the axis is applied. If none has a gradient, every I is written R,
-                which is the same for them.
+            operands: the specs of ``op.operands``, in order, before the axis is applied. The type of an operand without gradient is never
+                I, as R is the same for it.
             axis: a mesh axis, or ``batch``.
             size: the number that the axis divides a dim by. Only dims that it divides are split.
             fallback: whether an operator without a rule has the strategies ``invariant`` and ``replicate``; otherwise it raises an error.
