@@ -188,15 +188,10 @@ class _Sharding:
             )
         if self.is_zigzag:
             check_strategy(strategy, place)
-        operands = tuple(
-            [
-                self._converted(ref, wanted, op, section)
-                for ref, wanted in zip(op.operands, strategy.inputs, strict=True)
-            ]
-        )
-        outputs = tuple(
-            [self._local(spec, kind, place) for spec, kind in zip(op.outputs, strategy.outputs, strict=True)]
-        )
+        reads = zip(op.operands, strategy.inputs, strict=True)
+        operands = tuple([self._converted(ref, wanted, op, section) for ref, wanted in reads])
+        results = zip(op.outputs, strategy.outputs, strict=True)
+        outputs = tuple([self._local(spec, kind, place) for spec, kind in results])
         local = Local(
             axis=self.axis,
             size=self.typing.size,

@@ -155,10 +155,8 @@ def _is_zigzag_safe(strategy: Strategy, dense: _Dense, size: int) -> bool:
     """Returns whether a strategy is possible beside ring attention, for these shapes."""
     try:
         check_strategy(strategy, "")
-        for x, kind in (
-            *zip(dense.operands, strategy.inputs, strict=True),
-            *zip(dense.outputs, strategy.outputs, strict=True),
-        ):
+        tensors, types = (*dense.operands, *dense.outputs), (*strategy.inputs, *strategy.outputs)
+        for x, kind in zip(tensors, types, strict=True):
             if kind.is_split:
                 check_part(_spec(x), kind, size, "", axis="")
     except RuleError:
