@@ -87,7 +87,6 @@ def attention(op: Op, operands: Specs) -> Pattern:
     """
     rank = len(operands[0].shape)
     lead = ("b", "h") if rank == 4 else tuple(f"b{i}" for i in range(rank - 2))
-
     inputs = [
         aligned((*lead, *last), spec.shape)
         for spec, last in zip(operands, (("s", "e"), ("t", "e"), ("t", "f"), ("s", "t")), strict=False)
@@ -123,8 +122,8 @@ def convolution(op: Op, operands: Specs) -> Pattern:
     window = tuple(f"w{i}" for i in range(num_space))
     kernel = tuple(f"k{i}" for i in range(num_space))
     batch = ("b",) * (len(operands[0].shape) - num_space - 1)
-    input_side, output_side = ("c", "o") if "transpose" in op.target else ("o", "c")
-    inputs: list[Labels] = [(*batch, "c", *window), (input_side, output_side if groups == 1 else "", *kernel)]
+    first_dim, second_dim = ("c", "o") if "transpose" in op.target else ("o", "c")
+    inputs: list[Labels] = [(*batch, "c", *window), (first_dim, second_dim if groups == 1 else "", *kernel)]
     if len(operands) == 3:
         inputs.append(("o",))
     frozen = {*window, *kernel} | (set() if groups == 1 else {"c", "o"})

@@ -33,7 +33,7 @@ _COLLECTIVE_NAMES = "all_reduce all_gather reduce_scatter all_to_all shard keep_
 
 _ZIGZAG_NAMES = "zigzag_shard zigzag_all_gather zigzag_reduce_scatter zigzag_all_to_all"
 COLLECTIVES = frozenset(f"autopar.{name}" for name in (*_COLLECTIVE_NAMES.split(), *_ZIGZAG_NAMES.split()))
-"""Changes of type; see rules/conversions.py."""
+"""Changes of type; see ``rules.local_calls``."""
 
 LINEAR = frozenset(("aten.linear.default", "autopar.linear_t"))
 """Products of activations and weights."""
