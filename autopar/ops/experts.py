@@ -89,7 +89,7 @@ def experts(  # noqa: PLR0913, PLR0917  the arguments of the operator
     return _weighted_sum(_run_experts(rows, ends, None, own_weights), order, weights, hidden)
 
 
-def experts_split(  # noqa: PLR0913, PLR0917  the arguments of the operator, and where it stands
+def experts_split(  # noqa: PLR0913, PLR0917  the arguments of the operator, and its axes
     hidden: Tensor,
     weights: Tensor,
     indices: Tensor,
@@ -123,7 +123,7 @@ def experts_split(  # noqa: PLR0913, PLR0917  the arguments of the operator, and
     return _scattered_sum(rows, choices, weights, hidden)
 
 
-def experts_dispatch(  # noqa: PLR0913, PLR0917  the arguments of the operator, and where it stands
+def experts_dispatch(  # noqa: PLR0913, PLR0917  the arguments of the operator, and its axes
     hidden: Tensor,
     weights: Tensor,
     indices: Tensor,
@@ -155,7 +155,7 @@ def experts_dispatch(  # noqa: PLR0913, PLR0917  the arguments of the operator, 
     return _weighted_sum(rows, order, weights, hidden)
 
 
-def experts_dispatch_split(  # noqa: PLR0913, PLR0917  the arguments of the operator, and where it stands
+def experts_dispatch_split(  # noqa: PLR0913, PLR0917  the arguments of the operator, and its axes
     hidden: Tensor,
     weights: Tensor,
     indices: Tensor,
@@ -278,7 +278,7 @@ def _run_experts(rows: Tensor, ends: Tensor, counts: list[int] | None, weights: 
 
 
 _GROUPED_MAJORS, _FILLS_EMPTY_FROM = (9, 10), 10
-"""The major compute capabilities whose ``_grouped_mm`` is one kernel; the first one that leaves weights without rows unset."""
+"""The major compute capabilities with a grouped kernel; the first one that leaves gradients of experts without rows unset."""
 _GROUPED_ALIGNMENT, _MOST_GROUPS = 8, 1023
 """Elements of bfloat16 in the 16 bytes that the kernel loads at a time; the most groups that it accepts."""
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from autopar.ops.kernels import takes_shapes
 from autopar.ops.plain import wide
 
-Kept: TypeAlias = tuple[Tensor, ...]
-"""What the backward of a kernel needs besides tensors of the block: the state of a generator from which nothing was drawn."""
+RngState: TypeAlias = tuple[Tensor, ...]
+"""The state of a generator, which the backward of the kernels for GPUs requires, although nothing was drawn from it."""
 
 
 _FIRST_MAJOR = 8
@@ -56,8 +56,8 @@ def rows_after(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float) 
     return out
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool) -> tuple[Tensor, Tensor, Kept]:
-    """Returns the output, the log-sum-exp, and what backward needs besides.
+def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool) -> tuple[Tensor, Tensor, RngState]:
+    """Returns the output, the log-sum-exp, and the state of a generator that :func:`backward` requires.
 
     Args:
         q, k, v: one block.
@@ -84,7 +84,7 @@ def backward(  # noqa: PLR0913  what the kernels take
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    kept: Kept,
+    rng_state: RngState,
     scale: float,
     *,
     is_causal: bool,
@@ -108,7 +108,7 @@ def backward(  # noqa: PLR0913  what the kernels take
             k.shape[-2],
             0.0,
             is_causal,
-            *kept,
+            *rng_state,
             scale=scale,
         )
     dq, dk, dv = gradients
@@ -139,25 +139,25 @@ class RowsAfter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         ctx.scale, first = scale, key.shape[-2] - query.shape[-2]
-        out, lse, kept = forward(query, key[..., first:, :], value[..., first:, :], scale, is_causal=True)
+        out, lse, rng_state = forward(query, key[..., first:, :], value[..., first:, :], scale, is_causal=True)
         if first:
             part, block_lse, _ = forward(query, key[..., :first, :], value[..., :first, :], scale, is_causal=False)
             merged, lse = wide(out), lse.clone()
             merge(merged, lse, part, block_lse)
             out = merged.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, lse, *kept)
+        ctx.save_for_backward(query, key, value, out, lse, *rng_state)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        query, key, value, out, lse, *kept = ctx.saved_tensors
+        query, key, value, out, lse, *rng_state = ctx.saved_tensors
         first = key.shape[-2] - query.shape[-2]
         blocks = [(slice(first, None), True)] + ([(slice(0, first), False)] if first else [])
         dq, dk, dv = torch.zeros_like(wide(query)), torch.empty_like(key), torch.empty_like(value)
         for part, is_causal in blocks:
             block = (key[..., part, :], value[..., part, :])
             gq, dk[..., part, :], dv[..., part, :] = backward(
-                gradients[0], query, *block, out, lse, tuple(kept), ctx.scale, is_causal=is_causal
+                gradients[0], query, *block, out, lse, tuple(rng_state), ctx.scale, is_causal=is_causal
             )
             dq.add_(gq)
         return dq.to(query.dtype), dk, dv, None

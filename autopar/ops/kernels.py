@@ -191,12 +191,11 @@ class Form:
         if activation not in _ACTIVATIONS:
             raise UsageError.unknown("activation", activation, ACTIVATIONS)
         values: dict[str, Any] = {}
+        names = [f.name for f in fields(cls)[1:]]
         for option in options:
             name, _, value = option.partition("=")
-            if name not in {f.name for f in fields(cls)[1:]}:
-                raise UsageError.unknown(
-                    f"option of the activation {activation}", name, [f.name for f in fields(cls)[1:]]
-                )
+            if name not in names:
+                raise UsageError.unknown(f"option of the activation {activation}", name, names)
             try:
                 values[name] = float(value) if value else True
             except ValueError:

@@ -39,7 +39,7 @@ def deep_copy(module: Copied, memo: dict[int, Any] | None = None) -> Copied:
     """
     memo = {} if memo is None else memo
     copied_functions: list[tuple[types.FunctionType, tuple[types.CellType, ...]]] = []
-    for function in {id(f): f for inner in module.modules() for f in _functions(vars(inner))}.values():
+    for function in _functions([vars(inner) for inner in module.modules()]):
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
         copied = types.FunctionType(
             function.__code__, function.__globals__, function.__name__, function.__defaults__, cells

@@ -51,7 +51,7 @@ def unknown(shape: Sequence[int], *operands: Tensor | None) -> Tensor:
 
     Args:
         shape: the shape of the result.
-        operands: the operands that have a gradient; the first one gives the dtype.
+        operands: the operands that may have a gradient; the first one has the dtype of the result.
     """
     return cast("Tensor", _Unknown.apply(shape, *operands))  # type: ignore[no-untyped-call]
 

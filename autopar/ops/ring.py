@@ -116,7 +116,7 @@ class FlashRing(torch.autograd.Function):
         for owner, block in work.rounds(pair):
             k, v = _views(block, key, value)
             if owner == work.rank:
-                part, lse, kept = flash.forward(query, k, v, work.scale, is_causal=work.is_causal)
+                part, lse, rng_state = flash.forward(query, k, v, work.scale, is_causal=work.is_causal)
                 out, lse = wide(part), lse.clone()
                 continue
             rows, cols = work.visible(owner, num_rows, k.shape[-2])
@@ -126,12 +126,12 @@ class FlashRing(torch.autograd.Function):
             flash.merge(out[..., rows, :], lse[..., rows], part, block_lse)
         result = out.to(query.dtype)
         ctx.work = work
-        ctx.save_for_backward(query, key, value, result, lse, *kept)
+        ctx.save_for_backward(query, key, value, result, lse, *rng_state)
         return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        query, key, value, result, lse, *kept = ctx.saved_tensors
+        query, key, value, result, lse, *rng_state = ctx.saved_tensors
         work: RingWork = ctx.work
         grad, num_rows = gradients[0], query.shape[-2]
         pair = torch.cat([key.reshape(-1), value.reshape(-1)])
@@ -142,7 +142,7 @@ class FlashRing(torch.autograd.Function):
             rows, cols = work.visible(owner, num_rows, k.shape[-2])
             gradient = flash.backward(
                 grad[..., rows, :], query[..., rows, :], k[..., cols, :], v[..., cols, :], result[..., rows, :], lse[..., rows],
-                tuple(kept), work.scale, is_causal=work.is_causal and owner == work.rank,
+                tuple(rng_state), work.scale, is_causal=work.is_causal and owner == work.rank,
             )  # fmt: skip
             dk, dv = _views(dpair, key, value)
             for total, part in zip((dq[..., rows, :], dk[..., cols, :], dv[..., cols, :]), gradient, strict=True):

@@ -40,7 +40,7 @@ class Task:
         optimizer: the optimizer's name.
         pins: the user's pins; those that the graph has from modules of the model are added by :func:`checked`.
         space: the choices to try.
-        cache_dir: where rules found by execution are kept; None: the user's cache directory.
+        cache_dir: the folder that keeps rules found by execution; None keeps nothing.
         opaque: the modules that the user named opaque, for the plan's record.
         sampler_seed: the seed of the space's sampler.
     """

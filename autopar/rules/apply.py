@@ -188,15 +188,10 @@ class _Sharding:
             )
         if self.is_zigzag:
             check_strategy(strategy, place)
-        operands = tuple(
-            [
-                self._converted(ref, wanted, op, section)
-                for ref, wanted in zip(op.operands, strategy.inputs, strict=True)
-            ]
-        )
-        outputs = tuple(
-            [self._local(spec, kind, place) for spec, kind in zip(op.outputs, strategy.outputs, strict=True)]
-        )
+        reads = zip(op.operands, strategy.inputs, strict=True)
+        operands = tuple([self._converted(ref, wanted, op, section) for ref, wanted in reads])
+        results = zip(op.outputs, strategy.outputs, strict=True)
+        outputs = tuple([self._local(spec, kind, place) for spec, kind in results])
         local = Local(
             axis=self.axis,
             size=self.typing.size,
@@ -208,7 +203,7 @@ class _Sharding:
         layouts: tuple[Layout, ...] = tuple(
             [(*layout, (self.axis, kind)) for layout, kind in zip(earlier_layouts, strategy.outputs, strict=True)]
         )
-        section.ops.append(replace(localize(op.with_operands(operands), strategy, local), layouts=layouts))
+        section.ops.append(localize(op.with_operands(operands), strategy, local, layouts))
         for i, (kind, spec) in enumerate(zip(strategy.outputs, outputs, strict=True)):
             ref = Ref(op.name, i)
             self.types[ref], self.specs[ref] = kind, spec
@@ -256,7 +251,7 @@ class _Sharding:
         current = self.types[ref]
         if self.whole:
             return ref
-        same = conversion(current, wanted, requires_grad=self.specs[ref].requires_grad) == UNCHANGED
+        same = conversion(current, wanted, requires_grad=self.specs[ref].requires_grad) is UNCHANGED
         if self.is_batch and not self.samples.crosses(ref, current, wanted, same=same):
             self.samples.check(ref, current, wanted, op, same=same)
             return ref
@@ -309,7 +304,7 @@ class _Sharding:
         origin = origin or ref
         current, spec = self.types[ref], self.specs[ref]
         change = conversion(current, wanted, requires_grad=spec.requires_grad)
-        if change in (None, UNCHANGED):
+        if change is None or change is UNCHANGED:
             raise InternalError(
                 f"On axis {self.axis} the tensor {ref} of type {current} cannot become {wanted}", where=place
             )

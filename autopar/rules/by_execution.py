@@ -155,10 +155,8 @@ def _is_zigzag_safe(strategy: Strategy, dense: _Dense, size: int) -> bool:
     """Returns whether a strategy is possible beside ring attention, for these shapes."""
     try:
         check_strategy(strategy, "")
-        for x, kind in (
-            *zip(dense.operands, strategy.inputs, strict=True),
-            *zip(dense.outputs, strategy.outputs, strict=True),
-        ):
+        tensors, types = (*dense.operands, *dense.outputs), (*strategy.inputs, *strategy.outputs)
+        for x, kind in zip(tensors, types, strict=True):
             if kind.is_split:
                 check_part(_spec(x), kind, size, "", axis="")
     except RuleError:
@@ -269,7 +267,7 @@ def difference(parts: Sequence[Tensor], kind: Type, dense: Tensor, zigzag: bool 
 def _same_random_numbers() -> Iterator[None]:
     """Makes every rank, and the run of one device, draw the same random numbers."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)  # of the CPU alone: torch.manual_seed asks after every kind of device
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would query every kind of device
         yield
 
 

@@ -87,16 +87,15 @@ def attention(op: Op, operands: Specs) -> Pattern:
     """
     rank = len(operands[0].shape)
     lead = ("b", "h") if rank == 4 else tuple(f"b{i}" for i in range(rank - 2))
-
     inputs = [
         aligned((*lead, *last), spec.shape)
         for spec, last in zip(operands, (("s", "e"), ("t", "e"), ("t", "f"), ("s", "t")), strict=False)
     ]
-    whole = bool(argument(op, 5, "is_causal", False)) or op.target.startswith("autopar.attention_")
+    keeps_rows = bool(argument(op, 5, "is_causal", False)) or op.target.startswith("autopar.attention_")
     return Pattern(
         inputs=tuple(inputs),
         outputs=(aligned((*lead, "s", "f"), op.spec.shape),),
-        frozen=frozenset(("t", "e", "f", "s") if whole else ("t", "e", "f")),
+        frozen=frozenset(("t", "e", "f", "s") if keeps_rows else ("t", "e", "f")),
         linear=((2,),),
         random=bool(argument(op, 4, "dropout_p", 0.0)),
     )
@@ -123,8 +122,8 @@ def convolution(op: Op, operands: Specs) -> Pattern:
     window = tuple(f"w{i}" for i in range(num_space))
     kernel = tuple(f"k{i}" for i in range(num_space))
     batch = ("b",) * (len(operands[0].shape) - num_space - 1)
-    input_side, output_side = ("c", "o") if "transpose" in op.target else ("o", "c")
-    inputs: list[Labels] = [(*batch, "c", *window), (input_side, output_side if groups == 1 else "", *kernel)]
+    first_dim, second_dim = ("c", "o") if "transpose" in op.target else ("o", "c")
+    inputs: list[Labels] = [(*batch, "c", *window), (first_dim, second_dim if groups == 1 else "", *kernel)]
     if len(operands) == 3:
         inputs.append(("o",))
     frozen = {*window, *kernel} | (set() if groups == 1 else {"c", "o"})
@@ -192,14 +191,6 @@ _REDUCTIONS = {
     "aten.count_nonzero.dim_IntList": "count",
 }
 """Reductions that can be over a split dim, or that are linear, by target. A mean is over a split dim only as a partial mean."""
-_WHOLE_NAMES = (
-    "amax.default amin.default max.default min.default max.dim min.dim argmax.default argmin.default"
-    " any.default any.dim any.dims all.default all.dim all.dims prod.default prod.dim_int logsumexp.default"
-    " var.correction var.dim std.correction std.dim var_mean.correction median.default norm.ScalarOpt_dim"
-    " linalg_vector_norm.default"
-)
-_WHOLE_REDUCTIONS = tuple(f"aten.{name}" for name in _WHOLE_NAMES.split())
-REDUCTION_TARGETS = (*_REDUCTIONS, *_WHOLE_REDUCTIONS)
 
 
 def reduction(op: Op, operands: Specs) -> Pattern:
@@ -207,17 +198,12 @@ def reduction(op: Op, operands: Specs) -> Pattern:
     kind = _REDUCTIONS.get(op.target, "")
     rank = len(operands[0].shape)
     position = 2 if op.target in ("aten.norm.ScalarOpt_dim", "aten.linalg_vector_norm.default") else 1
-    is_over_all = op.target.endswith((".default",)) and op.target not in (
-        "aten.amax.default", "aten.amin.default", "aten.argmax.default", "aten.argmin.default", "aten.logsumexp.default",
-        "aten.linalg_vector_norm.default",
-    )  # fmt: skip
-    dims = tuple(range(rank)) if is_over_all else dims_of(op, position, "dim", rank)
+    dims = dims_of(op, position, "dim", rank)
     labels = NAMES[:rank]
     reduced = frozenset(labels[dim] for dim in dims if dim < rank)
-    if len(op.spec.shape) == rank:
-        output_labels: Labels = tuple("" if label in reduced else label for label in labels)
-    else:
-        output_labels = tuple(label for label in labels if label not in reduced)
+    output_labels = tuple("" if label in reduced else label for label in labels)
+    if len(op.spec.shape) < rank:
+        output_labels = tuple(filter(None, output_labels))
     return Pattern(
         inputs=(labels,),
         outputs=(output_labels,) * len(op.outputs),
@@ -229,13 +215,13 @@ def reduction(op: Op, operands: Specs) -> Pattern:
 
 def histogram(op: Op, operands: Specs) -> Pattern:
     """histc(x, bins, min, max): the counts of parts of x add up if the bounds are given."""
-    labels = frozenset(NAMES[: len(operands[0].shape)])
+    labels = NAMES[: len(operands[0].shape)]
     has_bounds = argument(op, 2, "min", 0) != argument(op, 3, "max", 0)
     return Pattern(
-        inputs=(NAMES[: len(operands[0].shape)],),
+        inputs=(labels,),
         outputs=(("",),),
-        contracted=labels if has_bounds else frozenset(),
-        frozen=frozenset() if has_bounds else labels,
+        contracted=frozenset(labels if has_bounds else ()),
+        frozen=frozenset(() if has_bounds else labels),
     )
 
 

@@ -22,26 +22,24 @@ from autopar.rules.moving_patterns import argument, dims_of
 from autopar.rules.strategy import AXIS_AT, COUNT_AT, GATHERED, RING, Local, Strategy
 
 Localizer = Callable[[Op, Strategy, Local], Op]
-"""Writes the call of one rank; :func:`localize` sets ``outputs``."""
+"""Writes the arguments of one rank's call; :func:`localize` sets the target of the strategy and ``outputs``."""
 
 
-def localize(op: Op, strategy: Strategy, local: Local) -> Op:
+def localize(op: Op, strategy: Strategy, local: Local, layouts: tuple[Layout, ...] = ()) -> Op:
     """Returns the call that one rank makes under ``strategy``.
 
     Args:
         op: the call before the axis is applied; its operands are kept.
         strategy: one of the strategies that a table gave for it.
         local: the local specs of operands and outputs.
+        layouts: the types of its outputs on the axes up to this one, if they are recorded.
 
     Returns:
-        The operator with the strategy's target, literals for local shapes, and ``local.outputs``. The caller sets ``layouts``.
+        The operator with the strategy's target, literals for local shapes, ``local.outputs`` and ``layouts``.
     """
     write = _BY_KERNEL.get(strategy.target) if strategy.target else _BY_LITERAL.get(op.target)
-    if write is not None:
-        op = write(op, strategy, local)
-    elif strategy.target:
-        op = replace(op, target=strategy.target)
-    return replace(op, outputs=local.outputs)
+    call = op if write is None else write(op, strategy, local)
+    return replace(call, target=strategy.target or call.target, outputs=local.outputs, layouts=layouts)
 
 
 def _shape_at(position: int, name: str) -> Localizer:
@@ -73,20 +71,19 @@ def _as_view(op: Op, strategy: Strategy, local: Local) -> Op:
 def _embedding_vocabulary(op: Op, strategy: Strategy, local: Local) -> Op:
     """Passes the axis over which the rows of the table are split."""
     padding = argument(op, 2, "padding_idx", -1)
-    return replace(op, target=strategy.target, args=(op.args[0], op.args[1], local.axis, padding), kwargs=())
+    return replace(op, args=(op.args[0], op.args[1], local.axis, padding), kwargs=())
 
 
 def _bag_vocabulary(op: Op, strategy: Strategy, local: Local) -> Op:
     """Passes the axis over which the rows of the table are split."""
     weight, ids, weights, mode, padding = op.args[:5]
-    return replace(op, target=strategy.target, args=(weight, ids, local.axis, weights, mode, padding), kwargs=())
+    return replace(op, args=(weight, ids, local.axis, weights, mode, padding), kwargs=())
 
 
 def _cross_entropy_vocabulary(op: Op, strategy: Strategy, local: Local) -> Op:
     """Passes the axis over which the classes are split."""
     ignore, smoothing = argument(op, 2, "ignore_index", -100), argument(op, 3, "label_smoothing", 0.0)
-    args = (op.args[0], op.args[1], local.axis, ignore, smoothing, *op.args[4:])
-    return replace(op, target=strategy.target, args=args, kwargs=())
+    return replace(op, args=(op.args[0], op.args[1], local.axis, ignore, smoothing, *op.args[4:]), kwargs=())
 
 
 def _split_experts(op: Op, strategy: Strategy, local: Local) -> Op:
@@ -95,42 +92,37 @@ def _split_experts(op: Op, strategy: Strategy, local: Local) -> Op:
     Experts that an earlier axis split over data ranks (``experts_dispatch``) are split again: their tokens travel over both axes at once
     (:data:`autopar.plan.mesh.EXPERT_AXIS`), or over the earlier one only.
     """
-    if op.target == "autopar.experts_dispatch":  # over data ranks: tokens travel over both axes, or over these alone
-        is_joined = strategy.target == op.target
-        args = (
-            (*op.args[:AXIS_AT], EXPERT_AXIS, op.args[COUNT_AT])
-            if is_joined
-            else (*op.args, local.axis, int(local.size))
-        )
-        return replace(op, target=strategy.target, args=args, kwargs=())
-    down = local.operands[-1]
-    num_experts = down.shape[0] * local.size
-    args = (*op.args[:AXIS_AT], local.axis, int(num_experts))
-    return replace(op, target=strategy.target, args=args, kwargs=())
+    tail: tuple[Argument, ...]
+    if op.target != "autopar.experts_dispatch":
+        tail = (local.axis, int(local.operands[-1].shape[0] * local.size))
+    elif strategy.target == op.target:  # over both axes
+        tail = (EXPERT_AXIS, op.args[COUNT_AT])
+    else:
+        tail = (*op.args[AXIS_AT:], local.axis, int(local.size))
+    return replace(op, args=(*op.args[:AXIS_AT], *tail), kwargs=())
 
 
 def _partial_mean(op: Op, strategy: Strategy, local: Local) -> Op:
     """Passes the number of elements of the full tensor. A partial mean that is split again keeps its count."""
     shape = local.operands[0].shape
-    dims = tuple(range(len(shape))) if op.target == "aten.mean.default" else dims_of(op, 1, "dim", len(shape))
-    keepdim = False if op.target == "aten.mean.default" else argument(op, 2, "keepdim", False)
+    dims, keepdim = dims_of(op, 1, "dim", len(shape)), argument(op, 2, "keepdim", False)
     count = prod(shape[dim] for dim in dims) * local.size * local.count_scale
     if count.denominator != 1:
         raise InternalError(f"A mean is over {count} elements, which is no whole number", where=op.name)
-    dtype = argument(op, 1 if op.target == "aten.mean.default" else 3, "dtype")
+    dtype = argument(op, 3, "dtype")
     kwargs: tuple[tuple[str, Argument], ...] = (("dtype", dtype),) if isinstance(dtype, torch.dtype) else ()
-    return replace(op, target=strategy.target, args=(op.args[0], dims, keepdim, int(count)), kwargs=kwargs)
+    return replace(op, args=(op.args[0], dims, keepdim, int(count)), kwargs=kwargs)
 
 
 def _attention(op: Op, strategy: Strategy, local: Local) -> Op:
     """Passes the axis over which the sequence is split, and the number of its ranks to a ring."""
     ranks: tuple[tuple[str, Argument], ...] = (("ranks", int(local.size)),) if strategy.target == RING else ()
-    return replace(op, target=strategy.target, kwargs=(*op.kwargs, ("axis", local.axis), *ranks))
+    return replace(op, kwargs=(*op.kwargs, ("axis", local.axis), *ranks))
 
 
 def _batch_norm(op: Op, strategy: Strategy, local: Local) -> Op:
     """Passes the axes whose ranks share the statistics. On axis ``batch`` these are both data axes."""
-    axes = DATA_AXES if local.axis == "batch" else (local.axis,)
+    axes = DATA_AXES if local.axis == BATCH else (local.axis,)
     return replace(op, args=(*op.args, *axes))
 
 

@@ -20,7 +20,9 @@ from autopar.plan.mesh import S
 from autopar.rules.local_calls import part_of
 
 AXIS = "ep_data"
+"""The axis of the data ranks that experts are spread over."""
 EXPERTS = "autopar.experts"
+"""The operator of a mixture of experts."""
 DISPATCH = "dispatch"
 """The name of the strategy of a mixture whose experts are spread."""
 SAMPLES = "samples"

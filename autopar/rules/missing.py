@@ -391,7 +391,7 @@ class _RuleFile:
             try:
                 self.lines = {str(key): str(line) for key, line in json.loads(self.path.read_text()).items()}
             except (json.JSONDecodeError, AttributeError):
-                self.lines = {}  # a file cut short: everything is found again
+                self.lines = {}  # an incomplete file: all rules are searched for again
         self.saved = dict(self.lines)
 
     def save(self) -> None:

@@ -47,7 +47,7 @@ def dims_of(op: Op, position: int, name: str, rank: int, default: Argument = Non
     return tuple(cast("int", dim) % max(rank, 1) for dim in dims)
 
 
-def same_dims(op: Op, operands: Specs, whole: Iterable[int] = (), *, linear: bool = True) -> Pattern:
+def same_dims(op: Op, operands: Specs, frozen: Iterable[int] = (), *, linear: bool = True) -> Pattern:
     """Returns the pattern of a call whose operands and outputs all have the same dims.
 
     Without further arguments it is that of ``autopar.total``, and of pixel_shuffle and pixel_unshuffle, where a label is the outermost part
@@ -56,14 +56,14 @@ def same_dims(op: Op, operands: Specs, whole: Iterable[int] = (), *, linear: boo
     Args:
         op: the call.
         operands: its operands, all of one rank.
-        whole: the dims that cannot be split.
+        frozen: the dims that cannot be split.
         linear: whether the operator is jointly linear in all operands.
     """
     labels = NAMES[: len(operands[0].shape)]
     return Pattern(
         inputs=(labels,) * len(operands),
         outputs=(labels,) * len(op.outputs),
-        frozen=frozenset(labels[dim] for dim in whole),
+        frozen=frozenset(labels[dim] for dim in frozen),
         linear=(tuple(range(len(operands))),) if linear else (),
     )
 
@@ -106,21 +106,18 @@ def permute(op: Op, operands: Specs) -> Pattern:
     return Pattern(inputs=(NAMES[:rank],), outputs=(tuple(NAMES[i] for i in order),), linear=((0,),))
 
 
-def expand(op: Op, operands: Specs) -> Pattern:
-    """Expand: a new or enlarged dim is split in the output only, as every rank makes its part of the copies."""
-    before, after = operands[0].shape, op.spec.shape
-    num_new = len(after) - len(before)
-    results = tuple(f"e{j}" if j < num_new or before[j - num_new] != after[j] else NAMES[j] for j in range(len(after)))
-    labels = tuple("" if results[num_new + i].startswith("e") else NAMES[num_new + i] for i in range(len(before)))
-    return Pattern(inputs=(labels,), outputs=(results,), linear=((0,),))
-
-
 def repeat(op: Op, operands: Specs) -> Pattern:
     """Repeat: only dims that are repeated once are split."""
     before, after = operands[0].shape, op.spec.shape
     num_new = len(after) - len(before)
     results = tuple("" if j < num_new or before[j - num_new] != after[j] else NAMES[j] for j in range(len(after)))
     return Pattern(inputs=(results[num_new:],), outputs=(results,), linear=((0,),))
+
+
+def expand(op: Op, operands: Specs) -> Pattern:
+    """Expand: a new or enlarged dim is split in the output only, as every rank makes its part of the copies."""
+    pattern = repeat(op, operands)
+    return replace(pattern, outputs=(tuple(label or f"e{j}" for j, label in enumerate(pattern.outputs[0])),))
 
 
 def one_hot(op: Op, operands: Specs) -> Pattern:
@@ -144,11 +141,10 @@ def recurrent(op: Op, operands: Specs) -> Pattern:
     The dropout between layers is a separate operator of the graph.
     """
     num_states = 2 if "lstm" in op.target else 1
-    batched = len(operands[0].shape) == 3
-    sample = "b" if batched else ""
-    sequence: Labels = (sample, "", "") if argument(op, 8, "batch_first", False) else ("", sample, "")
-    x: Labels = sequence if batched else ("",) * len(operands[0].shape)
-    state: Labels = ("", sample, "") if batched else ("",) * len(operands[1].shape)
+    if len(operands[0].shape) < 3:
+        return unsplit(op, operands)
+    state = ("", "b", "")
+    x = ("b", "", "") if argument(op, 8, "batch_first", False) else state
     parameters = tuple(("",) * len(spec.shape) for spec in operands[1 + num_states :])
     return Pattern(inputs=(x, *(state,) * num_states, *parameters), outputs=(x, *(state,) * num_states))
 
@@ -162,21 +158,18 @@ def take(op: Op, operands: Specs) -> Pattern:
     dim = integer(op, 1, "dim") % len(before)
     if before == after:
         return same_dims(op, operands)
-    kept = same_dims(op, operands, (dim,))
-    labels = kept.inputs[0]
-    return kept if len(after) == len(before) else replace(kept, outputs=(labels[:dim] + labels[dim + 1 :],))
+    pattern = same_dims(op, operands, (dim,))
+    labels = pattern.inputs[0]
+    return pattern if len(after) == len(before) else replace(pattern, outputs=(labels[:dim] + labels[dim + 1 :],))
 
 
 def divide(op: Op, operands: Specs) -> Pattern:
     """split, split_with_sizes, chunk, unbind: several outputs along a dim that is not split."""
-    rank = len(operands[0].shape)
     unbind = op.target.startswith("aten.unbind")
-    dim = (integer(op, 1, "dim") if unbind else integer(op, 2, "dim")) % rank
-    labels = NAMES[:rank]
-    results = labels[:dim] + labels[dim + 1 :] if unbind else labels
-    return Pattern(
-        inputs=(labels,), outputs=(results,) * len(op.outputs), frozen=frozenset((labels[dim],)), linear=((0,),)
-    )
+    dim = integer(op, 1 if unbind else 2, "dim") % len(operands[0].shape)
+    pattern = same_dims(op, operands, (dim,))
+    labels = pattern.inputs[0]
+    return replace(pattern, outputs=(labels[:dim] + labels[dim + 1 :],) * len(op.outputs)) if unbind else pattern
 
 
 def cat(op: Op, operands: Specs) -> Pattern:
@@ -200,14 +193,10 @@ def cat(op: Op, operands: Specs) -> Pattern:
 
 def stack(op: Op, operands: Specs) -> Pattern:
     """Stack: the new dim is not split."""
-    rank = len(op.spec.shape)
-    dim = integer(op, 1, "dim") % rank
-    labels = NAMES[: rank - 1]
-    return Pattern(
-        inputs=(labels,) * len(operands),
-        outputs=((*labels[:dim], "", *labels[dim:]),),
-        linear=(tuple(range(len(operands))),),
-    )
+    dim = integer(op, 1, "dim") % len(op.spec.shape)
+    pattern = same_dims(op, operands)
+    labels = pattern.inputs[0]
+    return replace(pattern, outputs=((*labels[:dim], "", *labels[dim:]),))
 
 
 def paste(op: Op, operands: Specs) -> Pattern:
@@ -235,7 +224,7 @@ def pad(op: Op, operands: Specs) -> Pattern:
     return same_dims(op, operands, padded, linear=linear or not value)
 
 
-# --- dims that must stay whole -------------------------------------------------------------------
+# --- dims that are not split ----------------------------------------------------------------------
 
 _LINEAR = aten_targets("cumsum.default flip.default roll.default diff.default fft_fftn.default fft_ifftn.default")
 _WHOLE_DIM: dict[str, tuple[int, str, int | None]] = {
@@ -337,13 +326,13 @@ def scatter(op: Op, operands: Specs) -> Pattern:
 def scatter_sum(op: Op, operands: Specs) -> Pattern:
     """``autopar.scatter_sum``: ``dim`` of index and source is contracted, as their elements are added up."""
     shape, dim = op.spec.shape, integer(op, 2, "dim")
-    kept = tuple(
+    labels = tuple(
         "" if i == dim or any(s.shape[i] != shape[i] for s in operands) else NAMES[i] for i in range(len(shape))
     )
     same = operands[0].shape == operands[1].shape
-    inputs = tuple(NAMES[i] if i == dim and same else label for i, label in enumerate(kept))
+    inputs = tuple(NAMES[i] if i == dim and same else label for i, label in enumerate(labels))
     return Pattern(
-        inputs=(inputs,) * 2, outputs=(kept,), contracted=frozenset((NAMES[dim],) if same else ()), linear=((1,),)
+        inputs=(inputs,) * 2, outputs=(labels,), contracted=frozenset((NAMES[dim],) if same else ()), linear=((1,),)
     )
 
 

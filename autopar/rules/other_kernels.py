@@ -14,7 +14,7 @@ from fractions import Fraction
 from autopar.errors import RuleError
 from autopar.graph.graph import Op
 from autopar.ops.kernels import Form, region_of
-from autopar.plan.mesh import I, P, R, S
+from autopar.plan.mesh import I, P, R, S, Type
 from autopar.rules.computing_patterns import reduction
 from autopar.rules.grammar import Pattern, divides, invariant, pattern_of, replicate
 from autopar.rules.local_calls import BATCH
@@ -30,36 +30,27 @@ EXPERT_TARGETS = frozenset(("autopar.experts_split", "autopar.experts_dispatch",
 
 def embedding_vocabulary(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
     """embedding(weight, ids) with split rows: ids of other ranks give zeros, and the sum is pending."""
-    if axis == BATCH or not divides(operands[0].shape[0], size):
-        return
-    if argument(op, 3, "scale_grad_by_freq", False) or argument(op, 4, "sparse", False):
-        return
-    yield Strategy(
-        name="vocabulary", inputs=(S(0), R), outputs=(P,), work=1 / size, target="autopar.embedding_vocabulary"
-    )
+    if not (argument(op, 3, "scale_grad_by_freq", False) or argument(op, 4, "sparse", False)):
+        yield from _vocabulary("autopar.embedding_vocabulary", operands, 0, P, axis, size)
 
 
 def bag_vocabulary(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
     """embedding_bag(weight, ids, weights) with split rows: ids of other ranks do not count, and the sum is pending."""
-    if axis == BATCH or not divides(operands[0].shape[0], size) or op.args[3] == "max" or op.args[5]:
-        return
-    other_types = (R,) * (len(operands) - 1)
-    target = "autopar.embedding_bag_vocabulary"
-    yield Strategy(name="vocabulary", inputs=(S(0), *other_types), outputs=(P,), work=1 / size, target=target)
+    if op.args[3] != "max" and not op.args[5]:
+        yield from _vocabulary("autopar.embedding_bag_vocabulary", operands, 0, P, axis, size)
 
 
 def cross_entropy_vocabulary(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
     """cross_entropy_sum(logits, target) with split classes: the vocabulary-parallel loss of Megatron."""
-    shape = operands[0].shape
-    if axis == BATCH or not divides(shape[-1], size):
-        return
-    yield Strategy(
-        name="vocabulary",
-        inputs=(S(len(shape) - 1), R),
-        outputs=(I if op.spec.requires_grad else R,),
-        work=1 / size,
-        target="autopar.cross_entropy_vocabulary",
-    )
+    classes, loss = len(operands[0].shape) - 1, I if op.spec.requires_grad else R
+    yield from _vocabulary("autopar.cross_entropy_vocabulary", operands, classes, loss, axis, size)
+
+
+def _vocabulary(target: str, operands: Specs, dim: int, output: Type, axis: str, size: Fraction) -> Iterator[Strategy]:
+    """The strategy that splits the vocabulary, which is ``dim`` of the first operand, and calls ``target``."""
+    if axis != BATCH and divides(operands[0].shape[dim], size):
+        inputs = (S(dim), *(R for _ in operands[1:]))
+        yield Strategy(name="vocabulary", inputs=inputs, outputs=(output,), work=1 / size, target=target)
 
 
 def opaque(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
@@ -76,9 +67,9 @@ def opaque(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strat
     if axis != BATCH or region.splits is None:
         return
     input_dims, output_dims = region.splits
-    split_dims = [(operands[i].shape[d], d) for i, d in enumerate(input_dims) if d is not None]
-    split_dims += [(spec.shape[d], d) for spec, d in zip(op.outputs, output_dims, strict=True)]
-    if all(length * size.denominator % size.numerator == 0 for length, _ in split_dims):
+    lengths = [operands[i].shape[d] for i, d in enumerate(input_dims) if d is not None]
+    lengths += [spec.shape[d] for spec, d in zip(op.outputs, output_dims, strict=True)]
+    if all(length * size.denominator % size.numerator == 0 for length in lengths):
         state_types = (R,) * (len(operands) - len(input_dims))
         yield Strategy(
             name="split samples",
@@ -166,38 +157,27 @@ def attention_sequence(op: Op, operands: Specs, axis: str, size: Fraction) -> It
     ``ring``: keys and values are split too and go round the ring. Every split dim is in zig-zag order (:mod:`autopar.rules.strategy`).
     """
     rank = len(operands[0].shape)
-    if axis == BATCH or op.target in (GATHERED, RING) or size.denominator != 1:
+    if axis == BATCH:
         return
     rows, sequence = operands[0].shape[-2], S(rank - 2)
     is_causal = bool(argument(op, 5, "is_causal", False))
     if not divides(rows, size) or (is_causal and operands[1].shape[-2] != rows):
         return
     is_random = bool(argument(op, 4, "dropout_p", 0.0))
+
+    def strategy(name: str, target: str, keys: Type, *masks: Type) -> Strategy:
+        inputs = (sequence, keys, keys, *masks)
+        return Strategy(name=name, inputs=inputs, outputs=(sequence,), work=1 / size, target=target, random=is_random)
+
     if is_causal:
-        yield Strategy(
-            name="gather",
-            inputs=(sequence, R, R),
-            outputs=(sequence,),
-            work=1 / size,
-            target=GATHERED,
-            random=is_random,
-        )
-    columns, ranks = operands[1].shape[-2], size.numerator
-    if axis != SEQUENCE_AXIS or rank != 4:
-        return
-    if rows % (2 * ranks) or columns % (2 * ranks):
+        yield strategy("gather", GATHERED, R)
+    columns, chunks = operands[1].shape[-2], 2 * size.numerator
+    if axis != SEQUENCE_AXIS or rank != 4 or rows % chunks or columns % chunks:
         return
     if any(not m.shape or m.shape[-1] != columns for m in operands[3:]):
         return
-    mask_types = tuple(S(len(m.shape) - 2) if len(m.shape) > 1 and m.shape[-2] == rows else R for m in operands[3:])
-    yield Strategy(
-        name="ring",
-        inputs=(sequence, sequence, sequence, *mask_types),
-        outputs=(sequence,),
-        work=1 / size,
-        target=RING,
-        random=is_random,
-    )
+    masks = (S(len(m.shape) - 2) if len(m.shape) > 1 and m.shape[-2] == rows else R for m in operands[3:])
+    yield strategy("ring", RING, sequence, *masks)
 
 
 _POOLS = ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool")
@@ -240,7 +220,7 @@ def channel_norm(op: Op, operands: Specs) -> Pattern:
         )
     labels = NAMES[: len(operands[0].shape)]
     samples, channels, space = labels[:1], labels[1:2], labels[2:]
-    whole = {
+    frozen = {
         "aten.batch_norm.default": (),
         "aten.instance_norm.default": space,
         "aten.group_norm.default": (*channels, *space),
@@ -248,7 +228,7 @@ def channel_norm(op: Op, operands: Specs) -> Pattern:
     return Pattern(
         inputs=(labels, *(channels for _ in operands[1:])),
         outputs=(labels, *(channels for _ in op.outputs[1:])),
-        frozen=frozenset(whole),
+        frozen=frozenset(frozen),
     )
 
 

@@ -85,7 +85,9 @@ class Local:
 
 
 GATHERED = "autopar.attention_gathered"
+"""Attention of split queries over complete keys and values."""
 RING = "autopar.attention_ring"
+"""Ring attention, which splits queries, keys and values."""
 ZIGZAG_SAFE = ("", "autopar.partial_mean", RING)
 """The targets that strategies may have where split dims are in zig-zag order; none of them depends on the part that its rank holds."""
 

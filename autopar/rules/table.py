@@ -15,7 +15,7 @@ from autopar.errors import RuleError
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec
 from autopar.rules import computing_patterns as computing
 from autopar.rules import moving_patterns as moving
-from autopar.rules import other_kernels, strategy
+from autopar.rules import other_kernels
 from autopar.rules.grammar import Pattern, enumerate_strategies, parse, pattern_of
 from autopar.rules.strategy import Strategy
 
@@ -98,8 +98,8 @@ class RuleTable:
 
         Args:
             op: the call. Literals matter; names and layouts do not.
-            operands: the specs of ``op.operands``, in order, before the axis is applied. If none has a gradient, every I is written R,
-                which is the same for them.
+            operands: the specs of ``op.operands``, in order, before the axis is applied. The type of an operand without gradient is never
+                I, as R is the same for it.
             axis: a mesh axis, or ``batch``.
             size: the number that the axis divides a dim by. Only dims that it divides are split.
             fallback: whether an operator without a rule has the strategies ``invariant`` and ``replicate``; otherwise it raises an error.
@@ -261,7 +261,7 @@ _OPERATORS_OF: dict[PatternMaker, str] = {
     computing.fill: "masked_fill.Scalar where.ScalarOther where.ScalarSelf",
     computing.matmul: "matmul mv dot",
     computing.einsum: "einsum",
-    computing.attention: "scaled_dot_product_attention",
+    computing.attention: "scaled_dot_product_attention autopar.attention autopar.attention_gathered autopar.attention_ring",
     computing.convolution: "conv1d conv2d conv3d convolution conv1d.padding conv2d.padding conv3d.padding"
     " conv_transpose1d conv_transpose2d.input conv_transpose3d.input",
     computing.histogram: "histc",
@@ -269,6 +269,10 @@ _OPERATORS_OF: dict[PatternMaker, str] = {
     computing.embedding_bag: "autopar.embedding_bag",
     computing.embedding_bag_ragged: "autopar.embedding_bag_ragged",
     computing.layer_norm: "layer_norm native_layer_norm rms_norm",
+    computing.reduction: "sum sum.dim_IntList mean mean.dim autopar.partial_mean count_nonzero count_nonzero.dim_IntList"
+    " amax amin max min max.dim min.dim argmax argmin any any.dim any.dims all all.dim all.dims prod prod.dim_int logsumexp"
+    " var.correction var.dim std.correction std.dim var_mean.correction median norm.ScalarOpt_dim linalg_vector_norm",
+    other_kernels.experts_pattern: "autopar.experts autopar.experts_dispatch",
     other_kernels.channel_norm: "group_norm instance_norm batch_norm autopar.batch_norm autopar.batch_norm_running",
     moving.same_dims: "pixel_shuffle pixel_unshuffle autopar.total",
     computing.cross_entropy: "cross_entropy_loss",
@@ -284,11 +288,8 @@ def _functions() -> dict[str, PatternMaker]:
         for name in names.split()
     }
     makers |= dict.fromkeys(moving.WHOLE_DIM_TARGETS, moving.whole_dim)
-    makers |= dict.fromkeys(computing.REDUCTION_TARGETS, computing.reduction)
     makers |= dict.fromkeys(computing.LOSS_TARGETS, computing.loss)
     makers |= dict.fromkeys(other_kernels.WINDOW_TARGETS, other_kernels.window)
-    makers |= dict.fromkeys(("autopar.experts", "autopar.experts_dispatch"), other_kernels.experts_pattern)
-    makers |= dict.fromkeys(("autopar.attention", strategy.GATHERED, strategy.RING), computing.attention)
     return makers
 
 

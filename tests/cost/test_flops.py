@@ -27,9 +27,9 @@ from torch.utils.flop_counter import (
 )
 
 from autopar.cost.operators.work import operand_specs, work
-from autopar.cost.operators.work_record import argument
 from autopar.graph.graph import Graph, Op
 from autopar.models.resolve import resolve_model
+from autopar.rules.moving_patterns import argument
 from autopar.tracing.trace import trace
 from tools.campaigns.models import FAMILIES
 

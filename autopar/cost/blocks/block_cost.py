@@ -64,10 +64,10 @@ def messages(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message]:
         yield from _travels(op, spec_of)
         return
     if op.target == RING:
-        yield from _goes_round(op, spec_of)
+        yield from _ring_messages(op, spec_of)
         return
     if op.target in _STATISTICS:
-        yield from _of_statistics(op, spec_of)
+        yield from _statistics_messages(op, spec_of)
         return
     if op.target == OVER_DATA:
         yield from _over_data(op, spec_of)
@@ -84,7 +84,7 @@ def messages(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message]:
         yield Message(kind=backward, axis=axis, num_bytes=size, backward=True)
 
 
-def _goes_round(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message]:
+def _ring_messages(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message]:
     """Yields what ring attention sends, priced as collectives that move as much: all keys and values go round.
 
     Backward sends them round again, together with their gradients.
@@ -96,7 +96,7 @@ def _goes_round(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Messag
         yield Message(kind=kind, axis=str(kwargs["axis"]), num_bytes=whole, backward=is_backward)
 
 
-def _of_statistics(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message]:
+def _statistics_messages(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message]:
     """Yields the sums of a batch norm over the axes that split space: one number for each channel, twice in each direction.
 
     The sums over the data axes are not priced.

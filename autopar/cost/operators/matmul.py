@@ -9,10 +9,11 @@ from typing import cast
 
 import torch
 
-from autopar.cost.operators.work_record import FLOAT, Product, Specs, Work, argument, total, with_grad
+from autopar.cost.operators.work_record import FLOAT, Product, Specs, Work, total, with_grad
 from autopar.graph.graph import Op, TensorSpec
 from autopar.hardware.device import KernelKind
 from autopar.ops.kernels import takes_shapes
+from autopar.rules.moving_patterns import argument
 from autopar.rules.strategy import COUNT_AT, PARTS_AT
 
 _LINE_BYTES = 64

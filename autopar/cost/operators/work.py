@@ -14,11 +14,12 @@ from typing import cast
 import torch
 
 from autopar.cost.operators.matmul import PRODUCTS
-from autopar.cost.operators.work_record import FLOAT, Product, Specs, Work, argument, total, with_grad
+from autopar.cost.operators.work_record import FLOAT, Product, Specs, Work, total, with_grad
 from autopar.graph.graph import Op, Ref, TensorSpec
 from autopar.graph.operator_kinds import SAVES_NOTHING, SAVES_OUTPUT, VIEWS
 from autopar.hardware.device import KernelKind
 from autopar.ops.kernels import aten_targets, region_of
+from autopar.rules.moving_patterns import argument
 
 __all__ = ["COLLECTIVES", "LINEAR", "VIEWS", "Product", "Specs", "Work", "operand_specs", "work"]
 
@@ -32,7 +33,7 @@ _COLLECTIVE_NAMES = "all_reduce all_gather reduce_scatter all_to_all shard keep_
 
 _ZIGZAG_NAMES = "zigzag_shard zigzag_all_gather zigzag_reduce_scatter zigzag_all_to_all"
 COLLECTIVES = frozenset(f"autopar.{name}" for name in (*_COLLECTIVE_NAMES.split(), *_ZIGZAG_NAMES.split()))
-"""Changes of type; see rules/conversions.py."""
+"""Changes of type; see ``rules.local_calls``."""
 
 LINEAR = frozenset(("aten.linear.default", "autopar.linear_t"))
 """Products of activations and weights."""

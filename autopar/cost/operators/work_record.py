@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.graph.graph import Op, TensorSpec
+from autopar.graph.graph import TensorSpec
 
 Specs = Sequence[TensorSpec]
 
@@ -89,10 +89,3 @@ def total(specs: Specs) -> int:
 def with_grad(operands: Specs) -> list[TensorSpec]:
     """Return the operands with a gradient."""
     return [spec for spec in operands if spec.requires_grad]
-
-
-def argument(op: Op, position: int, name: str, default: object) -> object:
-    """Return a positional or named argument of an operator."""
-    if position < len(op.args):
-        return op.args[position]
-    return dict(op.kwargs).get(name, default)
