@@ -225,14 +225,9 @@ def _run_on_owners(hidden: Tensor, tokens: Tensor, ends: Tensor, weights: _Weigh
 
 
 def _sorted(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Sorts choices by expert.
+    """Returns the order of choices by expert, and where those of each expert end (int32).
 
-    Args:
-        chosen: the expert of each choice; ``num_experts`` for a choice of none of these.
-        num_experts: the number of experts.
-
-    Returns:
-        The order of the choices, and where those of each expert end (int32).
+    ``chosen`` is the expert of each choice, or ``num_experts`` for a choice of none of these.
     """
     values, order = chosen.sort(stable=True)
     expert_ids = torch.arange(num_experts, device=chosen.device, dtype=chosen.dtype)
