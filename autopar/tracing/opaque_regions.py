@@ -208,11 +208,11 @@ class Regions:
         """
         regions, call = self.known.regions, (code, draft.tree, repr(draft.constants))
         specs = tuple(TensorSpec(shape=tuple(int(n) for n in t.shape), dtype=t.dtype) for t in inputs)
-        key = (*call, specs, self.batch_size)
+        key = (call, specs, self.batch_size)
         if key not in regions and self.known_at is not None:
             times = self.batch_size // self.known_at
-            for (*other, other_specs, samples), examined in regions.items():
-                if tuple(other) == call and samples == self.known_at and _are_scaled(other_specs, specs, times):
+            for (other, other_specs, samples), examined in regions.items():
+                if other == call and samples == self.known_at and _are_scaled(other_specs, specs, times):
                     if examined is None:
                         return None
                     if not opaque_probe.numbers_of(examined[1]):  # numbers may count samples
