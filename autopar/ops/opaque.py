@@ -86,10 +86,7 @@ def _functions(value: object) -> Iterator[types.FunctionType]:
 
 
 def trained_copy(
-    module: nn.Module,
-    model: nn.Module,
-    empty: Callable[[Tensor], Tensor],
-    constant: Callable[[Tensor], Tensor],
+    module: nn.Module, model: nn.Module, empty: Callable[[Tensor], Tensor], constant: Callable[[Tensor], Tensor]
 ) -> nn.Module:
     """Return a copy of ``model`` or of a module in it, in the modes that a step of training has.
 

@@ -98,32 +98,19 @@ def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
             fix=_SKIPS_LAYERS if _skips_layers(place) else "Use torch.where or a mask, or decide it outside forward",
         )
     if any(frame.name == "_call_loss_fn" for frame in traceback.extract_tb(error.__traceback__)):
-        return TraceError(
-            "The loss_fn fails",
-            where=place,
-            got=reason,
-            fix="It gets the model's output and the batch, a dict: loss_fn=lambda output, batch: F.mse_loss(output, batch['target'])",
-        )
-    if isinstance(error, TypeError) and "argument" in text and "FakeTensor" not in text:
-        return TraceError(
-            "The example inputs do not fit the model's forward",
-            where=place,
-            got=reason,
-            fix=f"Correct the example inputs, or give {_FACTORY}",
-        )
-    if _raised_by_the_model(error):
-        return TraceError(
-            "The model fails on its example inputs",
-            where=place,
-            got=reason,
-            fix=f"Correct that line, or give inputs that it takes: {_FACTORY}",
-        )
-    return TraceError(
-        EXPORTS,
-        where=place,
-        got=reason,
-        fix="Check the shapes of the example inputs, or change that line until torch.export.export(model, args, kwargs, strict=False) works",
-    )
+        problem = "The loss_fn fails"
+        fix = "It gets the model's output and the batch, a dict: loss_fn=lambda output, batch: F.mse_loss(output, batch['target'])"
+    elif isinstance(error, TypeError) and "argument" in text and "FakeTensor" not in text:
+        problem = "The example inputs do not fit the model's forward"
+        fix = f"Correct the example inputs, or give {_FACTORY}"
+    elif _raised_by_the_model(error):
+        problem = "The model fails on its example inputs"
+        fix = f"Correct that line, or give inputs that it takes: {_FACTORY}"
+    else:
+        problem = EXPORTS
+        fix = "Check the shapes of the example inputs, or change that line until "
+        fix += "torch.export.export(model, args, kwargs, strict=False) works"
+    return TraceError(problem, where=place, got=reason, fix=fix)
 
 
 def _skips_layers(place: str) -> bool:
@@ -167,13 +154,13 @@ def _lines_of(node: torch.fx.Node) -> list[tuple[str, int]]:
 
 
 def source_of(node: torch.fx.Node) -> str:
-    """Return the innermost line outside of torch and of this package at which ``node`` was traced, as ``file.py:12``; empty if there is none.
+    """Return the innermost line outside of torch and of the tracer at which ``node`` was traced, as ``file.py:12``; empty if there is none.
 
-    Of helper functions torch keeps the line in ``forward`` that calls them.
+    torch keeps the lines of functions called ``forward`` only, so that there may be none in the user's code.
     """
     for path, line in reversed(_lines_of(node)):
-        is_package = "/torch/" in path or "/autopar/tracing/" in path
-        if not is_package and not path.startswith("<"):  # decomposing runs generated code, whose file is "<...>"
+        # Decomposing runs generated code, whose file is "<...>".
+        if "/torch/" not in path and not path.startswith(("<", str(Path(__file__).parent))):
             return f"{path.rsplit('/', 1)[-1]}:{line}"
     return ""
 

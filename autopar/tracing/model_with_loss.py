@@ -72,9 +72,7 @@ def check_loss_function(loss_fn: LossFunction | None) -> None:
     """
     if loss_fn is None:
         return
-    call: Callable[..., Any] = loss_fn
     if isinstance(loss_fn, torch.nn.Module):
-        call = loss_fn.forward
         trained = [name for name, parameter in loss_fn.named_parameters() if parameter.requires_grad]
         if trained:
             raise TraceError(
@@ -83,7 +81,7 @@ def check_loss_function(loss_fn: LossFunction | None) -> None:
                 fix="Make it a part of the model, whose forward returns the loss, or freeze it: loss_fn.requires_grad_(False)",
             )
     try:
-        inspect.signature(call).bind(None, None)
+        inspect.signature(loss_fn.forward if isinstance(loss_fn, torch.nn.Module) else loss_fn).bind(None, None)
     except TypeError as error:
         raise TraceError(
             "The loss_fn does not take (output, batch)", got=str(error), fix="Give loss_fn=lambda output, batch: ..."

@@ -92,18 +92,18 @@ class _InOneDtype(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = dict(kwargs or {})
+        options = dict(kwargs or {})
         if func in self._of_singles:
-            return func(*self._cast(args, torch.float32), **self._cast(given, torch.float32))
+            return func(*self._cast(args, torch.float32), **self._cast(options, torch.float32))
         count = self._counts.get(func, 0)
-        if count and self._is_mixed((args, given)):
+        if count and self._is_mixed((args, options)):
             args = (*self._cast(args[:count], self._dtype), *args[count:])
-            given = self._cast(given, self._dtype) if count == _ALL else given
-        elif func in self._into and self._is_mixed((args, given)):
-            target = args[0] if args else given["input"]
+            options = self._cast(options, self._dtype) if count == _ALL else options
+        elif func in self._into and self._is_mixed((args, options)):
+            target = args[0] if args else options["input"]
             args = tuple(v if v is target else self._cast(v, target.dtype) for v in args)
-            given = {key: v if v is target else self._cast(v, target.dtype) for key, v in given.items()}
-        return func(*args, **given)
+            options = {key: v if v is target else self._cast(v, target.dtype) for key, v in options.items()}
+        return func(*args, **options)
 
     def _is_mixed(self, values: Any) -> bool:
         """Whether tensors in both dtypes, float32 and that of the parameters, are among ``values``."""
@@ -159,68 +159,68 @@ class Selections(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = dict(kwargs or {})
+        options = dict(kwargs or {})
         loss = None
         if func is F.ctc_loss:
-            loss = self._ctc(*args, **given)
+            loss = self._ctc(*args, **options)
         elif func is F.cross_entropy:
-            loss = self._classes(*args, **given)
+            loss = self._classes(*args, **options)
         elif func in _ELEMENTWISE:
-            loss = self._elements(func, *args, **given)
-        elif func in (*_MEANS, *_SUMS) and len(args) == 1 and not given:
-            values, mask = self._of(args[0])
+            loss = self._elements(func, *args, **options)
+        elif func in (*_MEANS, *_SUMS) and len(args) == 1 and not options:
+            values, mask = self._source_of(args[0])
             if mask is not None:
-                return _reduced(values, _like(mask, values), is_mean=func in _MEANS)
+                return _reduced(values, _expanded(mask, values), is_mean=func in _MEANS)
         if loss is not None:
             return loss
-        result = func(*args, **given)
+        result = func(*args, **options)
         if func in _MASKED and len(args) == 2 and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
             values, mask = args
             if mask.dim() and mask.shape == values.shape[: mask.dim()]:
                 self._selected[id(result)] = result, values, mask, (values._version, mask._version)
         return result
 
-    def _of(self, given: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the tensor and the mask that ``given`` was selected from; ``given`` and None if it is no selection.
+    def _source_of(self, selection: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the tensor and the mask that ``selection`` was selected from; ``selection`` and None if it is no selection.
 
         None is also returned if the selection, the tensor or the mask was written to since.
         """
-        if id(given) not in self._selected:
-            return given, None
-        _, values, mask, versions = self._selected[id(given)]
-        if given._version or versions != (values._version, mask._version):
-            return given, None
+        if id(selection) not in self._selected:
+            return selection, None
+        _, values, mask, versions = self._selected[id(selection)]
+        if selection._version or versions != (values._version, mask._version):
+            return selection, None
         return values, mask
 
-    def _both(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _sources_of(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return the tensors that ``first`` and ``second`` were selected from by one mask, and the mask; None for other tensors."""
-        (first, mask), (second, other_mask) = self._of(first), self._of(second)
+        (first, mask), (second, other_mask) = self._source_of(first), self._source_of(second)
         return None if mask is None or mask is not other_mask else (first, second, mask)
 
     def _classes(
-        self, logits: Tensor, target: Tensor, weight: Tensor | None = None, *, ignore_index: int = -100, **given: Any
+        self, logits: Tensor, target: Tensor, weight: Tensor | None = None, *, ignore_index: int = -100, **options: Any
     ) -> Tensor | None:
-        """Return the cross-entropy of selected logits; None if the arguments are no selections by one mask of leading dims."""
-        sources = self._both(logits, target) if _is_reduced(given) else None
+        """Return the cross-entropy of selected logits; None unless the logits and targets are selections by the same mask."""
+        sources = self._sources_of(logits, target) if _is_reduced(options) else None
         if sources is None:
             return None
         logits, target, mask = sources
         if mask.dim() != target.dim() or logits.dim() != target.dim() + 1:
             return None
         target = target.masked_fill(~mask, ignore_index)
-        return F.cross_entropy(logits.flatten(0, -2), target.flatten(), weight, ignore_index=ignore_index, **given)
+        return F.cross_entropy(logits.flatten(0, -2), target.flatten(), weight, ignore_index=ignore_index, **options)
 
-    def _elements(self, loss: Any, first: Tensor, second: Tensor, *rest: Any, **given: Any) -> Tensor | None:
-        """Return an elementwise loss of two selections; None if the arguments are none by one mask of tensors of one shape."""
-        sources = self._both(first, second) if _is_reduced(given) and not rest else None
-        if sources is None or given.get("weight") is not None:
+    def _elements(self, loss: Any, first: Tensor, second: Tensor, *rest: Any, **options: Any) -> Tensor | None:
+        """Return an elementwise loss of two selections; None unless both are from tensors of one shape by the same mask."""
+        sources = self._sources_of(first, second) if _is_reduced(options) and not rest else None
+        if sources is None or options.get("weight") is not None:
             return None
         first, second, mask = sources
         if first.shape != second.shape:
             return None
-        mask = _like(mask, first)
-        values = loss(first.masked_fill(~mask, 0), second.masked_fill(~mask, 0), **{**given, "reduction": "none"})
-        return _reduced(values, mask, is_mean=given.get("reduction") != "sum")
+        mask = _expanded(mask, first)
+        values = loss(first.masked_fill(~mask, 0), second.masked_fill(~mask, 0), **{**options, "reduction": "none"})
+        return _reduced(values, mask, is_mean=options.get("reduction") != "sum")
 
     def _ctc(
         self,
@@ -233,7 +233,7 @@ class Selections(TorchFunctionMode):
         zero_infinity: bool = False,
     ) -> Tensor | None:
         """Return the CTC loss in the form that is traced; None if torch itself has to take or refuse the arguments."""
-        values, mask = self._of(targets)
+        values, mask = self._source_of(targets)
         is_batch = log_probs.dim() == 3 and values.dim() == 2 and values.shape[0] == log_probs.shape[1]
         if not is_batch or reduction not in ("none", *_REDUCTIONS):
             return None
@@ -249,13 +249,13 @@ class Selections(TorchFunctionMode):
         return losses.sum() if reduction == "sum" else (losses / lengths[1].clamp(min=1)).mean()
 
 
-def _is_reduced(given: Mapping[str, Any]) -> bool:
+def _is_reduced(options: Mapping[str, Any]) -> bool:
     """Whether the keyword arguments of a loss reduce it to one number, without the deprecated ``size_average`` and ``reduce``."""
-    is_old = given.get("size_average") is not None or given.get("reduce") is not None
-    return given.get("reduction", "mean") in _REDUCTIONS and not is_old
+    is_old = options.get("size_average") is not None or options.get("reduce") is not None
+    return options.get("reduction", "mean") in _REDUCTIONS and not is_old
 
 
-def _like(mask: Tensor, values: Tensor) -> Tensor:
+def _expanded(mask: Tensor, values: Tensor) -> Tensor:
     """Expand ``mask``, whose shape is that of the leading dims of ``values``, to the shape of ``values``."""
     return mask.reshape(*mask.shape, *[1] * (values.dim() - mask.dim())).expand_as(values)
 
@@ -270,14 +270,14 @@ def _reduced(values: Tensor, mask: Tensor, *, is_mean: bool) -> Tensor:
     return total / mask.sum() if is_mean else total
 
 
-def _lengths(given: Any) -> Tensor:
-    """Return lengths, a tensor or a list of one number for each sample, as a tensor.
+def _lengths(lengths: Any) -> Tensor:
+    """Return ``lengths``, a tensor or a list of one number for each sample, as a tensor.
 
     If all numbers in a list are equal, the tensor is filled with that number, so that the trace holds for any number of samples.
     """
-    if isinstance(given, Tensor) or len(set(given)) > 1:
-        return torch.as_tensor(given, dtype=torch.int64)
-    return torch.full((len(given),), given[0])
+    if isinstance(lengths, Tensor) or len(set(lengths)) > 1:
+        return torch.as_tensor(lengths, dtype=torch.int64)
+    return torch.full((len(lengths),), lengths[0])
 
 
 class _Doubled(TorchFunctionMode):

@@ -47,10 +47,10 @@ def notes_of(graph: Graph, reasons: Mapping[str, str]) -> tuple[str, ...]:
             name, "an export would drop its own backward, which is not what autograd makes of its forward"
         )
         groups.setdefault((why, region.why), []).append(name)
-    notes = []
-    for (why, why_mixed), names in groups.items():
-        notes.append(f"{_NOTE}{some(names)}; {why}" + (f"{_MIXED}{why_mixed}" if why_mixed else ""))
-    return tuple(notes)
+    return tuple(
+        f"{_NOTE}{some(names)}; {why}" + (f"{_MIXED}{why_mixed}" if why_mixed else "")
+        for (why, why_mixed), names in groups.items()
+    )
 
 
 def reason_of(notes: Sequence[str], name: str) -> str:

@@ -36,6 +36,8 @@ _LITERALS = (bool, int, float, str, torch.dtype, torch.device)
 
 Examined: TypeAlias = tuple[Region, Any]
 """A region and an example of what it returns, whose tensors have no elements."""
+_State: TypeAlias = tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]
+"""The parameters and the buffers of a module by name; empty for an autograd function."""
 
 
 class RegionError(TraceError):
@@ -73,7 +75,7 @@ def outermost(paths: Collection[str]) -> tuple[str, ...]:
 
 
 @dataclass(slots=True)
-class Found:
+class KnownRegions:
     """What is known of the regions of a model, shared by the exports of its trace.
 
     Attributes:
@@ -93,7 +95,7 @@ class Regions:
     Attributes:
         model: the user's model, which holds the values of parameters and buffers.
         batch_size: the number of samples in the traced batch.
-        found: what is known of regions. It grows.
+        known: what is known of regions. It grows.
         modes: the function modes in which the caller has started the trace, such as one for float64. Regions are run in them.
         known_at: for a pass that needs only the shapes of outputs, a smaller batch size at which the regions were examined, which
             divides :attr:`batch_size`. None: regions are examined at :attr:`batch_size`.
@@ -101,7 +103,7 @@ class Regions:
 
     model: torch.nn.Module
     batch_size: int
-    found: Found
+    known: KnownRegions
     modes: list[TorchFunctionMode] = field(default_factory=_get_current_function_mode_stack)
     known_at: int | None = None
 
@@ -120,7 +122,7 @@ class Regions:
         original = self.model.get_submodule(path)
         try:
             state = dict(module.named_parameters()), dict(module.named_buffers())
-            draft, inputs = _draft(MODULE, path, args, kwargs, tuple(state[0]), tuple(state[1]))
+            draft, inputs = _draft(MODULE, path, args, kwargs, state)
             examined = self._known_or_examined(path, draft, inputs, partial(self._examine_module, original))
             assert examined is not None
             region, output = examined
@@ -177,7 +179,7 @@ class Regions:
         """
         name = f"{cls.__module__}:{cls.__qualname__}"
         try:
-            draft, inputs = _draft(FUNCTION, name, args, kwargs)
+            draft, inputs = _draft(FUNCTION, name, args, kwargs, ({}, {}))
             examined = self._known_or_examined(cls, draft, inputs, partial(self._examine_function, cls))
         except opaque_trials.Unclear as error:
             raise TraceError(
@@ -204,13 +206,13 @@ class Regions:
             draft: describes the call.
             inputs: its tensors.
         """
-        regions, call = self.found.regions, (code, draft.tree, repr(draft.constants))
+        regions, call = self.known.regions, (code, draft.tree, repr(draft.constants))
         specs = tuple(TensorSpec(shape=tuple(int(n) for n in t.shape), dtype=t.dtype) for t in inputs)
-        key = (*call, specs, self.batch_size)
+        key = (call, specs, self.batch_size)
         if key not in regions and self.known_at is not None:
             times = self.batch_size // self.known_at
-            for (*other, other_specs, samples), examined in regions.items():
-                if tuple(other) == call and samples == self.known_at and _are_scaled(other_specs, specs, times):
+            for (other, other_specs, samples), examined in regions.items():
+                if other == call and samples == self.known_at and _are_scaled(other_specs, specs, times):
                     if examined is None:
                         return None
                     if not opaque_probe.numbers_of(examined[1]):  # numbers may count samples
@@ -226,7 +228,7 @@ class Regions:
         subject = opaque_trials.Subject(region=draft, call=of_function(cls), inputs=inputs, parameters=(), buffers=())
         if opaque_trials.has_usual_backward(cls, subject):
             return None
-        return opaque_probe.examine(subject, self.batch_size, self.found.samples)
+        return opaque_probe.examine(subject, self.batch_size, self.known.samples)
 
     def _examine_module(self, original: torch.nn.Module, draft: Region, inputs: tuple[TensorSpec, ...]) -> Examined:
         """Return the complete region of a module of the user's model. This must not run in the modes of the trace."""
@@ -243,7 +245,7 @@ class Regions:
             parameters=tuple(value(p).requires_grad_(p.requires_grad) for p in original.parameters()),
             buffers=tuple(map(value, original.buffers())),
         )
-        examined = opaque_probe.examine(subject, self.batch_size, self.found.samples)
+        examined = opaque_probe.examine(subject, self.batch_size, self.known.samples)
         attributes = changed(before, state_of(call.module))
         if attributes:
             raise opaque_trials.Unclear(f"it sets {', '.join(attributes[:3])}, which every rank would do by itself")
@@ -284,12 +286,7 @@ def around(model: torch.nn.Module, path: str) -> str:
 
 
 def _draft(
-    kind: str,
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    parameters: tuple[str, ...] = (),
-    buffers: tuple[str, ...] = (),
+    kind: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], state: _State
 ) -> tuple[Region, list[torch.Tensor]]:
     """Return a region that describes a call but not yet what it does, and the tensors among the arguments.
 
@@ -306,23 +303,16 @@ def _draft(
     except (NotImplementedError, TypeError, ValueError) as error:
         raise opaque_trials.Unclear(f"its arguments cannot be written down: {error}") from error
     region = Region(
-        kind=kind, name=name, tree=text, constants=constants, parameters=parameters, buffers=buffers, outputs=(),
-        splits=None, why="", is_linear_backward=False,
+        kind=kind, name=name, tree=text, constants=constants, parameters=tuple(state[0]), buffers=tuple(state[1]),
+        outputs=(), splits=None, why="", is_linear_backward=False,
     )  # fmt: skip
     return region, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def _emit(
-    region: Region,
-    inputs: list[torch.Tensor],
-    state: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]],
-    output: Any,
-) -> Any:
+def _emit(region: Region, inputs: list[torch.Tensor], state: _State, output: Any) -> Any:
     """Call the operator in the export and return its results in the structure of ``output``.
 
-    Args:
-        state: parameters and buffers by name.
-        output: an example of what the region returns.
+    ``output`` is an example of what the region returns.
 
     Raises:
         Unclear: the region returns something else than tensors and literals.

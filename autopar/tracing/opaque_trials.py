@@ -113,14 +113,14 @@ class Subject:
         return run(self.region, self.call, inputs, self.parameters, [b.clone() for b in self.buffers])
 
 
-def outcome_of(subject: Subject, inputs: Sequence[Tensor], *, seed: int) -> Outcome:
-    """Run the region on ``inputs`` with random numbers from ``seed``, and its backward with the gradients of :func:`gradients_of`."""
+def outcome_of(subject: Subject, inputs: Sequence[Tensor], *, seed: int, factor: float = 1.0) -> Outcome:
+    """Run the region on ``inputs`` with random numbers from ``seed``, and its backward as :func:`gradients_of` does."""
     leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
     torch.default_generator.manual_seed(
         seed
     )  # that of the CPU, where trials run; the generators of devices are the user's
     outputs = tensors_of(subject.run(leaves))
-    gradients = gradients_of(outputs, (*leaves, *subject.parameters))
+    gradients = gradients_of(outputs, (*leaves, *subject.parameters), factor)
     return Outcome(tuple(y.detach() for y in outputs), gradients[: len(leaves)], gradients[len(leaves) :])
 
 
@@ -297,7 +297,7 @@ def _samples(trial: Subject, inputs: Sequence[Tensor], outcome: Outcome, batch_s
         is_random = are_close(outcome.outputs, again.outputs)
         why = "it draws random numbers of its own" if is_random else "it gives other results on the same inputs"
         return None, why, False
-    linear = _is_linear(trial, inputs, [*outcome.input_gradients, *outcome.parameter_gradients])
+    linear = _is_linear(trial, inputs, outcome)
     why = ""  # the reason of the first choice is kept: samples in dim 0 of all inputs that have it are the usual case
     for dims in choices(trial.inputs, batch_size):
         try:
@@ -387,11 +387,11 @@ def _check_halves(
         raise Unclear(f"the {what} of a batch are not those of its halves")
 
 
-def _is_linear(subject: Subject, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
-    """Whether backward of a multiple of the output gradients gives that multiple of ``gradients``."""
-    leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
-    results = {}
+def _is_linear(subject: Subject, inputs: Sequence[Tensor], outcome: Outcome) -> bool:
+    """Whether backward of a multiple of the output gradients gives that multiple of the gradients in ``outcome``."""
+    gradients = [*outcome.input_gradients, *outcome.parameter_gradients]
     for factor in (-3.0, 1e4):
-        outputs = tensors_of(subject.run(leaves))
-        results[factor] = gradients_of(outputs, (*leaves, *subject.parameters), factor)
-    return all(are_close([factor * g for g in gradients], scaled) for factor, scaled in results.items())
+        scaled = outcome_of(subject, inputs, seed=1, factor=factor)
+        if not are_close([factor * g for g in gradients], [*scaled.input_gradients, *scaled.parameter_gradients]):
+            return False
+    return True

@@ -43,7 +43,7 @@ from autopar.tracing.model_with_loss import LossFunction, ModelWithLoss, check_l
 from autopar.tracing.modes import Selections
 from autopar.tracing.no_grad_regions import detach_in_no_grad
 from autopar.tracing.opaque_operators import notes_of
-from autopar.tracing.opaque_regions import Found, RegionError, Regions, around, outermost, paths_of
+from autopar.tracing.opaque_regions import KnownRegions, RegionError, Regions, around, outermost, paths_of
 from autopar.tracing.outputs import Calls, calls_of, counts_samples, cut, kept, needed_nodes, with_counts
 from autopar.tracing.program_ends import declare, loss_output, mutations_of, with_twice
 from autopar.tracing.value_branches import Branches, GuardedClamps, limit_each_sample
@@ -113,7 +113,7 @@ class _Job:
         batch: example inputs by name.
         reasons: says for each opaque module, by path, why it is opaque.
         repeats: steps and batch sizes are not checked.
-        found: what is known of opaque regions. It grows with each export and is shared by all of them.
+        known: what is known of opaque regions. It grows with each export and is shared by all of them.
     """
 
     model: torch.nn.Module
@@ -122,7 +122,7 @@ class _Job:
     loss_fn: LossFunction | None
     reasons: Mapping[str, str]
     repeats: bool
-    found: Found = field(default_factory=Found)
+    known: KnownRegions = field(default_factory=KnownRegions)
 
     @property
     def opaque(self) -> tuple[str, ...]:
@@ -166,9 +166,8 @@ def _with_fallback(job: _Job) -> tuple[Graph, Sequence[sample_counts.Call], _Job
             reason = f"{cause.short} ({cause.fix})"
             kind = type(job.model.get_submodule(path))
             paths = (path, *(_of_class(job.model, kind) if kind in failed else ()))
-            if not kind.__module__.startswith(
-                "torch."
-            ):  # a class of torch, such as Sequential, fails by what it is given
+            # A class of torch, such as Sequential, fails by what it is given: others of that class may not fail.
+            if not kind.__module__.startswith("torch."):
                 failed.add(kind)
             causes = dict.fromkeys(paths, cause) | causes | {path: cause}
             job = replace(job, reasons=dict.fromkeys(paths, reason) | dict(job.reasons))
@@ -264,7 +263,7 @@ def _faked(
     mode = FakeTensorMode()
     batch, batch_size = fake_batch(job.batch, mode, times)
     wrapper = ModelWithLoss(fake_copy(job.model, mode), batch, job.loss_fn)
-    regions = Regions(job.model, batch_size, job.found, known_at=None if examines else batch_size // times)
+    regions = Regions(job.model, batch_size, job.known, known_at=None if examines else batch_size // times)
     regions.swap(wrapper.model, job.opaque)
     with (
         regions.autograd_functions(),

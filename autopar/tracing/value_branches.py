@@ -119,7 +119,7 @@ def _answer_that_holds(frame: FrameType) -> bool | None:
     """Return the truth value with which the branch at ``frame`` does not raise; None unless one way on only raises what nobody catches."""
     code, position, jump = _jump_at(frame)
     position_of = {getattr(step, "start_offset", step.offset): i for i, step in enumerate(code)}
-    if jump is None or not jump.opname.endswith(("IF_TRUE", "IF_FALSE")) or jump.argval not in position_of:
+    if jump is None or jump.argval not in position_of:
         return None
     jumps_if = jump.opname.endswith("IF_TRUE")
     raise_if_on, raise_if_jumped = _raise_after(code, position + 1), _raise_after(code, position_of[jump.argval])
@@ -133,13 +133,14 @@ def _answer_that_holds(frame: FrameType) -> bool | None:
 
 
 def _jump_at(frame: FrameType) -> tuple[list[dis.Instruction], int, dis.Instruction | None]:
-    """Return the instructions of a frame, the position at which it runs, and the conditional jump there; None if it is at no such jump."""
+    """Return the instructions of a frame, its position in them, and the jump on a truth value there; None if there is no such jump."""
     code = list(dis.get_instructions(frame.f_code))
     position = next((i for i, step in enumerate(code) if step.offset == frame.f_lasti), len(code))
     # Up to Python 3.12 the jump itself calls __bool__. From 3.13 on the instruction before it does, which is TO_BOOL or a comparison.
     if position < len(code) and (code[position].opname == "TO_BOOL" or code[position].argrepr.startswith("bool(")):
         position += 1
-    is_jump = position + 1 < len(code) and "POP_JUMP" in code[position].opname
+    name = code[position].opname if position + 1 < len(code) else ""
+    is_jump = "POP_JUMP" in name and name.endswith(("IF_TRUE", "IF_FALSE"))
     return code, position, code[position] if is_jump else None
 
 
@@ -267,9 +268,9 @@ def _sample_dim(value: Tensor, batch_size: int) -> int | None:
 
 
 def _answer_that_clamps(frame: FrameType, tensor: Tensor) -> bool | None:
-    """Return the truth value with which ``frame`` enters the branch at which it is; None if the branch does not only clamp ``tensor``."""
+    """Return the truth value with which ``frame`` enters the branch at its position; None if that does not only clamp ``tensor``."""
     code, position, jump = _jump_at(frame)
-    if jump is None or not jump.opname.endswith(("IF_TRUE", "IF_FALSE")):
+    if jump is None:
         return None
     end = next((i for i, step in enumerate(code) if step.offset == jump.argval), 0)
     body = code[position + 1 : end]
@@ -329,7 +330,7 @@ def limit_each_sample(program: torch.export.ExportedProgram, batch_size: int, li
             continue
         for node in list(module.graph.nodes):
             flags = node.args[0] if node.target in (_aten.any.default, _aten.all.default) else None
-            if not isinstance(flags, fx.Node) or flags.target not in _KINDS:
+            if not isinstance(flags, fx.Node) or flags.target not in _TESTS:
                 continue
             tensor = flags.args[0]
             assert isinstance(tensor, fx.Node)
@@ -340,7 +341,7 @@ def limit_each_sample(program: torch.export.ExportedProgram, batch_size: int, li
                 module.recompile()
 
 
-_KINDS = frozenset((_aten.isfinite.default, _aten.isinf.default, _aten.isnan.default))
+_TESTS = frozenset((_aten.isfinite.default, _aten.isinf.default, _aten.isnan.default))
 _NEGATED = frozenset((_aten.bitwise_not.default, _aten.logical_not.default))
 
 

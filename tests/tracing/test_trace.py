@@ -285,6 +285,11 @@ def test_a_failure_in_forward_names_the_line_and_the_reason() -> None:
 X = torch.ones(2, 4)
 
 
+def test_calls_of_a_forward_by_another_name_have_no_line_rather_than_one_of_the_tracer() -> None:
+    graph = trace(model_of(lambda self, x: self.linear(x).square().mean(), linear=nn.Linear(4, 4)), (X,))
+    assert {op.source for op in graph.ops} == {""}
+
+
 def _masked(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
     if mask is None:
         raise ValueError("a mask, please")
