@@ -100,8 +100,8 @@ def _read_plan(path: Path) -> Plan:
     except json.JSONDecodeError as error:
         where = f"{place}, line {error.lineno}, column {error.colno}"
         is_cut = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated")
-        problem = "is empty" if not text.strip() else "is cut off" if is_cut else f"is not JSON ({error.msg})"
-        raise PlanError(f"The plan file {problem}", where=where, fix=_MAKE_ANEW) from error
+        state = "is empty" if not text.strip() else "is cut off" if is_cut else f"is not JSON ({error.msg})"
+        raise PlanError(f"The plan file {state}", where=where, fix=_MAKE_ANEW) from error
     return plan_from_dict(data, place=place)
 
 
