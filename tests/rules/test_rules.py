@@ -12,7 +12,6 @@ from autopar.errors import RuleError
 from autopar.graph.graph import Op, TensorSpec
 from autopar.plan.mesh import I, P, R, S
 from autopar.rules.by_execution import call, verify_rule
-from autopar.rules.local_calls import Local, localize
 from autopar.rules.strategy import Strategy
 from autopar.rules.table import RuleTable, default_table, has_rule, register_rule
 from tests.support.rule_examples import Example, Maker, spec_of
@@ -28,20 +27,6 @@ def prepared(example: Example) -> tuple[Op, tuple[TensorSpec, ...]]:
 def named(example: Example, axis: str = TP, size: Fraction = TWO) -> dict[str, Strategy]:
     op, operands = prepared(example)
     return {s.name: s for s in default_table().strategies(op, operands, axis=axis, size=size)}
-
-
-def local(
-    op: Op, strategy: Strategy, operands: tuple[TensorSpec, ...], axis: str, size: Fraction, scale: int = 1
-) -> Op:
-    def part(spec: TensorSpec, dim: int) -> TensorSpec:
-        shape = tuple(int(n / size) if i == dim else n for i, n in enumerate(spec.shape))
-        return replace(spec, shape=shape)
-
-    inputs = tuple(part(s, t.dim) for s, t in zip(operands, strategy.inputs, strict=True))
-    outputs = tuple(part(s, t.dim) for s, t in zip(op.outputs, strategy.outputs, strict=True))
-    return localize(
-        op, strategy, Local(axis=axis, size=size, operands=inputs, outputs=outputs, count_scale=Fraction(scale))
-    )
 
 
 def test_vocabulary_strategies_of_the_embedding_and_the_loss() -> None:
@@ -85,46 +70,6 @@ def test_rounding_casts_want_the_whole_sum() -> None:
     assert "linear 0" not in named(make.call("aten.to.dtype", x, torch.bfloat16))
     low = x.detach().bfloat16().requires_grad_()
     assert "linear 0" in named(make.call("aten.to.dtype", low, torch.float32))
-
-
-def test_a_mean_over_a_split_dim_divides_by_the_global_count() -> None:
-    example = make.call("aten.mean.dim", make.real(4, 8), (0, -1), True)
-    op, operands = prepared(example)
-    strategy = named(example, "batch")["split d0"]
-    assert strategy.outputs == (P,)
-    one = local(op, strategy, operands, "batch", TWO, scale=16)
-    assert (one.target, one.args[1:]) == ("autopar.partial_mean", ((0, 1), True, 4 * 8 * 16))
-    part = (replace(operands[0], shape=(2, 8)),)
-    (again,) = (s for s in default_table().strategies(one, part, axis=TP, size=TWO) if s.name == "split d1")
-    assert local(one, again, part, TP, TWO).args[1:] == one.args[1:]
-
-
-@pytest.mark.parametrize("size", [Fraction(2), Fraction(1, 2)])
-def test_literals_follow_the_local_shape(size: Fraction) -> None:
-    calls = {
-        "split d0": [
-            make.call("aten.view.default", make.real(4, 6), (4, 3, 2)),
-            make.call("aten.expand.default", make.real(4, 1), (4, 3)),
-            make.call("aten.slice.Tensor", make.real(4, 6), 0, 0, 4),
-            make.call("aten.full.default", (4, 6), 1.0),
-            make.call("aten.new_zeros.default", make.whole(2), (4, 6)),
-            make.call("aten.squeeze.dim", make.real(4, 6), 0),
-        ],
-        "split e0": [make.call("aten.expand.default", make.real(1, 6), (4, 6))],
-    }
-    for name, examples in calls.items():
-        for example in examples:
-            op, operands = prepared(example)
-            strategy = named(example, size=size)[name]
-            written = local(op, strategy, operands, TP, size)
-            rows = int(4 / size)
-            inputs = [
-                torch.ones(tuple(rows if i == t.dim else n for i, n in enumerate(x.shape)), dtype=x.dtype)
-                for x, t in zip(example.operands, strategy.inputs, strict=True)
-            ]
-            (output,) = call(written, inputs)
-            assert output.shape[0] == rows, example.target
-            assert tuple(output.shape) == written.spec.shape
 
 
 def test_an_operator_without_a_rule_is_named_or_repeated_on_request() -> None:

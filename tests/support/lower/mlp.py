@@ -79,11 +79,3 @@ def tensor_typing(size: int, *, sequence: bool) -> Typing:
         chosen[f"r{i}"] = strategy("b", (between, between), between)
         parameters |= {f"up{i}": S(0), f"up_bias{i}": S(0), f"down{i}": S(1)}
     return Typing(axis="tp", size=Fraction(size), strategies=chosen, parameters=parameters)
-
-
-def tensors(graph: Graph, seed: int = 0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    whole = {p.name: 0.3 * torch.randn(p.spec.shape, generator=generator) for p in graph.parameters}
-    whole["x"] = torch.randn(BATCH, SEQ, HIDDEN, generator=generator)
-    whole["keep"] = torch.randint(0, 3, (BATCH, SEQ), generator=generator)
-    return whole
