@@ -18,7 +18,7 @@ from autopar.errors import CheckpointError, PlanError, UsageError
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
 from autopar.runtime.checkpoint import checkpoint_index, chunk_files, write
-from autopar.runtime.checkpoint.checkpoint_index import NAME, chunk_rows, decode, encode, read
+from autopar.runtime.checkpoint.checkpoint_index import NAME, chunk_rows
 from autopar.runtime.checkpoint.series import Checkpoints
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.tracing.trace import trace
@@ -289,15 +289,6 @@ def test_what_is_too_large_to_be_kept_is_read_again(tmp_path: Path, monkeypatch:
     par.save(tmp_path, optimizer)
     monkeypatch.setattr("autopar.runtime.checkpoint.load._STAGED_BYTES", 100)
     assert same(loaded_values(tmp_path), values(par, optimizer))
-
-
-def test_an_index_is_what_was_written(tmp_path: Path) -> None:
-    par, optimizer = trained()
-    par.save(tmp_path, optimizer)
-    index, digest = read(tmp_path)
-    assert (tmp_path / NAME).read_bytes() == encode(index)
-    assert digest == json.loads((tmp_path / NAME).read_text())["sha256"]
-    assert decode((tmp_path / NAME).read_bytes(), tmp_path) == index
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from autopar.errors import UsageError
 from autopar.validate.express import stage_stops
-from autopar.validate.runs import COLUMNS, FailedRow, Run, read_rows
+from autopar.validate.runs import COLUMNS, Run
 from tests.support.cli_runner import Run as Shell
 from tests.support.published import NEEDS_PUBLISHED, OWN, PUBLISHED, read_runs, with_cells
 from tools.evidence.noise import bound, bounds_table
@@ -129,15 +129,6 @@ FAULTS = {
     5: {"precision": "bf16", "device": "v100-sxm2-16gb"},
 }
 """Cells by row: a device without a profile, one without sense, products of layers and of fp8 that a device has no rate for."""
-
-
-def test_one_bad_cell_leaves_the_other_rows(tmp_path: Path) -> None:
-    path = with_cells(tmp_path, {3: {"layers": "four"}})
-    rows = read_rows(path)
-    assert [row.line for row in rows if isinstance(row, FailedRow)] == [3]
-    assert len(rows) == len(read_runs(OWN))
-    with pytest.raises(UsageError, match="row 3, column layers"):
-        read_runs(path)
 
 
 @pytest.mark.slow
