@@ -302,11 +302,6 @@ def test_a_load_that_fails_changes_nothing(pool: WorkerPool, tmp_path: Path) -> 
             assert same, name
 
 
-def test_groups_of_pipeline_ranks_keep_their_own_learning_rates(pool: WorkerPool, tmp_path: Path) -> None:
-    for found in on_ranks(pool, jobs.rates_after_load, *planned("pp2 x dp2", "gpt2"), str(tmp_path)):
-        assert found == {name: jobs.rate_of(name) for name in found}
-
-
 def test_a_group_without_parameters_on_a_rank_is_loaded_like_others(pool: WorkerPool, tmp_path: Path) -> None:
     """A scheduler that is made after the load asks each group for its first rate."""
     first, second = on_ranks(pool, jobs.empty_groups_after_load, *planned_on(Mesh(pp=2)), str(tmp_path))

@@ -372,16 +372,6 @@ def loads_that_fail(parallel: ParallelModel, folder: str) -> dict[str, tuple[str
     return found
 
 
-def rates_after_load(parallel: ParallelModel, folder: str) -> dict[str, float]:
-    """Learning rates of a checkpoint's parameters, each in a group of its own: ``rate_of`` its name when it was saved."""
-    named = list(parallel.named_parameters())
-    saved = torch.optim.SGD([{"params": [p], "lr": rate_of(name)} for name, p in named])
-    parallel.save(Path(folder), saved)
-    loaded = torch.optim.SGD([{"params": [p], "lr": 1.0} for _, p in named])
-    parallel.load(Path(folder), loaded)
-    return {name: group["lr"] for (name, _), group in zip(named, loaded.param_groups, strict=True)}
-
-
 def empty_groups_after_load(parallel: ParallelModel, folder: str) -> list[tuple[float, float]]:
     """Rates and first rates of two groups, one of them empty on a pipeline rank, after a load and a scheduler made after it."""
 
@@ -399,10 +389,6 @@ def empty_groups_after_load(parallel: ParallelModel, folder: str) -> list[tuple[
     parallel.load(Path(folder), loaded)
     torch.optim.lr_scheduler.StepLR(loaded, 1, 0.5, last_epoch=1)
     return [(group["lr"], group["initial_lr"]) for group in loaded.param_groups]
-
-
-def rate_of(name: str) -> float:
-    return sum(name.encode()) / 1e6
 
 
 def launched_loss(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> float:
