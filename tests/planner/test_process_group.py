@@ -72,12 +72,6 @@ def alone() -> Plan:
     return planner().search(limits=Limits())
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_several_processes_give_the_plan_and_the_bound_of_one(size: int, alone: Plan, by: By) -> None:
-    assert same(by(size), alone)
-    assert no_process_is_left()
-
-
 def test_other_questions_ask_several_processes_too(alone: Plan, by: By) -> None:
     made = planner()
     plan = made.fastest(Limits(), processes=2)

@@ -102,15 +102,6 @@ def test_embedding_and_head_may_be_stages_of_their_own() -> None:
 
 
 @pytest.mark.slow
-def test_a_stage_of_an_embedding_or_a_head_alone_can_be_pinned() -> None:
-    graph = family("llama:layers=6,hidden=64,heads=4,ffn=128,vocab=4000", 64)
-    pins = ["pp=4", "stage@layers.0=1", "stage@layers.5=2", "stage@lm_head=3"]
-    plan = api.estimate(graph, cluster=CLUSTER, global_batch_size=16, pins=pins)
-    assert [(stage.start, stage.stop) for stage in plan.stages][::3] == [(0, 1), (7, 8)]
-    assert plan.search.lower_bound_s <= plan.predicted.step_time_s
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "pins",
     [["stage@layers.0-1=0", "stage@layers.2=1"], ["stage@layers.0-6=0"], ["stage@layers.9=1", "stage@layers.10=2"]],
