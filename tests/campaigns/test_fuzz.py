@@ -4,6 +4,7 @@ import pytest
 
 from autopar.rules.table import Rule, default_table, torch_rules
 from tools.campaigns.fuzz import Tally, run_chunk
+from tools.campaigns.mutants import mutate
 from tools.campaigns.pairs import check_pair
 from tools.campaigns.saved import read
 
@@ -29,6 +30,14 @@ def test_random_models_under_random_plans_compute_what_one_device_does() -> None
 @pytest.mark.parametrize("path", FOUND, ids=lambda path: path.stem)
 def test_what_campaigns_found_stays_right(path: Path) -> None:
     assert check_pair(read(path), checked=True) == ""
+
+
+def test_rules_made_wrong_in_one_place_are_caught() -> None:
+    outcome = mutate(every_nth=17)
+    assert outcome.survivors == []
+    assert outcome.mutants > 800
+    assert len(outcome.rules) > 200
+    assert outcome.caught > 0.95 * outcome.mutants
 
 
 def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

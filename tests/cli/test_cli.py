@@ -41,7 +41,7 @@ def test_show_prints_the_plan(run: Run, plan_file: Path) -> None:
 
 
 def test_show_json_has_the_keys_of_the_contract(run: Run, plan_file: Path) -> None:
-    found = json.loads(run("show", plan_file, "--json").out)
+    found = run("show", plan_file, "--json").json
     assert found["mesh"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 4, "ep": 1}
     assert found["num_micro_batches"] == 16
     assert [stage["pp_rank"] for stage in found["stages"]] == [0, 1]
@@ -78,7 +78,7 @@ def test_compare_shows_predictions_and_choices(run: Run, plan_file: Path, tmp_pa
     assert done.code == 0
     assert "+100.0 %" in done.out
     assert "zero_stage: 1 -> 3" in done.out
-    found = json.loads(run("compare", plan_file, tmp_path / "other.json", "--json").out)
+    found = run("compare", plan_file, tmp_path / "other.json", "--json").json
     assert found["step_time_ratio"] == 2.0
     assert {"path": "zero_stage", "before": 1, "after": 3} in found["changes"]
     assert "The plans make the same choices." in run("compare", plan_file, plan_file).out
@@ -87,7 +87,7 @@ def test_compare_shows_predictions_and_choices(run: Run, plan_file: Path, tmp_pa
 def test_explain_prints_the_reasons(run: Run, plan_file: Path) -> None:
     done = run("explain", plan_file)
     assert (done.code, done.out) == (0, llama_plan().search.reasons[0] + "\n")
-    assert json.loads(run("explain", plan_file, "--json").out)["pins"] == ["tp<=4"]
+    assert run("explain", plan_file, "--json").json["pins"] == ["tp<=4"]
 
 
 def test_explain_needs_a_model_for_an_alternative(run: Run, tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_closed_pipe_is_no_error(plan_file: Path, checkout: Path) -> None:
 
 
 def test_doctor_names_what_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = json.loads(run("doctor", "--json").out)
+    found = run("doctor", "--json").json
     assert found["ok"] is True
     assert {"torch", "gloo (CPU runs)", "pipeline schedules", "spmd-types"} <= {
         check["name"] for check in found["checks"]

@@ -179,7 +179,6 @@ def test_a_rank_that_cannot_build_its_part_ends_all(tmp_path: Path) -> None:
     ],
 )
 def test_what_needs_what_other_ranks_hold_is_refused(pool: WorkerPool, layout: str, kind: str, said: str) -> None:
-    """LBFGS took other steps than one device; Adafactor ended in an error of DTensor's; each rank clipped by its own norm."""
     found = on_batch(pool, jobs.refused, *planned(layout, "gpt2"), kind)
     assert all(said in message and bool(said) == bool(message) for message in found), found
 
@@ -370,7 +369,6 @@ def test_a_model_outlives_no_process_group(pool: WorkerPool, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("layout", ["dp4 ZeRO 3", "tp2 x dp2 whole parameters", "pp2 x dp2"])
 def test_nothing_that_is_kept_is_made_in_inference_mode(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
-    """FSDP gathered into memory that no later step could write to; parameters could not be detached."""
     subject, plan, graph = planned(layout, "gpt2")
     (batch,) = batches(subject, 1)
     first, second = jobs.train(subject.build(), [batch, batch])["losses"]

@@ -61,7 +61,6 @@ def test_unusual_models_equal_one_device(pool: WorkerPool, kind: str, pins: str)
 
 
 def test_what_is_not_traced_runs_in_float64_too(pool: WorkerPool) -> None:
-    """Its casts to float32 made every comparison in float64 fail, and hid how its samples meet."""
     plan, graph = planned(UNUSUAL["rolling"], "dp_shard=2", ranks=2)
     assert any("the outputs of a batch are not those of its halves" in note for note in graph.notes)
     report = equals_one_device(pool, UNUSUAL["rolling"], plan, graph, precision=FP64)

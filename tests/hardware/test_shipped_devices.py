@@ -1,4 +1,3 @@
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,7 +78,7 @@ def test_the_table_in_the_shell(run: Run) -> None:
     assert [line.split()[0] for line in text.splitlines()[1:]] == list(known_devices())
     row = next(line for line in text.splitlines() if line.startswith("a100-sxm4-80gb"))
     assert row.split()[1:] == ["79.1", "GiB", "19.5", "156", "312", "312", "-"]
-    found = json.loads(run("devices", "--json").out)
+    found = run("devices", "--json").json
     assert found["h100-sxm5-80gb"]["peak_flops_per_s"]["bf16"] == 989e12
 
 

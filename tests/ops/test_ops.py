@@ -109,8 +109,6 @@ def test_an_uneven_split_is_refused() -> None:
 
 
 def test_backward_of_a_change_needs_no_mesh() -> None:
-    import spmd_types
-
     def work(rank: int) -> Tensor:
         x = torch.ones(2, requires_grad=True)
         y = collectives.invariant_to_replicate(x, "tp")

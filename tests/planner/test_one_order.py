@@ -1,4 +1,3 @@
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -354,7 +353,7 @@ def test_a_share_of_nothing_for_bounds_ends_when_all_is_asked() -> None:
 def test_the_command_takes_a_sampler_and_a_seed(run: Run) -> None:
     model, sampler = "gpt:layers=2,hidden=32,heads=2,vocab=64,seq=8", ("--sampler", "nsga2", "--sampler-seed", 2)
     asked = ("search", model, "--cluster", "cpu:1x4", "--global-batch", 16, *sampler, "--trials", 6, "--json")
-    plans = [json.loads(run(*asked).out) for _ in range(2)]
+    plans = [run(*asked).json for _ in range(2)]
     for plan in plans:
         del plan["search"]["wall_time_s"]
     assert plans[0] == plans[1]

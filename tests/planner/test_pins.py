@@ -7,8 +7,10 @@ from autopar.errors import UsageError
 from autopar.models.resolve import resolve_model
 from autopar.plan.mesh import S
 from autopar.plan.plan import BUCKET_BYTES
-from autopar.planner.space.pin_syntax import parse_pin
+from autopar.planner.space import pin_syntax
+from autopar.planner.space.pin_syntax import PIN_KINDS, PinKind, parse_pin
 from autopar.planner.space.pins import Pins
+from tests.support.cli_runner import Run
 from tests.support.planner.graphs import mlp
 
 
@@ -100,3 +102,28 @@ def test_unknown_blocks_and_parameters_are_refused() -> None:
     for text, said in (("recompute=full@layer.0-3", "layers.1"), ("layers.*.upp=tp:S(0)", "layers.0.up")):
         with pytest.raises(UsageError, match=said):
             Pins.parse([text]).check(graph)
+
+
+# --- the table of pins
+
+SAME = {"zero_stage", "micro_batch_size"}
+"""Other names of what the table has."""
+
+
+@pytest.mark.parametrize("kind", PIN_KINDS, ids=lambda kind: kind.example)
+def test_each_example_is_a_pin_of_its_form(kind: PinKind) -> None:
+    assert parse_pin(kind.example).text == kind.example
+    name = re.split(r"[ =@\[]", kind.form)[0]
+    assert name in kind.example or name == "PARAMETER"
+
+
+def test_every_name_has_a_row() -> None:
+    named = {re.split(r"[ =\[]", form)[0] for kind in PIN_KINDS for form in kind.form.split(", ")}
+    known = {name.partition("=")[0] for name in pin_syntax._KEYS}
+    assert known - SAME == named
+
+
+def test_the_table_in_the_shell(run: Run) -> None:
+    text = run("pins").out
+    assert all(kind.example in text for kind in PIN_KINDS)
+    assert run("pins", "--json").json["zero=1"]["holds"] == "ZeRO stage, 0 to 3"

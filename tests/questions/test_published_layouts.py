@@ -63,9 +63,7 @@ def test_the_published_layout_is_a_candidate(name: str) -> None:
 def test_ours_is_beside_the_published_one_and_no_worse(run: Run, tmp_path: Path, pins: str) -> None:
     path = tmp_path / "small.toml"
     path.write_text(SMALL.format(pins=pins, family="gpt"))
-    done = run("published", path, "--space", "quick", "--json")
-    assert done.code == 0, done.err
-    found = json.loads(done.out)
+    found = run("published", path, "--space", "quick", "--json").json
     assert found["published_over_autopar"] >= 1
     theirs, ours = found["published"], found["autopar"]
     assert theirs["predicted"]["step_time_s"] / ours["predicted"]["step_time_s"] == found["published_over_autopar"]

@@ -1,4 +1,3 @@
-import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -177,9 +176,7 @@ MODEL = ("gpt:layers=2,hidden=64,heads=4,vocab=128", "--cluster", "cpu:1x2", "--
     ],
 )
 def test_questions_in_the_shell(run: Run, verb: str, options: tuple[str, ...], value: str) -> None:
-    done = run(verb, *MODEL, "--seq", "32", "--space", "quick", *options, "--json")
-    assert done.code == 0, done.err
-    found = json.loads(done.out)
+    found = run(verb, *MODEL, "--seq", "32", "--space", "quick", *options, "--json").json
     assert found["answer"] == value
     assert found["plan"]["predicted"]["step_time_s"] > 0
     assert found["tried"]
@@ -188,19 +185,15 @@ def test_questions_in_the_shell(run: Run, verb: str, options: tuple[str, ...], v
 @pytest.mark.slow
 def test_the_longest_sequence_in_the_shell(run: Run) -> None:
     tight = [*MODEL[:2], "cpu:1x2?memory=425MB", *MODEL[3:], "--space", "quick"]
-    done = run("longest-sequence", *tight, "--step", "512", "--json", "-o", "plan.json")
-    assert done.code == 0, done.err
-    found = json.loads(done.out)
+    found = run("longest-sequence", *tight, "--step", "512", "--json", "-o", "plan.json").json
     tokens = found["plan"]["model"]["tokens_per_sample"]
     assert found["answer"] == f"{tokens:,} tokens"
     assert (tokens % 512, found["tried"][-1]["step_time_s"]) == (0, None)
-    assert json.loads(run("show", "plan.json", "--json").out)["model"]["tokens_per_sample"] == tokens
+    assert run("show", "plan.json", "--json").json["model"]["tokens_per_sample"] == tokens
 
 
 def test_a_sweep_in_the_shell(run: Run) -> None:
-    done = run("sweep", *MODEL, "--seq", "32", "--space", "quick", "--scale", "link.bandwidth=0.5,1", "--json")
-    assert done.code == 0, done.err
-    found = json.loads(done.out)
+    found = run("sweep", *MODEL, "--seq", "32", "--space", "quick", "--scale", "link.bandwidth=0.5,1", "--json").json
     assert [p["factor"] for p in found["plans"]] == [0.5, 1.0]
     assert found["plans"][1]["step_time_ratio"] == 1
     text = run("sweep", *MODEL, "--seq", "32", "--space", "quick", "--scale", "link.bandwidth=0.5,1")
@@ -334,7 +327,7 @@ def test_objectives_that_are_none(text: str, message: str) -> None:
 def test_the_command_prints_a_row_for_each(run: Run) -> None:
     model = "gpt:layers=2,hidden=64,heads=4,vocab=96,seq=32"
     arguments = ["pareto", model, "--cluster", "cpu:1x4", "--global-batch", "8"]
-    data = json.loads(run(*arguments, "--objectives", "time,devices", "--json").out)
+    data = run(*arguments, "--objectives", "time,devices", "--json").json
     assert data["front"][0]["plan"]
     counts = [row["num_devices"] for row in data["front"]]
     assert counts == sorted(counts, reverse=True)

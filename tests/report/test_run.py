@@ -56,7 +56,7 @@ def test_the_log_is_read_back_and_printed(tmp_path: Path, run: Run) -> None:
     done = run("validate", "--from-run", tmp_path)
     assert done.code == 0 and done.out.strip() == render_run(record).strip()
     assert "compute" in done.out and "peak memory (resident)" in done.out
-    assert json.loads(run("validate", "--from-run", tmp_path, "--json").out)["worst"] in CATEGORIES
+    assert run("validate", "--from-run", tmp_path, "--json").json["worst"] in CATEGORIES
 
 
 def test_what_is_no_log_is_named(tmp_path: Path, run: Run) -> None:

@@ -32,7 +32,6 @@ def test_every_strategy_gives_what_one_device_gives(family: Callable[[Maker], It
 
 
 def test_no_rank_begins_before_all_are_connected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quick one closed its connections while others still made theirs (`Connection closed by peer`)."""
     made, seen = list[int](), list[int]()
 
     def slowly(store: Any, rank: int, size: int, name: str) -> Any:

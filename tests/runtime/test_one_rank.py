@@ -282,7 +282,6 @@ class Unknown(torch.optim.SGD):
 
 @pytest.mark.parametrize("how", ["data", "whole", "vector", "swapped"])
 def test_a_parameter_is_written_in_place(parallel: ParallelModel, batch: Batch, how: str, tmp_path: Path) -> None:
-    """``p.data = tensor`` was passed over by torch: neither steps nor checkpoints had it."""
     key, parameter = next(parallel.named_parameters())
     before, kept = parallel.train_step(batch).item(), parameter.detach().clone()
     parameter.data *= 0.5

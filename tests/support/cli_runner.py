@@ -1,10 +1,12 @@
 """Runs the command inside the test's process, in a directory of its own."""
 
+import json
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +27,12 @@ class Done:
         lines = [line for line in self.err.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1, self.err
         return lines[0].removeprefix("error: ")
+
+    @property
+    def json(self) -> Any:
+        """What a command printed that ended well."""
+        assert self.code == 0, self.err
+        return json.loads(self.out)
 
 
 Run = Callable[..., Done]

@@ -256,10 +256,7 @@ def test_tracing_leaves_the_model_alone() -> None:
     [(True, r"`return F\.cross_entropy"), (False, r"aten\.item\.default depends on the values of tensors")],
 )
 def test_a_failure_of_the_exported_program_names_the_line_too(writes: bool, said: str) -> None:
-    """It named the model's class and a formula of torch's. Up to torch 2.11 the cuts fail already, at their own line.
-
-    Sequences behind one another are cut by their ends: torch.export takes the cuts; decomposing fails at the loss of the parts.
-    """
+    """torch.export takes the cuts of sequences by their ends, and decomposing fails at the loss; up to 2.11 the cuts fail."""
 
     def forward(self: Any, x: Tensor, ends: Tensor, y: Tensor) -> Tensor:
         if writes:
@@ -402,7 +399,6 @@ def test_tensors_are_turned_as_torch_turns_them(shape: tuple[int, ...]) -> None:
     ],
 )  # fmt: skip
 def test_masks_are_known_by_one_copy_of_what_they_repeat(chosen: Callable[[Tensor], Tensor]) -> None:
-    """A bias of all samples and heads was computed whole: of a T5 11B, 67 million elements in each layer."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         mask = torch.ones(8, 8, dtype=torch.bool).tril()[None, None].expand(len(x), 2**20, 8, 8)

@@ -146,7 +146,7 @@ def test_rows_that_fail_are_reported_beside_the_others(run: Shell, tmp_path: Pat
     for row, said in told.items():
         assert said in errors[row]
         assert f"row {row}" in errors[row]
-    whole = {row["row"]: row for row in json.loads(run("validate", OWN, "--json").out)["rows"]}
+    whole = {row["row"]: row for row in run("validate", OWN, "--json").json["rows"]}
     assert [row for row in found["rows"] if "error" not in row] == [whole[row] for row in (6, 7)]
     for text in (page.read_text(), html.read_text()):
         assert "4 of 6 rows failed" in text
@@ -183,8 +183,7 @@ def test_fitted_profiles_are_printed_unless_a_folder_is_named(
     assert "autopar validate --calibrate" in done.out
     assert {path.name: path.read_bytes() for path in (checkout / "profiles").glob("*.toml")} == shipped
     folder = tmp_path / "fitted"
-    done = run("validate", "--calibrate", "all", OWN, "--out", folder, "--json")
-    assert "profiles" not in json.loads(done.out)
+    assert "profiles" not in run("validate", "--calibrate", "all", OWN, "--out", folder, "--json").json
     assert (folder / "h100-sxm5-80gb.toml").exists()
     assert list(tmp_path.iterdir()) == [folder]
     assert "--out goes with --calibrate alone" in run("validate", OWN, "--out", folder).error
