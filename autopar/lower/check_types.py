@@ -37,7 +37,7 @@ from autopar.ops import collectives, plain
 from autopar.ops.opaque import opaque
 from autopar.plan.mesh import DATA_AXES, MESH_AXES, Mesh, Type
 from autopar.rules.apply import BATCH
-from autopar.rules.local_graphs import AXIS as SPREAD
+from autopar.rules.local_calls import SPREAD
 
 GLOBAL = frozenset(
     {

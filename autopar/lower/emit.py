@@ -19,7 +19,7 @@ from autopar.ops.kernels import KERNELS, region_of, resolve
 from autopar.ops.opaque import Holder
 from autopar.plan.mesh import DATA_AXES, I, P, R, S
 from autopar.rules.apply import BATCH, OVER_DATA
-from autopar.rules.local_graphs import AXIS as SPREAD
+from autopar.rules.local_calls import SPREAD
 
 SEED = "rng_seed"
 """Name of the input that random operators draw from: a Python int that differs for each step and micro-batch."""

@@ -11,7 +11,7 @@ from autopar.graph.graph import Graph, Op
 from autopar.graph.rewrites import pad
 from autopar.plan.mesh import Mesh, Type
 from autopar.plan.plan import AxisTyping, Plan
-from autopar.rules import local_graphs
+from autopar.rules import local_calls
 from autopar.rules import table as rules
 from autopar.rules.apply import BATCH, crosses_samples, shard
 from autopar.rules.missing import complete
@@ -55,7 +55,7 @@ def local_graph_and_typings(plan: Plan, graph: Graph, data_rank: int = 0) -> tup
     if crossing and plan.data_shares:
         raise _equal_shares(plan, _place(crossing[0]))
     if plan.mesh.ep_data > 1:
-        result = local_graphs.spread(result, plan.mesh.ep_data, _spread_mixtures(plan, graph))
+        result = local_calls.spread(result, plan.mesh.ep_data, _spread_mixtures(plan, graph))
     result = _pad(plan, result)
     for axis in SHARDED_AXES:
         if getattr(plan.mesh, axis) > 1:
@@ -89,14 +89,14 @@ def _spread_mixtures(plan: Plan, graph: Graph) -> frozenset[str]:
     mixtures: list[str] = []
     for block, planned in zip(graph.blocks, plan.blocks, strict=True):
         place = f"block {block.index} ({block.label})"
-        typing = _chosen(plan, planned.layout, local_graphs.AXIS, place)
+        typing = _chosen(plan, planned.layout, local_calls.SPREAD, place)
         names, ops = typing.strategies if typing is not None else (), graph.block_ops(block)
-        _check_number(f"strategies on axis {local_graphs.AXIS}", len(ops), len(names), place)
+        _check_number(f"strategies on axis {local_calls.SPREAD}", len(ops), len(names), place)
         for op, name in zip(ops, names, strict=True):
-            if name == local_graphs.DISPATCH and op.target == local_graphs.EXPERTS:
+            if name == local_calls.DISPATCH and op.target == local_calls.EXPERTS:
                 mixtures.append(op.name)
-            elif name != local_graphs.SAMPLES:
-                raise _unknown_strategy(op, name, local_graphs.AXIS, place, local_graphs.SAMPLES)
+            elif name != local_calls.SAMPLES:
+                raise _unknown_strategy(op, name, local_calls.SPREAD, place, local_calls.SAMPLES)
     return frozenset(mixtures)
 
 

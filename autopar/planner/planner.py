@@ -49,7 +49,7 @@ from autopar.planner.space.pins import Pins
 from autopar.planner.space.preferences import leanness, seeds, usual
 from autopar.planner.space.variants import SHARES, in_orders, offloaded, shared
 from autopar.planner.studies.workers import Sharing, shared_study
-from autopar.rules.local_graphs import expert_counts
+from autopar.rules.local_calls import expert_counts
 from autopar.rules.missing import complete
 
 __all__ = ["Planner", "Task"]

@@ -27,7 +27,7 @@ from autopar.lower.program import PreludeProgram, Program, StageProgram
 from autopar.ops.opaque import Holder
 from autopar.plan.mesh import EXPERT_MESH_AXES, MESH_AXES
 from autopar.plan.plan import Plan, Precision
-from autopar.rules.local_graphs import AXIS as SPREAD
+from autopar.rules.local_calls import SPREAD
 from autopar.runtime.joined_values import placement_of
 from autopar.runtime.step.gradients import RankParameter, hand_over, lengthened
 from autopar.runtime.step.stage import StageModule

@@ -13,7 +13,7 @@ from autopar.graph.graph import Graph, Layout
 from autopar.ops.sequence import zigzag
 from autopar.plan.mesh import DATA_AXES, Mesh
 from autopar.rules.apply import BATCH
-from autopar.rules.local_graphs import AXIS as SPREAD
+from autopar.rules.local_calls import SPREAD
 from autopar.rules.strategy import RING
 
 TOLERANCE = 1e-8

@@ -21,7 +21,7 @@ from autopar.lower.read_plan import SHARDED_AXES
 from autopar.plan.mesh import I, Mesh, P, R, S, Type
 from autopar.plan.plan import RECOMPUTES, Plan, StagePlan
 from autopar.planner.sharding.input_axes import solve_batch
-from autopar.rules import apply, local_graphs
+from autopar.rules import apply, local_calls
 from autopar.rules import table as rules
 from autopar.rules.local_calls import conversion
 from autopar.rules.missing import complete
@@ -84,7 +84,7 @@ def draw_pair(choose: Choose) -> Pair:
         graphs.append(local)
         typings.append(typing)
         mesh = replace(mesh, ep=int(typing.size), ep_data=int(typing.size))
-        local = local_graphs.spread(local, mesh.ep_data, spread_names(typing))
+        local = local_calls.spread(local, mesh.ep_data, spread_names(typing))
     for axis in SHARDED_AXES:
         if getattr(mesh, axis) > 1:
             graphs.append(local)
@@ -135,7 +135,7 @@ def _sharded_data(choose: Choose, mesh: Mesh) -> Mesh:
 
 def draw_spread(choose: Choose, graph: Graph, data: int) -> Typing | None:
     """Mixtures whose experts are spread over data ranks, any of those that can be; None: none is."""
-    able = [op for op in graph.ops if local_graphs.can_spread(graph, op)]
+    able = [op for op in graph.ops if local_calls.can_spread(graph, op)]
     counts = {op.name: graph.spec(op.operands[-1]).shape[0] for op in able}
     sizes = [n for n in (2, 4, 8) if data % n == 0 and any(count % n == 0 for count in counts.values())]
     if not sizes or choose(4) == 3:
@@ -146,11 +146,11 @@ def draw_spread(choose: Choose, graph: Graph, data: int) -> Typing | None:
     held = {ref.name for op in chosen for ref in op.operands[3:]}
     names = {op.name for op in chosen}
     return Typing(
-        axis=local_graphs.AXIS,
+        axis=local_calls.SPREAD,
         size=Fraction(size),
         strategies={
             op.name: Strategy(
-                name=local_graphs.DISPATCH if op.name in names else local_graphs.SAMPLES, inputs=(), outputs=()
+                name=local_calls.DISPATCH if op.name in names else local_calls.SAMPLES, inputs=(), outputs=()
             )
             for op in graph.ops
         },
@@ -160,7 +160,7 @@ def draw_spread(choose: Choose, graph: Graph, data: int) -> Typing | None:
 
 def spread_names(typing: Typing) -> frozenset[str]:
     """The mixtures that it spreads."""
-    return frozenset(name for name, strategy in typing.strategies.items() if strategy.name == local_graphs.DISPATCH)
+    return frozenset(name for name, strategy in typing.strategies.items() if strategy.name == local_calls.DISPATCH)
 
 
 def draw_typing(choose: Choose, graph: Graph, axis: str, size: int) -> Typing:
@@ -260,7 +260,7 @@ def strategies_of(pair: Pair) -> set[tuple[str, str]]:
     """(target, strategy) of every live operator on the first sharded axis: on a second one changes of type stand between."""
     found: set[tuple[str, str]] = set()
     for block, layout in zip(pair.traced.blocks, pair.plan.layouts, strict=True):
-        for typing in [t for t in layout.typings[1:] if t.axis != local_graphs.AXIS][:1]:
+        for typing in [t for t in layout.typings[1:] if t.axis != local_calls.SPREAD][:1]:
             found |= {
                 (op.target, name) for op, name in zip(pair.traced.block_ops(block), typing.strategies, strict=True)
             }

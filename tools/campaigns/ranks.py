@@ -19,7 +19,7 @@ from autopar.lower.program import Program, StageProgram
 from autopar.ops import seeded
 from autopar.plan.mesh import DATA_AXES, Type
 from autopar.rules.apply import BATCH
-from autopar.rules.local_graphs import AXIS as SPREAD
+from autopar.rules.local_calls import SPREAD
 from autopar.rules.strategy import RING
 from autopar.runtime import assemble
 from autopar.runtime.monitor import Monitor

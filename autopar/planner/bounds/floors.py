@@ -20,7 +20,7 @@ from autopar.plan.plan import Recompute
 from autopar.planner.bounds.instance import BlockFloor, FloorTable, ModeFloor, are_inside, at_both_ends, least_sums_s
 from autopar.planner.layouts.layout import LayoutKey, PricedLayout
 from autopar.planner.stages.cut_problem import EqualBlocks
-from autopar.rules.local_graphs import AXIS as EXPERTS_OVER_DATA
+from autopar.rules.local_calls import SPREAD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,12 +128,12 @@ class BlockFloors:
         However the mixture is laid out on ``cp`` and ``tp``, each rank sends at least its share of the tokens, either over the data ranks
         or over those and ``tp``.
         """
-        sent = [message for message in cost.messages if message.axis == EXPERTS_OVER_DATA]
+        sent = [message for message in cost.messages if message.axis == SPREAD]
         collectives = self.model.collectives
         if not sent or collectives.is_measured:  # a measured table need not be monotonic in bytes
             return 0.0, 0.0, 0.0
         mesh, call_s = key.mesh(self.model.cluster.world_size), self.model.device.overheads.collective_s
-        axes = [EXPERTS_OVER_DATA, EXPERT_AXIS][: 1 + (key.tp > 1)]
+        axes = [SPREAD, EXPERT_AXIS][: 1 + (key.tp > 1)]
         seconds = [
             call_s + min(collectives.time_s(m.kind, m.num_bytes // (key.cp * key.tp), mesh, (axis,)) for axis in axes)
             for m in sent

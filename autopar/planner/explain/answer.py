@@ -40,8 +40,7 @@ from autopar.planner.space.pin_syntax import ParameterPin, StagePin
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.variants import against, offloaded, rank_groups
 from autopar.planner.stages.recompute import MOVED, none_if_moved
-from autopar.rules.local_graphs import AXIS as SPREAD
-from autopar.rules.local_graphs import DISPATCH, EXPERTS, SAMPLES, can_spread
+from autopar.rules.local_calls import DISPATCH, EXPERTS, SAMPLES, SPREAD, can_spread
 from autopar.rules.missing import Found, key_of
 from autopar.rules.strategy import Strategy
 

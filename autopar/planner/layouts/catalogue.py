@@ -25,7 +25,7 @@ from autopar.planner.sharding.strategy_energy import rests_of
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
 from autopar.rules.apply import shard
-from autopar.rules.local_graphs import EXPERTS
+from autopar.rules.local_calls import EXPERTS
 from autopar.rules.other_kernels import EXPERT_TARGETS
 from autopar.rules.strategy import Strategy
 

@@ -27,7 +27,7 @@ from autopar.planner.sharding.resharding import Structures
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import ATTENTION_KINDS
 from autopar.rules.apply import shard
-from autopar.rules.local_graphs import spread
+from autopar.rules.local_calls import spread
 
 COLLECTIVE_WEIGHT = 1e-3
 """Factor on the seconds of collectives in the typing on ``cp``.
