@@ -1,4 +1,4 @@
-"""Runs a graph on one device. This is the reference for every other way to run it."""
+"""Runs operators of a graph on one device. This is the reference for every other way to run them."""
 
 from __future__ import annotations
 
@@ -16,41 +16,6 @@ from autopar.ops.opaque import Holder
 from autopar.ops.seeded import draw
 
 
-def evaluate(
-    graph: Graph,
-    batch: Mapping[str, torch.Tensor],
-    parameters: Mapping[str, torch.Tensor],
-    buffers: Mapping[str, torch.Tensor] | None = None,
-    model: torch.nn.Module | None = None,
-) -> torch.Tensor:
-    """Return the loss of ``batch``, which is differentiable in ``parameters``.
-
-    Args:
-        batch: tensors by the names of ``graph.inputs``, in the shapes of the graph.
-        parameters: the complete parameters of the model by name (``fqn``); parts are cut from them.
-        buffers: the buffers of the model by name (``fqn``); those whose value the graph holds may be missing.
-        model: the model, which holds the code of opaque regions; only needed if the graph has some.
-
-    Raises:
-        AutoparError: an input, a buffer or a needed model is missing.
-    """
-    return step(graph, batch, parameters, buffers, model)[0]
-
-
-def step(
-    graph: Graph,
-    batch: Mapping[str, torch.Tensor],
-    parameters: Mapping[str, torch.Tensor],
-    buffers: Mapping[str, torch.Tensor] | None = None,
-    model: torch.nn.Module | None = None,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss as :func:`evaluate` does, and the new values of the buffers that a step changes, by name (``fqn``)."""
-    env = leaves(graph, batch, parameters, buffers or {})
-    run((*graph.prelude, *graph.ops), env, model)
-    names = {buffer.name: buffer.fqn for buffer in graph.buffers}
-    return env[graph.loss], {names[m.buffer]: env[m.value].detach() for m in graph.mutations}
-
-
 def leaves(
     graph: Graph,
     batch: Mapping[str, torch.Tensor],
@@ -58,6 +23,11 @@ def leaves(
     buffers: Mapping[str, torch.Tensor],
 ) -> dict[Ref, torch.Tensor]:
     """Return the values of inputs, parameters and buffers.
+
+    Args:
+        batch: tensors by the names of ``graph.inputs``, in the shapes of the graph.
+        parameters: the complete parameters of the model by name (``fqn``); parts are cut from them.
+        buffers: the buffers of the model by name (``fqn``); those whose value the graph holds may be missing.
 
     Raises:
         AutoparError: an input of the batch or the value of a buffer is missing.
@@ -71,7 +41,7 @@ def leaves(
     for parameter in graph.parameters:
         env[Ref(parameter.name)] = part_of(parameter, parameters[parameter.fqn])
     for buffer in graph.buffers:
-        value = buffers.get(buffer.fqn, buffer.value) if buffer.fqn else buffer.value
+        value = buffers.get(buffer.fqn, buffer.value)
         if value is None:
             raise AutoparError.missing(f"value of buffer '{buffer.fqn or buffer.name}'", fix="Pass it in buffers=")
         env[Ref(buffer.name)] = value.to(device)

@@ -12,9 +12,10 @@ A vocabulary is not padded if any other operator reads a padded dim.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import chain, takewhile
 
 from autopar.graph.graph import Argument, Block, Graph, Op, Padding, Ref, TensorSpec, map_refs
 from autopar.ops.kernels import aten_targets
@@ -90,15 +91,10 @@ def _compact(graph: Graph, keys: Sequence[object]) -> Compact:
 
 def _kinds(graph: Graph, keys: Sequence[object]) -> list[object]:
     """Return a kind for each block; kinds are equal if hashes and keys are, unless a block shares a parameter with another one."""
-    owner: dict[str, int] = {}
-    shares = set[int]()
-    for block in graph.blocks:
-        for parameter in graph.block_parameters(block):
-            if parameter.name in owner:
-                shares |= {owner[parameter.name], block.index}
-            else:
-                owner[parameter.name] = block.index
-    return [i if i in shares else (block.hash, keys[i]) for i, block in enumerate(graph.blocks)]
+    names = [[parameter.name for parameter in graph.block_parameters(block)] for block in graph.blocks]
+    readers = Counter(chain.from_iterable(names))
+    shares = [any(readers[name] > 1 for name in block_names) for block_names in names]
+    return [i if shares[i] else (block.hash, keys[i]) for i, block in enumerate(graph.blocks)]
 
 
 def _repeats(kinds: Sequence[object]) -> Iterator[tuple[int, int, int]]:

@@ -65,17 +65,12 @@ class ChainedNorm(nn.RMSNorm):
         return self.weight * scaled.to(x.dtype)
 
 
-class Norm(nn.Module):
+class Norm(nn.LayerNorm):
     """A layer norm in single precision between casts, as it runs under autocast."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.inner = nn.LayerNorm(hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the norm of ``x`` in its dtype."""
-        weight, bias = self.inner.weight.float(), self.inner.bias.float()
-        return F.layer_norm(x.float(), (x.shape[-1],), weight, bias).to(x.dtype)
+        return F.layer_norm(x.float(), (x.shape[-1],), self.weight.float(), self.bias.float()).to(x.dtype)
 
 
 class Transformer(nn.Module):

@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,10 @@ def write_text(path: Path, text: str, *, make_folder: bool = False) -> None:
     Raises:
         UsageError: the file cannot be written.
     """
-    temporary = _temporary(path)
-    try:
-        if make_folder:
-            path.parent.mkdir(parents=True, exist_ok=True)
+    with _temporary_file(path, make_folder=make_folder) as temporary:
         with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
         temporary.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
-        raise _refused(path, error) from error
 
 
 def read_text(path: Path, *, fix: str = CHECK_FILE) -> str:
@@ -71,26 +65,30 @@ def check_writable(path: Path, *, make_folder: bool = False) -> None:
     Raises:
         UsageError: the folder does not exist or is not writable, or ``path`` is a folder itself.
     """
-    temporary = _temporary(path)
-    try:
+    with _temporary_file(path, make_folder=make_folder) as temporary:
         if path.is_dir():
             raise IsADirectoryError(21, "Is a directory")
-        if make_folder:
-            path.parent.mkdir(parents=True, exist_ok=True)
         temporary.open("x").close()
         temporary.unlink()
+
+
+@contextmanager
+def _temporary_file(path: Path, *, make_folder: bool) -> Iterator[Path]:
+    """Provide the path of a temporary file in the folder of ``path``, which is removed if the body fails.
+
+    Raises:
+        UsageError: the body, or creating the folder, raises an OSError.
+    """
+    temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
+    try:
+        if make_folder:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
     except OSError as error:
-        raise _refused(path, error) from error
-
-
-def _temporary(path: Path) -> Path:
-    return path.parent / f".{path.name}.{os.getpid()}.tmp"
-
-
-def _refused(path: Path, error: OSError) -> UsageError:
-    return UsageError(
-        f"Cannot write {path}", got=reason(error), fix="Choose a path in an existing folder that can be written to"
-    )
+        with suppress(OSError):
+            temporary.unlink()
+        fix = "Choose a path in an existing folder that can be written to"
+        raise UsageError(f"Cannot write {path}", got=reason(error), fix=fix) from error
 
 
 def as_toml(data: dict[str, Any], *, comment: str = "") -> str:

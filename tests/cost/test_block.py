@@ -8,12 +8,12 @@ from autopar.cost.model import CostModel
 from autopar.cost.operators.operator_times import EXPERT_TARGETS, experts_as_run, experts_wait_s, op_time
 from autopar.cost.operators.work import work
 from autopar.graph.graph import Argument, Graph, Op, Parameter, Ref, TensorSpec
-from autopar.graph.interpreter import evaluate
 from autopar.hardware.cluster import Cluster
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import FP32
 from tests.support.graphs_by_hand import graph_of_ops
 from tests.support.kept import kept_bytes
+from tests.support.small_models import evaluate
 from tests.support.zoo import LENGTH, subject, traced
 
 MODEL = CostModel(Cluster.parse("cpu:1x4"), FP32, "adamw")

@@ -3,11 +3,11 @@ import torch
 from torch import Tensor, nn
 
 from autopar.graph.graph import Graph
-from autopar.graph.interpreter import evaluate
 from autopar.graph.rewrites import lengths, pad
 from autopar.runtime.step.gradients import lengthened
 from autopar.tracing.trace import trace
 from tests.support.close import assert_close
+from tests.support.small_models import evaluate
 
 
 class Language(nn.Module):

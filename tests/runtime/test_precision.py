@@ -14,7 +14,6 @@ from torch.nn.utils import parametrizations, spectral_norm
 
 from autopar import api
 from autopar.errors import UsageError
-from autopar.graph.interpreter import evaluate
 from autopar.ops.sharded import partial_mean
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16, FP16, PRECISIONS, Precision
@@ -24,7 +23,7 @@ from tests.support.distributed import scaled
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.subjects import HfSubject
 from tests.support.parallel import alone, on_rank
-from tests.support.small_models import model_of
+from tests.support.small_models import evaluate, model_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -1,13 +1,13 @@
-"""Models of one function, and the check that a traced graph computes what its model does."""
+"""Models of one function, graphs run on one device, and the check that a traced graph computes what its model does."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autopar.graph.graph import Graph
-from autopar.graph.interpreter import step
+from autopar.graph.interpreter import leaves, run
 from autopar.tracing.trace import trace
 from tests.support.close import assert_close
 
@@ -23,6 +23,31 @@ def model_of(forward: Callable[..., Any], **parts: Any) -> nn.Module:
 def calling(code: Callable[[Tensor], Tensor]) -> nn.Module:
     """A module that gives what ``code`` makes of a tensor."""
     return model_of(lambda self, x: code(x))
+
+
+def evaluate(
+    graph: Graph,
+    batch: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor] | None = None,
+    model: nn.Module | None = None,
+) -> Tensor:
+    """The loss of a batch, differentiable in the parameters; ``model`` has the code of opaque regions."""
+    return step(graph, batch, parameters, buffers, model)[0]
+
+
+def step(
+    graph: Graph,
+    batch: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor] | None = None,
+    model: nn.Module | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, and the new values of the buffers that a step changes, by name in the model."""
+    env = leaves(graph, batch, parameters, buffers or {})
+    run((*graph.prelude, *graph.ops), env, model)
+    names = {buffer.name: buffer.fqn for buffer in graph.buffers}
+    return env[graph.loss], {names[m.buffer]: env[m.value].detach() for m in graph.mutations}
 
 
 def same_as_the_model(

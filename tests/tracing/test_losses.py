@@ -8,14 +8,13 @@ from torch.distributions import Normal, kl_divergence
 
 from autopar.errors import TraceError
 from autopar.graph.graph import Graph
-from autopar.graph.interpreter import evaluate
 from autopar.graph.rewrites import compact
 from autopar.models.graph_for_plan import for_batch
 from autopar.plan.mesh import P
 from autopar.planner.sharding.input_axes import mixes_samples, samples_apart, solve_batch
 from autopar.rules.missing import complete
 from autopar.tracing.trace import trace
-from tests.support.small_models import same_as_the_model
+from tests.support.small_models import evaluate, same_as_the_model
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 

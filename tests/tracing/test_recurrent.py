@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.graph.graph import Graph, Op, Ref, TensorSpec
-from autopar.graph.interpreter import evaluate, leaves, run
+from autopar.graph.interpreter import leaves, run
 from autopar.graph.operator_kinds import draws_random
 from autopar.graph.rewrites import compact
 from autopar.plan.mesh import R, S
@@ -16,7 +16,7 @@ from autopar.rules import table as rules
 from autopar.rules.apply import shard
 from autopar.tracing.trace import trace
 from autopar.verification.against_one_device import _without_dropout
-from tests.support.small_models import model_of, same_as_the_model
+from tests.support.small_models import evaluate, model_of, same_as_the_model
 
 
 def _read_whole(self: Any, x: Tensor) -> Tensor:

@@ -15,12 +15,12 @@ from torch.nn.attention.flex_attention import flex_attention
 from autopar import api
 from autopar.errors import TraceError
 from autopar.graph.graph import Graph, Op, Ref
-from autopar.graph.interpreter import evaluate, leaves, run
+from autopar.graph.interpreter import leaves, run
 from autopar.models.resolve import resolve_model
 from autopar.rules.by_execution import verify_rule
 from autopar.tracing.trace import trace
 from tests.support.close import assert_close
-from tests.support.small_models import model_of, same_as_the_model
+from tests.support.small_models import evaluate, model_of, same_as_the_model
 from tests.support.zoo import LENGTH, description, loss_of, subject, traced, traced_on_meta
 
 CASES = [

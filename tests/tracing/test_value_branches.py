@@ -7,14 +7,13 @@ from torch import Tensor, nn
 
 from autopar import api
 from autopar.errors import TraceError
-from autopar.graph.interpreter import evaluate
 from autopar.lower.program import lower
 from autopar.tracing.trace import trace
 from tests.support import checked as c
 from tests.support.close import assert_close
 from tests.support.lower import unusual as u
 from tests.support.lower.against_model import check
-from tests.support.small_models import calling, model_of
+from tests.support.small_models import calling, evaluate, model_of
 
 Code = Callable[[Tensor], Tensor]
 INF = float("inf")

@@ -10,7 +10,6 @@ from torch import nn
 
 import autopar
 from autopar.errors import VerificationError
-from autopar.graph.interpreter import evaluate
 from autopar.models.resolve import resolve_model
 from autopar.tracing.modes import in_double
 from autopar.tracing.trace import trace
@@ -21,7 +20,7 @@ from autopar.verification.reference import Compared, traced_in_double, worst
 from autopar.verification.results import NUDGES, Confirmation, RankErrors, VerifyReport
 from tests.support.close import assert_close
 from tests.support.distributed.subjects import OwnSubject
-from tests.support.small_models import model_of
+from tests.support.small_models import evaluate, model_of
 
 
 def row(**changes: object) -> RankErrors:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from autopar.errors import AutoparError
 from autopar.graph.graph import Graph
-from autopar.graph.interpreter import evaluate
 from autopar.nn import Experts
 from autopar.tracing.trace import trace
+from tests.support.small_models import evaluate
 from tools.campaigns.catalogue import UnfitError
 from tools.campaigns.draw import Choose, value_of
 
