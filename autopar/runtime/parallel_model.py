@@ -25,6 +25,7 @@ from autopar.runtime.checks import (
     check_can_run,
     check_evaluates,
     check_modes,
+    check_places,
     unknown_in_eval,
 )
 from autopar.runtime.failure_watch import Alarm, Calls, launched_on, ordinary
@@ -427,6 +428,7 @@ class ParallelModel(PlannedModule):
             save.write(self._checkpointed.meeting)
 
     def _begin_save(self, path: str | Path, optimizer: Optimizer | None, beside: Beside) -> Save:
+        check_places(path=path)
         self._memory.check_memory()
         self._replicas.check_now()
         progress = {"seed": self.seed, "step": self.step_count, "scaler": self._scaler.numbers}
@@ -441,6 +443,7 @@ class ParallelModel(PlannedModule):
         Raises:
             UsageError: the folder cannot be written; raised on all ranks.
         """
+        check_places(path=path)
         with self._calls.at_once("save_pretrained"):
             self._memory.check_memory()
             export = Export(
@@ -475,6 +478,7 @@ class ParallelModel(PlannedModule):
             CheckpointError: the folder has no checkpoint, or a damaged one; names the file and the tensor; raised on all ranks.
             PlanError: the checkpoint is of another model, optimizer or number of data ranks; raised on all ranks.
         """
+        check_places(path=path)
         with self._calls.at_once("load"):
             self._memory.check_memory()
             beside = {SCHEDULER: scheduler, LOADER: dataloader}

@@ -97,10 +97,10 @@ class Export:
                 self._write(files, shapes, write.staging(place, target))
                 if self.meeting.rank == 0:
                     self._describe(files, shapes, write.staging(place, target))
+            self.meeting.first(lambda: _commit(place, target))
         except UsageError:
             write.give_up(place, target, own="", is_first=self.meeting.rank == 0)
             raise
-        self.meeting.first(lambda: _commit(place, target))
 
     def _parts(self) -> Iterable[Part]:
         """This rank's elements as parts of the model's tensors; without empty ones."""

@@ -76,6 +76,7 @@ class Checkpointed:
         return Save(path, own, values, self.meeting)
 
     def _own(self, optimizer: Optimizer | None, beside: Beside) -> Own:
+        self._check_optimizer(optimizer)
         own = Own(parts=[part_of(*one) for one in contents.tensors_of(self._held, optimizer)])
         own.parts += [part_of(f"buffer.{name}", value) for name, value in self._buffers.named().items()]
         own.parts += [part_of(self._untrained.key(name), value) for name, value in self._untrained.own.items()]
@@ -87,6 +88,20 @@ class Checkpointed:
                 contents.of_state(own, kind, self._owners[kind][0], state)
         return own
 
+    def _check_optimizer(self, optimizer: Optimizer | None) -> None:
+        """Checks that an optimizer is of this model.
+
+        Raises:
+            UsageError: it is none, or has only parameters of another model.
+        """
+        if optimizer is None:
+            return
+        if not hasattr(optimizer, "param_groups"):
+            raise UsageError(f"The optimizer is a {type(optimizer).__name__}", fix="Give one of torch.optim")
+        known = {id(h.parameter) for h in self._held}
+        if known and not any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
+            raise UsageError("The optimizer has no parameter of this model", fix="Make it of par.parameters()")
+
     def load(
         self, path: str | Path, optimizer: Optimizer | None, beside: Beside, *, allow_pickle: bool = False
     ) -> tuple[Mapping[str, Any], Any]:
@@ -96,6 +111,8 @@ class Checkpointed:
             PlanError: the folder is no checkpoint, is damaged, differs between ranks, or is of another model; raised on all ranks.
                 Nothing is changed.
         """
+        with self.meeting.alike():
+            self._check_optimizer(optimizer)
         is_new = optimizer is not None and make_state(optimizer)
         try:
             return self._load(Loading.begin(Path(path), self.meeting, allow_pickle=allow_pickle), optimizer, beside)
