@@ -211,7 +211,7 @@ def parallelize(  # noqa: PLR0913  keywords of the public call
     device_type, make = _prepared(model, plan, request, (trials, search_timeout_s), collective_timeout_s, on_resize)
     return launch(
         model, make, device_type=device_type, weights=weights, seed=seed, collective_timeout_s=collective_timeout_s,
-        log_dir=None if log_dir is None else Path(log_dir),
+        log_dir=log_dir,
     )  # fmt: skip
 
 
@@ -358,7 +358,8 @@ def _searched(model: torch.nn.Module, request: Request, ranks: int, limits: Limi
     samples = request.global_batch_size or samples_of(request.example_inputs) or SAMPLES_PER_RANK * ranks
     request = replace(request, global_batch_size=samples)
     graph = graph_of(model, request)
-    return Planner(task_of(graph, request)).search(limits=limits), graph
+    task = task_of(graph, replace(request, example_inputs=None, loss_fn=None))
+    return Planner(task).search(limits=limits), graph
 
 
 def verify(

@@ -25,6 +25,9 @@ _EXAMPLES = {
 }
 """An example value of each argument that takes a string, for error messages."""
 
+MOST_SAMPLES = 2**24
+"""Of a global batch: a hundred times the largest that are published. Schedules of more micro-batches take minutes to simulate."""
+
 SAMPLES_PER_RANK = 8
 """Samples of the global batch for each rank if neither the global batch nor example inputs are given."""
 
@@ -89,12 +92,21 @@ class Request:
             value = getattr(self, name)
             is_left_out = value is None and name in ("cluster", "sampler")
             if not (isinstance(value, str) or is_left_out or (name == "cluster" and isinstance(value, Cluster))):
-                raise UsageError(f"{name} takes a text, but got {value!r}", fix=f"Write for example {name}='{example}'")
+                raise UsageError(
+                    f"{name} takes a text, but got {_shown(value)}", fix=f"Write for example {name}='{example}'"
+                )
+        if not isinstance(self.cache_dir, Path | None):
+            raise UsageError(f"The cache_dir is {_shown(self.cache_dir)}", fix="Give the path of a folder")
         for name in ("global_batch_size", "sampler_seed"):  # integers of numpy are taken too
             if isinstance(getattr(self, name), Integral):
                 object.__setattr__(self, name, int(getattr(self, name)))
         if not isinstance(self.sampler_seed, int):
-            raise UsageError(f"The sampler_seed is {self.sampler_seed!r}", fix="Give a whole number")
+            raise UsageError(f"The sampler_seed is {_shown(self.sampler_seed)}", fix="Give a whole number")
+        samples = self.global_batch_size
+        if isinstance(samples, int) and samples > MOST_SAMPLES:
+            raise UsageError(f"The global batch is {samples:.3g}", fix=f"Give at most {MOST_SAMPLES:,} samples")
+        if samples is not None and (not isinstance(samples, int) or samples < 1):
+            raise UsageError(f"The global batch is {_shown(samples)}", fix="Give a whole number of samples, at least 1")
 
     @property
     def recipe(self) -> Precision:
@@ -106,6 +118,12 @@ class Request:
         if self.precision not in PRECISIONS:
             raise UsageError.unknown("precision", self.precision, PRECISIONS)
         return PRECISIONS[self.precision]
+
+
+def _shown(value: object) -> str:
+    """Return a value as an error shows it: on one line, and cut off where it is long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _texts(name: str, value: object, example: str) -> tuple[str, ...]:
@@ -120,7 +138,7 @@ def _texts(name: str, value: object, example: str) -> tuple[str, ...]:
     wrong = [item for item in items if not isinstance(item, str)]
     if wrong:
         raise UsageError(
-            f"{name} takes texts, but got {wrong[0]!r}",
+            f"{name} takes texts, but got {_shown(wrong[0])}",
             fix=f"Write {name}=['{example}', ...] or {name}='{example},...'",
         )
     return cast("tuple[str, ...]", items)

@@ -106,11 +106,28 @@ def test_pins_that_are_no_texts_are_refused(keyword: str, wrong: Any) -> None:
         ({"trials": "9"}, "A search of '9' trials"),
         ({"search_timeout_s": "5"}, "The limit of time is '5'"),
         ({"workers": 1.5}, "A search with 1.5 workers"),
+        ({"global_batch_size": 10**20}, "The global batch is 1e+20. Give at most 16,777,216 samples"),
+        ({"storage": Path("study.db")}, "storage takes a text, but got PosixPath('study.db')"),
+        ({"storage": "sqlite://", "study_name": 3}, "study_name takes a text, but got 3"),
+        ({"cache_dir": 3}, "The cache_dir is 3. Give the path of a folder"),
+        ({"precision": "bf16"}, "The graph was traced for float32, but a plan in bf16 computes in bfloat16"),
+        ({"loss_fn": max}, "loss_fn does not go with a graph, which has its own. Give loss_fn to autopar.trace"),
     ],
 )
 def test_arguments_of_another_kind_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         autopar.search(mlp(), **{"cluster": "cpu:1x2", "global_batch_size": 4, **given})
+
+
+@pytest.mark.parametrize("inputs", [3, "x", {1, 2}, iter([])], ids=repr)
+def test_example_inputs_that_are_no_batch_are_refused(inputs: Any) -> None:
+    with pytest.raises(UsageError, match="Give a batch: a dict of tensors by the names of forward's parameters"):
+        autopar.trace(torch.nn.Linear(8, 8), example_inputs=inputs)
+
+
+def test_a_graph_is_traced_for_one_sample_or_more() -> None:
+    with pytest.raises(UsageError, match="The global batch is 0"):
+        autopar.trace(torch.nn.Linear(8, 8), example_inputs=[torch.randn(4, 8)], global_batch_size=0)
 
 
 def test_what_is_no_plan_is_refused() -> None:

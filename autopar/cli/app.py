@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from autopar.cli import machines, measurements, plan_files, plans
-from autopar.cli.options import json_alone
+from autopar.cli.options import StrictCommand, json_alone
 from autopar.errors import AutoparError
 
 INTERRUPTED = 130
@@ -53,6 +53,9 @@ app.add_typer(measurements.app, name="benchmark")
 app.command("devices")(machines.devices)
 app.command("pins")(machines.pins)
 app.command("doctor")(machines.doctor)
+for group in (app, machines.app, measurements.app):
+    for command in group.registered_commands:
+        command.cls = StrictCommand
 
 
 def _print_version(value: bool) -> None:

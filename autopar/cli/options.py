@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from autopar.errors import UsageError
 from autopar.util.files import default_cache_dir, read_text, write_text
@@ -201,6 +202,28 @@ class PlanOptions:
             "opaque": tuple(self.opaque or ()),
             "cache_dir": kept_dir(),
         }
+
+
+class StrictCommand(TyperCommand):
+    """A command that refuses values that are empty, and a second value of an option that holds one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words after the name of the command.
+
+        Raises:
+            UsageError: a value is empty, or an option is given twice.
+        """
+        values, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        for parameter in given:
+            value = values.get(parameter.name)
+            name = parameter.opts[-1] if parameter.param_type_name == "option" else parameter.metavar
+            if "" in (value if isinstance(value, list | tuple) else (value,)):
+                raise UsageError(
+                    f"{name} is empty", fix="Give it a value" + ("" if parameter.required else ", or leave it out")
+                )
+            if given.count(parameter) > 1 and isinstance(value, str):
+                raise UsageError(f"{name} is given twice", fix="Keep one of them")
+        return super().parse_args(ctx, args)
 
 
 Verb = Callable[..., None]

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 NETWORK = "network"
 
+MOST_DEVICES = 2**20
+"""Some ten times the largest clusters that are built. The time of a search grows with the number."""
+
 MAX_PERMUTED_GROUPS = 3
 """Up to so many node groups all orders are tried as orders of ranks; of more only the given one and its reverse."""
 
@@ -81,6 +84,17 @@ class Cluster:
     groups: tuple[NodeGroup, ...]
     tiers: tuple[Tier, ...] = ()
     library: CollectiveLibrary
+
+    def __post_init__(self) -> None:
+        """Check the size.
+
+        Raises:
+            UsageError: there are more than :data:`MOST_DEVICES`.
+        """
+        if self.world_size > MOST_DEVICES:
+            raise UsageError(
+                f"The cluster has {self.world_size:.3g} devices", where=self.name, fix=f"Give at most {MOST_DEVICES:,}"
+            )
 
     @classmethod
     def parse(cls, text: str, *, cache_dir: Path | None = None) -> Cluster:

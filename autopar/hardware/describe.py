@@ -58,6 +58,10 @@ def parse_cluster(text: str, *, cache_dir: Path | None = None) -> Cluster:
             if device in known_devices()
             else closest(device, known_devices()),
         )
+    is_cpu = _SHAPE.match(base) and found.devices[0].kind == "cpu"
+    for key in () if base == "local" else ("ranks",) if is_cpu else ("ranks", "cores"):
+        if key in options:
+            raise UsageError(f"'{key}' does not go with '{base}'", where=f"cluster '{text}'", fix="Leave it out")
     return _overridden(found, text, options)
 
 
@@ -129,6 +133,8 @@ def _options(text: str, query: str) -> dict[str, str]:
         key, _, value = part.partition("=")
         if key not in _OPTIONS or not value:
             raise UsageError.unknown("option", key, _OPTIONS, where=f"cluster '{text}'")
+        if key in options:
+            raise UsageError(f"The option '{key}' is given twice", where=f"cluster '{text}'", fix="Keep one of them")
         options[key] = value
     return options
 
@@ -228,7 +234,10 @@ def scaled(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
             raise UsageError.unknown("number of a cluster", name, SCALES)
         if not 0 < factor < float("inf"):
             raise UsageError(f"The factor of {name} is {factor}", fix=f"Scale {name} by a number above zero")
-        cluster = SCALES[name][1](cluster, factor)
+        try:
+            cluster = SCALES[name][1](cluster, factor)
+        except OverflowError as error:
+            raise UsageError(f"{name} x {factor:g} is no finite number", fix="Scale it by a smaller factor") from error
     changed = ", ".join(f"{name} x {factor:g}" for name, factor in factors.items() if factor != 1)
     return replace(cluster, name=f"{cluster.name} ({changed})") if changed else cluster
 

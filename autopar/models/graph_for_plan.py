@@ -52,6 +52,11 @@ def _plain(inputs: Inputs) -> dict[str, Any] | list[Any]:
     """
     if isinstance(inputs, torch.Tensor):
         return [inputs]
+    if not isinstance(inputs, Mapping | Sequence) or isinstance(inputs, str):
+        raise UsageError(
+            f"The example inputs are a {type(inputs).__name__}",
+            fix="Give a batch: a dict of tensors by the names of forward's parameters, a list of them in order, or one tensor",
+        )
     return dict(inputs) if isinstance(inputs, Mapping) else list(inputs)
 
 

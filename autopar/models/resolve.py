@@ -111,7 +111,7 @@ def resolve_model(
         maker, head = hugging_face(rest)
     elif colon and family in FAMILIES:
         maker, head = family_model(family, rest, sequence_length)
-    elif colon and "=" not in rest and rest:
+    elif family and colon and "=" not in rest and rest:
         return _from_factory(spec, sequence_length, batch_size, dtype)
     elif spec in ("hf", *FAMILIES):
         raise UsageError(

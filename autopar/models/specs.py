@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any, cast
 
@@ -89,7 +90,7 @@ def hugging_face(text: str) -> tuple[Callable[[], torch.nn.Module], str]:
     given = _values(query, "&")
     transformers = _transformers()
     with quiet_transformers():
-        if Path(where).is_dir():
+        if where and Path(where).is_dir():
             load = partial(_local_config, where)
         else:
             types = list(transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES)
@@ -138,6 +139,10 @@ def _configured(load: Callable[..., Any], given: Mapping[str, Any], where: str) 
             f"Unknown key '{key}' of the configuration of {where}",
             fix=(f"Did you mean {', '.join(near)}? " if near else "") + f"Known: {', '.join(keys)}",
         )
+    names = getattr(default, "attribute_map", {})
+    for one, other in combinations(given, 2):
+        if names.get(one, one) == names.get(other, other):
+            raise UsageError(f"'{one}' and '{other}' are one setting of {where}, given twice", fix="Keep one of them")
     try:
         config = load(**given)
     except Exception as error:  # a configuration checks itself, and raises errors of any library

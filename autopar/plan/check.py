@@ -30,6 +30,8 @@ def check_plan(plan: Plan, *, place: str = "plan") -> None:
 _Fault = tuple[str, str, object, str]
 """The path of a fault, what is expected there, what was found, and the remedy."""
 _AGAIN = "Search again with these pins"
+_BITS = 63
+"""Of sizes and counts: torch and NumPy hold them as int64."""
 
 
 def _faults(plan: Plan) -> Iterator[_Fault]:
@@ -43,6 +45,8 @@ def _faults(plan: Plan) -> Iterator[_Fault]:
 def _numbers(value: object, path: str) -> Iterator[_Fault]:
     if isinstance(value, float) and not math.isfinite(value):
         yield path, "a finite number", value, "Search again, and report it if autopar has written this plan"
+    elif isinstance(value, int) and value.bit_length() > _BITS:
+        yield path, f"a whole number of at most {_BITS} bits", f"one of {value.bit_length()}", _AGAIN
     elif isinstance(value, tuple):
         for index, item in enumerate(value):
             yield from _numbers(item, f"{path}[{index}]")
@@ -124,6 +128,9 @@ def _stages(plan: Plan) -> Iterator[_Fault]:
         value = len(plan.predicted.stage_times)
         yield "predicted.stage_times", f"{len(plan.stages)} pairs of times, or none", value, _AGAIN
     yield from _groups(plan)
+    if len(plan.predicted.peak_memory_interval_bytes) not in (0, 2):
+        value = len(plan.predicted.peak_memory_interval_bytes)
+        yield "predicted.peak_memory_interval_bytes", "2 items, or none", value, _AGAIN
     for i, memory in enumerate(plan.predicted.memory):
         if memory.pp_rank >= plan.mesh.pp:
             path = f"predicted.memory[{i}].pp_rank"

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _LINE_LENGTH = 110
 """Columns of a line of a plan file."""
 _MAKE_ANEW = "Make it anew with 'autopar search ... -o FILE'"
+_NAME_ONE = "Name a file that 'autopar search ... -o FILE' wrote"
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
@@ -93,7 +94,7 @@ def _read_plan(path: Path) -> Plan:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        fix = "Make one with 'autopar search ... -o FILE'" if isinstance(error, FileNotFoundError) else _MAKE_ANEW
+        fix = "Make one with 'autopar search ... -o FILE'" if isinstance(error, FileNotFoundError) else _NAME_ONE
         raise PlanError.unreadable(place, error, fix=fix) from error
     try:
         data = json.loads(text, object_pairs_hook=partial(_unique, place), parse_constant=partial(_no_constant, place))
@@ -128,7 +129,10 @@ def _decode(hint: Any, value: Any, place: str) -> Any:
     if hint is Type:
         return parse_type(value)
     if hint is float or hint is int:
-        return hint(value)
+        try:
+            return hint(value)
+        except OverflowError as error:
+            raise PlanError("A number of the plan is too large", where=place, fix=_MAKE_ANEW) from error
     if get_origin(hint) is tuple:
         items = get_args(hint)
         hints: Sequence[Any] = items[:1] * len(value) if items[-1] is Ellipsis else items
@@ -146,9 +150,7 @@ def _decode(hint: Any, value: Any, place: str) -> Any:
 
 def _check_version(data: object, place: str) -> None:
     if not isinstance(data, Mapping):
-        raise PlanError(
-            f"A plan file holds a JSON object, this one a {type(data).__name__}", where=place, fix=_MAKE_ANEW
-        )
+        raise PlanError("A plan file holds a JSON object, this one something else", where=place, fix=_NAME_ONE)
     version = data.get("version")
     if isinstance(version, int) and not isinstance(version, bool) and version > FORMAT_VERSION:
         writer = data.get(WRITTEN_BY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from typing import SupportsIndex
 
@@ -73,7 +74,9 @@ def task_of(model: torch.nn.Module | Graph, request: Request, progress: Progress
         Pins.parse(request.pins), with_sampler(load_space(request.space), request.sampler), request.recipe
     )  # fmt: skip
     cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
-    if not isinstance(model, Graph):
+    if isinstance(model, Graph):
+        _check_traced_for(model, request)
+    else:
         if progress is not None:
             progress("tracing the model", 0, 0)
         model = graph_of(model, request)
@@ -91,6 +94,25 @@ def task_of(model: torch.nn.Module | Graph, request: Request, progress: Progress
         opaque=_opaque(request),
         sampler_seed=request.sampler_seed,
     )
+
+
+def _check_traced_for(graph: Graph, request: Request) -> None:
+    """Check that a request asks nothing of a graph that is decided when the model is traced.
+
+    Raises:
+        UsageError: it was traced for another precision, or the request has keywords of :func:`autopar.api.trace`.
+    """
+    for name in ("example_inputs", "loss_fn"):
+        if getattr(request, name) is not None:
+            raise UsageError(f"{name} does not go with a graph, which has its own", fix=f"Give {name} to autopar.trace")
+    dtypes = {p.spec.dtype for p in graph.parameters if p.spec.dtype.is_floating_point}
+    compute = getattr(torch, request.recipe.compute)
+    if dtypes - {compute}:
+        got = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise UsageError(
+            f"The graph was traced for {got}, but a plan in {request.precision} computes in {request.recipe.compute}",
+            fix=f"Trace the model with precision='{request.precision}'",
+        )
 
 
 def graph_of(model: torch.nn.Module, request: Request) -> Graph:
@@ -119,14 +141,12 @@ def checked(task: Task) -> Task:
     """Return the task with the pins of its graph, before the user's pins.
 
     Raises:
-        UsageError: the global batch is below one or another than the graph's, or pins name nothing of the model.
+        UsageError: the global batch is another than the graph's, or pins name nothing of the model.
         InfeasibleError: pins and options disagree on the precision.
     """
     pins = Pins.parse(dict.fromkeys((*task.graph.pins, *task.pins.texts)))
     task = replace(task, pins=pins, opaque=tuple(dict.fromkeys((*task.opaque, *pins.opaque))))
     batch, graph = task.global_batch_size, task.graph
-    if not isinstance(batch, int) or batch < 1:
-        raise UsageError(f"The global batch is {batch!r}", fix="Give a whole number of samples, at least 1")
     if graph.exact and batch != graph.batch_size:
         raise UsageError(
             f"The graph was traced for a global batch of {graph.batch_size} and holds for no other, but {batch} is asked for",
@@ -175,7 +195,7 @@ class Limits:
             )
         for name in ("search_timeout_s", "max_step_time_s"):
             seconds = getattr(self, name)
-            if seconds is not None and not (isinstance(seconds, int | float) and seconds >= 0):
+            if seconds is not None and not (isinstance(seconds, Real) and float(seconds) >= 0):
                 raise UsageError(f"The limit of time is {seconds!r}", where=name, fix="Give a number of seconds from 0")
 
 

@@ -235,7 +235,7 @@ def sizes_of(text: str) -> tuple[str, ...]:
     """Return the clusters of the same kind from one device to all of ``text``.
 
     Raises:
-        UsageError: the cluster is not ``DEVICE:NODESxPER_NODE``.
+        UsageError: the cluster is not ``DEVICE:NODESxPER_NODE``, or there is no such one.
 
     >>> sizes_of("h100-sxm5-80gb:3x4")
     ('h100-sxm5-80gb:1x1', 'h100-sxm5-80gb:1x2', 'h100-sxm5-80gb:1x4', 'h100-sxm5-80gb:2x4', 'h100-sxm5-80gb:3x4')
@@ -246,6 +246,7 @@ def sizes_of(text: str) -> tuple[str, ...]:
             f"Fewer devices of the cluster '{text}' cannot be tried: it is not of the form DEVICE:NODESxPER_NODE",
             fix="Write for example h100-sxm5-80gb:64x8 for at most 64 nodes",
         )
+    Cluster.parse(text)  # raises where it is too large to be counted
     device, nodes, per_node, options = shape["device"], int(shape["nodes"]), int(shape["per_node"]), shape["options"]
     inside = [(1, n) for n in divisors(per_node)]
     return tuple(
@@ -368,8 +369,11 @@ def _largest(
     cluster = Cluster.parse(ask.cluster, cache_dir=ask.cache_dir)
     trials: dict[int, str] = {}
 
+    def size(n: int) -> str:
+        return f"{value(n):,} {unit if value(n) > 1 else unit.removesuffix('s')}"
+
     def tried(n: int) -> bool:
-        ask.say(f"trying {value(n):,} {unit}")
+        ask.say(f"trying {size(n)}")
         try:
             trials[n] = _missing(at(n), cluster)
         except UsageError:  # the model has fewer positions
@@ -386,13 +390,13 @@ def _largest(
         low, high = (middle, high) if tried(middle) else (low, middle)
     if low == 0:
         raise InfeasibleError(
-            f"No plan fits {value(1):,} {unit} on {ask.cluster}{ask.within}", fix="Take more devices, or drop a pin"
+            f"No plan fits {size(1)} on {ask.cluster}{ask.within}", fix="Take more devices, or drop a pin"
         )
     plan = at(low).fastest(cluster)
     assert plan is not None
     listed = (
         Trial(
-            value=f"{value(n):,} {unit}",
+            value=size(n),
             num_devices=cluster.world_size,
             plan=plan if n == low else None,
             missing=trials[n],
@@ -400,5 +404,5 @@ def _largest(
         for n in sorted(trials)
         if n == low or trials[n]
     )
-    text, ends = f"{value(low):,} {unit}", low == most
+    text, ends = size(low), low == most
     return Answer(value=text, plan=plan, trials=tuple(listed), limit=limit if ends else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,17 @@ def absent(name: str, model: nn.Module | None) -> AttributeError:
             f"par.named_parameters() as {name}..., outputs of layers are what the model's forward returns"
         )
     return AttributeError(f"{text}. Instead: model.{name}, of the model that was given to autopar.parallelize")
+
+
+def check_places(**places: object) -> None:
+    """Checks that files and folders are given as paths.
+
+    Raises:
+        UsageError: names the first that is none.
+    """
+    for name, place in places.items():
+        if not isinstance(place, str | Path | None):
+            raise UsageError(f"{name} takes a path, but got {place!r}", fix=f"Write for example {name}='folder'")
 
 
 def check_can_run(precision: Precision) -> None:

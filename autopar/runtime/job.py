@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from numbers import Real
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -105,6 +106,11 @@ def start(device_type: str, *, collective_timeout_s: float = DEFAULT_TIMEOUT_S) 
         RuntimeMismatchError: a launcher has set only some of torch's variables; there is no GPU for this rank, or two ranks have the same;
             the existing process group cannot carry tensors of ``device_type``.
     """
+    given: object = collective_timeout_s
+    if not (isinstance(given, Real) and 0 < float(given) < timedelta.max.total_seconds()):
+        raise UsageError(
+            f"The collective_timeout_s is {collective_timeout_s!r}", fix="Give a number of seconds above 0"
+        )
     if device_type == "cuda":
         torch.cuda.set_device(local_device(device_type))
     if dist.is_initialized():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,18 +12,21 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import Store
 
-from autopar.errors import AutoparError, RankFailedError, first_line
+from autopar.errors import AutoparError, RankFailedError, UsageError, first_line
 from autopar.graph.graph import Graph
 from autopar.lower.check_sums import check_program
 from autopar.lower.program import lower
 from autopar.plan.check import check_model, check_plan
 from autopar.plan.plan import Plan
+from autopar.plan.run_log import FILE_NAME
+from autopar.runtime.checks import check_places
 from autopar.runtime.failure_watch import Alarm, ordinary
 from autopar.runtime.job import DEFAULT_TIMEOUT_S, check_groups, own_store, start
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.same_values import checksums
 from autopar.runtime.weights import FileWeights, ModelWeights
 from autopar.runtime.world import Meeting, World
+from autopar.util.files import check_writable
 
 Make = Callable[[], tuple[Plan, Graph]]
 """Returns the plan and the traced model that it is for."""
@@ -38,7 +42,7 @@ def launch(
     weights: str | Path | None = None,
     seed: int = 0,
     collective_timeout_s: float = DEFAULT_TIMEOUT_S,
-    log_dir: Path | None = None,
+    log_dir: str | Path | None = None,
 ) -> ParallelModel:
     """Makes this rank's part of ``model``; all ranks of the job call it.
 
@@ -54,14 +58,18 @@ def launch(
     Raises:
         AutoparError: on every rank what ``make`` raised on rank 0. If that is another kind of error rank 0 raises it unchanged, and the
             others quote it.
+        UsageError: a place is no path, the log cannot be written, or the seed is no whole number.
         RuntimeMismatchError: the job has another size than the plan's mesh, or its nodes another order than the plan's groups.
         PlanError: the plan is for another model.
         RankFailedError: another rank failed to build its part.
         InternalError: some gradient would lack its sum over ranks, or be summed although it is complete.
     """
+    check_places(weights=weights, log_dir=log_dir)
+    if not isinstance(seed, int):
+        raise UsageError(f"The seed is {seed!r}", fix="Give a whole number")
     start(device_type, collective_timeout_s=collective_timeout_s)
     with ordinary():
-        plan, graph = _from_first_rank(make)
+        plan, graph = _from_first_rank(partial(_made, make, log_dir))
         alarm = Alarm(dist.get_rank(), dist.get_world_size())
         try:
             with alarm.watched("parallelize"):
@@ -82,9 +90,18 @@ def launch(
                 else:
                     source = ModelWeights(model, seed, drawn_on)
                     take_first_rank_weights(model, world.device)
-                return ParallelModel(program, world, source, seed=seed, log_dir=log_dir)
+                return ParallelModel(
+                    program, world, source, seed=seed, log_dir=None if log_dir is None else Path(log_dir)
+                )
         finally:
             alarm.close()
+
+
+def _made(make: Make, log_dir: str | Path | None) -> tuple[Plan, Graph]:
+    """The result of ``make``, which may take long, once a log can be written."""
+    if log_dir is not None:
+        check_writable(Path(log_dir) / FILE_NAME, make_folder=True)
+    return make()
 
 
 def _from_first_rank(make: Make) -> tuple[Plan, Graph]:

@@ -25,6 +25,7 @@ from autopar.runtime.checks import (
     check_can_run,
     check_evaluates,
     check_modes,
+    check_places,
     unknown_in_eval,
 )
 from autopar.runtime.failure_watch import Alarm, Calls, launched_on, ordinary
@@ -434,6 +435,7 @@ class ParallelModel(PlannedModule):
 
     def _begin_save(self, path: str | Path, optimizer: Optimizer | None, given: CallerStates) -> Save:
         """Collects what a checkpoint is to have; nothing is written yet."""
+        check_places(path=path)
         self._parameter_checks.check_memory()
         self._replicas.check_now()
         progress = {"seed": self.seed, "step": self.step_count, "scaler": self._scaler.numbers}
@@ -448,6 +450,7 @@ class ParallelModel(PlannedModule):
         Raises:
             UsageError: the folder cannot be written; raised on all ranks.
         """
+        check_places(path=path)
         with self._calls.at_once("save_pretrained"):
             self._parameter_checks.check_memory()
             export = Export(
@@ -482,6 +485,7 @@ class ParallelModel(PlannedModule):
             CheckpointError: the folder has no checkpoint, or a damaged one; names the file and the tensor; raised on all ranks.
             PlanError: the checkpoint is of another model, optimizer or number of data ranks; raised on all ranks.
         """
+        check_places(path=path)
         with self._calls.at_once("load"):
             self._parameter_checks.check_memory()
             given = {SCHEDULER: scheduler, LOADER: dataloader}

@@ -45,7 +45,7 @@ class ModelWithLoss(torch.nn.Module):
         unused = [k for k in batch if k not in self.passed and k not in self.positional]
         if unused and loss_fn is None:
             raise TraceError(
-                f"Forward does not take the example input {', '.join(unused)}",
+                f"Forward does not take the example input {', '.join(map(str, unused))}",
                 where=type(model).__name__,
                 fix="Remove it, or give loss_fn=... that reads it",
             )

@@ -75,7 +75,7 @@ BAD_TEXTS: dict[str, tuple[str, str]] = {
     "empty": ("", "The plan file is empty"),
     "binary words": ("hello", "line 1, column 1: The plan file is not JSON"),
     "truncated": (dumps(plan_to_dict(llama_plan()))[:900], "The plan file is cut off"),
-    "list": ("[]", "holds a JSON object, this one a list"),
+    "list": ("[]", "holds a JSON object, this one something else"),
     "not a number": ('{"version": NaN}', "A number of the plan is NaN"),
     "key twice": ('{"version": 1, "version": 1}', "The key 'version' is given twice"),
 }
@@ -137,6 +137,9 @@ BAD_VALUES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     ),
     (_set("micro_batch_size", value=0), "'micro_batch_size' does not fit the plan. Expected at least 1, got 0."),
     (_set("zero_stage", value=0), "Expected 1, 2 or 3 where dp_shard is above 1, got 0 with dp_shard=2."),
+    (_set("micro_batch_size", value=2**63), "Expected a whole number of at most 63 bits, got one of 64."),
+    (_set("predicted", "mfu", value=10**400), "p.json: predicted.mfu: A number of the plan is too large."),
+    (_set("predicted", "peak_memory_interval_bytes", value=[1]), "Expected 2 items, or none, got 1."),
     (_set("zero_stage", value=4), "Expected 0, 1, 2 or 3, got 4."),
     (
         _set("blocks", 4, "layout", value=9),

@@ -71,7 +71,7 @@ def test_one_that_is_not_faster_leaves_the_plan(graph: Graph) -> None:
     whole = Planner(task_of(graph)).search(limits=Limits())
     assert not any("took its place" in reason for reason in whole.search.reasons)
     assert whole.search.reasons
-    assert all("slower" in reason or "no plan" in reason or "0 s (0.0%)" in reason for reason in whole.search.reasons)
+    assert all("slower" in reason or "no plan" in reason or "0 s (0.0 %)" in reason for reason in whole.search.reasons)
 
 
 def test_the_plan_of_pins_stays_though_others_are_faster(graph: Graph) -> None:

@@ -35,8 +35,9 @@ def alone(ask: Ask, cluster: Cluster | str) -> Plan | None:
     graph = ask.graph_at(ask.global_batch_size, ask.sequence)
     try:
         return api.search(
-            graph, cluster=cluster, global_batch_size=ask.global_batch_size, pins=ask.pins, space=ask.space
-        )
+            graph, cluster=cluster, global_batch_size=ask.global_batch_size, pins=ask.pins, space=ask.space,
+            precision=ask.precision,
+        )  # fmt: skip
     except InfeasibleError:
         return None
 
@@ -95,7 +96,9 @@ def test_a_sweep_has_the_best_plan_of_each_cluster() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", ["530MB", "560MB"])
 def test_the_longest_sequence_is_that_of_all(memory: str) -> None:
-    ask = Ask(graph_at=graph_at, cluster=f"cpu:1x2?memory={memory}", global_batch_size=4, space="quick")
+    ask = Ask(
+        graph_at=graph_at, cluster=f"cpu:1x2?memory={memory}", global_batch_size=4, space="quick", precision="bf16"
+    )
     step = 1024
     fitting = [n for n in range(step, 16 * step, step) if alone(replace(ask, sequence=n), ask.cluster)]
     found = longest_sequence(ask, step=step)
@@ -151,7 +154,8 @@ def test_a_length_past_the_positions_of_a_model_is_not_said_to_be_too_large(run:
 
 def test_nothing_fits_is_said() -> None:
     ask = replace(ASK, cluster="cpu:1x2?memory=402MB", global_batch_size=4)
-    for asked in (lambda: longest_sequence(ask, step=64), lambda: largest_batch(ask), lambda: smallest_cluster(ask)):
+    half = replace(ask, precision="bf16")
+    for asked in (lambda: longest_sequence(half, step=64), lambda: largest_batch(ask), lambda: smallest_cluster(ask)):
         with pytest.raises(InfeasibleError):
             asked()
     with pytest.raises(InfeasibleError, match="No plan fits"):
@@ -207,7 +211,7 @@ def test_a_sweep_in_the_shell(run: Run) -> None:
         ("cheapest-cluster", ("--price", "cp=1"), "Unknown device with a price 'cp'. Did you mean 'cpu'?"),
         ("cheapest-cluster", ("--price", "cpu=1,cpu=2"), "The device in 'cpu=2' has two prices"),
         ("cheapest-cluster", ("--price", "cpu"), "'cpu' is not of the form DEVICE=NUMBER"),
-        ("search", ("--max-step-time", "1e-9"), "1e-09 s a step"),
+        ("search", ("--max-step-time", "1e-9"), "1 ns a step"),
         ("pareto", ("--objectives", "time,price", "--price", "cpu=1,h100=2"), "Unknown device with a price 'h100'. Known: cpu"),
         ("pareto", ("--price", "cpu=1"), "--price does not go with --objectives time,memory"),
     ],

@@ -1,5 +1,6 @@
 import copy
 import gc
+import math
 import pickle
 import re
 import weakref
@@ -565,3 +566,50 @@ def test_a_configuration_that_cannot_be_written_is_refused_and_leaves_nothing(tm
     ):
         small(model).save_pretrained(folder)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"weights": 3}, "weights takes a path, but got 3"),
+        ({"log_dir": 3}, "log_dir takes a path, but got 3"),
+        ({"log_dir": __file__}, "Cannot write .*autopar-run.jsonl"),
+        ({"seed": "x"}, "The seed is 'x'"),
+        ({"collective_timeout_s": "x"}, "The collective_timeout_s is 'x'"),
+        ({"collective_timeout_s": math.nan}, "The collective_timeout_s is nan"),
+    ],
+)
+def test_what_no_run_can_have_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        autopar.parallelize(
+            nn.Linear(4, 4), cluster="cpu:1x1", example_inputs=[torch.ones(2, 4)], global_batch_size=2,
+            loss_fn=lambda y, batch: y.mean(), **given,
+        )  # fmt: skip
+
+
+def test_a_save_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
+    par, taken = small(SMALL.build()), tmp_path / "taken"
+    taken.write_text("")
+    for save, said in (
+        (lambda: par.save_pretrained(taken), "Cannot write the weights"),
+        (lambda: par.save(taken), "Cannot write the checkpoint"),
+        (lambda: par.save(3), "path takes a path, but got 3"),
+        (
+            lambda: par.save(tmp_path / "new", torch.optim.SGD(nn.Linear(2, 2).parameters())),
+            "no parameter of this model",
+        ),
+        (lambda: par.load(tmp_path, 3), "The optimizer is a int"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            save()
+    assert list(tmp_path.iterdir()) == [taken]
+
+
+@pytest.mark.parametrize("x", [torch.ones(2, 4, device="meta"), torch.ones(2, 4).to_sparse()], ids=["meta", "sparse"])
+def test_a_batch_without_dense_values_is_refused(x: torch.Tensor) -> None:
+    par = autopar.parallelize(
+        nn.Linear(4, 4), cluster="cpu:1x1", example_inputs=[torch.ones(2, 4)], global_batch_size=2,
+        loss_fn=lambda y, batch: y.mean(),
+    )  # fmt: skip
+    with pytest.raises(UsageError, match="Pass a dense tensor with values"):
+        par.train_step({"input": x})

@@ -108,7 +108,7 @@ def optimizer_cost(name: str) -> OptimizerCost:
         size = -1.0
     if not 0 <= size < math.inf:
         raise UsageError(
-            f"The optimizer '{name}' has no number of bytes of states for each element",
+            f"'{text}' of the optimizer '{name}' is no number of bytes of states for each element",
             fix="Give one from 0 on, for example adamw:bytes=2",
         )
     return replace(cost, element_bytes=size)

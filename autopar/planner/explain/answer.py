@@ -43,6 +43,7 @@ from autopar.planner.stages.recompute import MOVED, none_if_moved
 from autopar.rules.local_calls import DISPATCH, EXPERTS, SAMPLES, SPREAD, can_spread
 from autopar.rules.missing import Found, key_of
 from autopar.rules.strategy import Strategy
+from autopar.util.formatting import seconds
 
 LEAST_REPEATED = 0.1
 """The part of the FLOPs from which on a note says that they are repeated; routers and small heads lie below."""
@@ -302,9 +303,9 @@ def unfound(
 
 def _too_slow(outcome: Outcome, most_s: float) -> InfeasibleError:
     bound_s = outcome.lower_bound_s
-    found = f"none in {bound_s:.4g} s or less" if bound_s < float("inf") else "none fits in memory in any layout"
+    found = f"none in {seconds(bound_s)} or less" if bound_s < float("inf") else "none fits in memory in any layout"
     return InfeasibleError(
-        f"No plan takes at most {most_s:g} s a step",
+        f"No plan takes at most {seconds(most_s)} a step",
         got=found if bound_s > most_s else f"none of {outcome.candidates} candidates does",
         fix="Allow more time, or take more devices",
     )

@@ -22,6 +22,7 @@ from autopar.planner.layouts.layout import layout_key_of
 from autopar.planner.search import Evaluation, Outcome, Task, readable
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.variants import origins
+from autopar.util.formatting import percent, seconds
 
 MAX_ALTERNATIVES = 10
 """The number of alternatives with which a plan is compared at most."""
@@ -158,16 +159,16 @@ def _compare(evaluator: Evaluator, best: Evaluation, other: Candidate, bound_s: 
         bound_s = max(bound_s, evaluator.chained_s(other, CLEAR * best_s))
     if best_s <= bound_s < float("inf"):
         more_s = bound_s - best_s
-        return f"at least {more_s:.3g} s ({100 * more_s / best_s:.1f}%) slower ({other}), by its lower bound", None
+        return f"at least {seconds(more_s)} ({percent(more_s / best_s)}) slower ({other}), by its lower bound", None
     evaluated = (evaluator.hopeless(other) if bound_s == float("inf") else None) or evaluator.evaluate(other)
     if not isinstance(evaluated, Evaluation):
         return f"no plan ({other}); {evaluated.reason}", None
     evaluated = evaluator.improved(evaluated)  # as was the plan with which it is compared
     more_s = evaluated.prediction.step_time_s - best_s
     relation = "slower" if more_s >= 0 else "faster"
-    share = 100 * abs(more_s) / best_s
+    share = percent(abs(more_s) / best_s)
     return (
-        f"{abs(more_s):.3g} s ({share:.1f}%) {relation} ({other}); {_difference(best.prediction, evaluated.prediction)}",
+        f"{seconds(abs(more_s))} ({share}) {relation} ({other}); {_difference(best.prediction, evaluated.prediction)}",
         evaluated,
     )
 
@@ -176,7 +177,7 @@ def _difference(plan: Prediction, alternative: Prediction) -> str:
     """Return the two parts of the step that differ most, in words."""
     changes = [(getattr(alternative.breakdown, key) - getattr(plan.breakdown, key), name) for name, key in _PARTS]
     largest = sorted(changes, key=lambda change: -abs(change[0]))[:2]
-    return ", ".join(f"{name} {change:+.3g} s" for change, name in largest if change)
+    return ", ".join(f"{name} {'-' if change < 0 else '+'}{seconds(abs(change))}" for change, name in largest if change)
 
 
 BOUND_ROUNDING = 1e-6

@@ -87,6 +87,9 @@ def sharing_of(storage: str | None, study_name: str | None, workers: int) -> Sha
     """
     if not isinstance(workers, int) or workers < 1:
         raise UsageError(f"A search with {workers!r} workers does nothing", where="workers", fix="Give 1 or more")
+    for name, text, example in (("storage", storage, "sqlite:///study.db"), ("study_name", study_name, "mine")):
+        if not isinstance(text, str | None):
+            raise UsageError(f"{name} takes a text, but got {text!r}", fix=f"Write for example {name}='{example}'")
     if study_name is not None and storage is None:
         raise UsageError(
             f"The study '{study_name}' has no storage to lie in", where="--study-name", fix="Say which with --storage"

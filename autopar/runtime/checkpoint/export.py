@@ -97,10 +97,10 @@ class Export:
                 self._write(files, shapes, write.staging_folder(place, target))
                 if self.meeting.rank == 0:
                     self._describe(files, shapes, write.staging_folder(place, target))
+            self.meeting.from_first_rank(lambda: _commit(place, target))
         except UsageError:
             write.remove_failed(place, target, name="", is_first=self.meeting.rank == 0)
             raise
-        self.meeting.from_first_rank(lambda: _commit(place, target))
 
     def _parts(self) -> Iterable[Part]:
         """Yield this rank's elements as parts of the model's tensors; without empty ones."""

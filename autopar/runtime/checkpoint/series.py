@@ -82,6 +82,7 @@ class Checkpointed:
 
     def _contents(self, optimizer: Optimizer | None, given: CallerStates) -> RankContents:
         """Return this rank's part of a checkpoint."""
+        self._check_optimizer(optimizer)
         local = RankContents(parts=[part_of(*named) for named in contents.tensors_of(self._held, optimizer)])
         local.parts += [part_of(f"buffer.{name}", value) for name, value in self._buffers.named().items()]
         local.parts += [part_of(self._untrained.key(name), value) for name, value in self._untrained.own.items()]
@@ -93,6 +94,20 @@ class Checkpointed:
                 contents.add_state(local, kind, self._owners[kind][0], encoded)
         return local
 
+    def _check_optimizer(self, optimizer: Optimizer | None) -> None:
+        """Checks that an optimizer is of this model.
+
+        Raises:
+            UsageError: it is none, or has only parameters of another model.
+        """
+        if optimizer is None:
+            return
+        if not hasattr(optimizer, "param_groups"):
+            raise UsageError(f"The optimizer is a {type(optimizer).__name__}", fix="Give one of torch.optim")
+        known = {id(h.parameter) for h in self._held}
+        if known and not any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
+            raise UsageError("The optimizer has no parameter of this model", fix="Make it of par.parameters()")
+
     def load(
         self, path: str | Path, optimizer: Optimizer | None, given: CallerStates, *, allow_pickle: bool = False
     ) -> tuple[Mapping[str, Any], Any]:
@@ -102,6 +117,8 @@ class Checkpointed:
             PlanError: the folder is no checkpoint, is damaged, differs between ranks, or is of another model; raised on all ranks.
                 Nothing is changed.
         """
+        with self.meeting.failing_together():
+            self._check_optimizer(optimizer)
         made = [] if optimizer is None else contents.make_state(optimizer)
         try:
             return self._load(Loading.begin(Path(path), self.meeting, allow_pickle=allow_pickle), optimizer, given)

@@ -280,12 +280,15 @@ def _without_history(value: object, name: str) -> Tensor:
     """Return an input as a step takes it.
 
     Raises:
-        UsageError: it is no tensor, or requires a gradient: each rank would compute only that of its samples.
+        UsageError: it is no dense tensor with values, or requires a gradient: each rank would compute only that of its samples.
     """
     if not isinstance(value, Tensor):
         raise UsageError(
             f"{name} is a {type(value).__name__}, but a tensor in the example inputs", fix="Pass torch.as_tensor(...)"
         )
+    if value.is_meta or value.layout != torch.strided:
+        kind = "on meta, without values" if value.is_meta else f"of layout {value.layout}"
+        raise UsageError(f"{name} is {kind}", fix="Pass a dense tensor with values")
     if value.requires_grad and torch.is_grad_enabled():
         raise UsageError(
             f"{name} requires a gradient, but gradients of a step go to parameters alone",
