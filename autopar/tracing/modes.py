@@ -137,7 +137,9 @@ _OPERANDS = {
     **dict.fromkeys(
         ("linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "vdot"), _ALL
     ),
-    **dict.fromkeys(("addmm", "addmv", "addbmm", "baddbmm", "einsum", "tensordot", "cdist", "prelu", "lerp"), _ALL),
+    **dict.fromkeys(
+        ("addmm", "addmv", "addbmm", "baddbmm", "einsum", "tensordot", "cdist", "cross", "prelu", "lerp"), _ALL
+    ),
     **dict.fromkeys((f"conv{kind}{n}d" for n in (1, 2, 3) for kind in ("", "_transpose")), _ALL),
     **dict.fromkeys(
         (f"{kind}{end}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for end in ("", "_cell")), _ALL
@@ -149,8 +151,10 @@ _OPERANDS = {
 """Functions of torch whose operands have one dtype, and how many of the first arguments are operands."""
 _OF_DOUBLES = ("layer_norm", "group_norm")
 """Whose kernels take weights in float32 beside halves, not beside doubles."""
-_WRITERS = ("index_add", "index_copy", "index_reduce", "masked_scatter", "scatter", "scatter_add", "scatter_reduce")
-_INTO = tuple(f"{name}{end}" for name in _WRITERS for end in ("", "_"))
+_WRITERS = (
+    "index_add", "index_copy", "index_put", "index_reduce", "masked_scatter", "scatter", "scatter_add", "scatter_reduce",
+)  # fmt: skip
+_INTO = ("__setitem__", *(f"{name}{end}" for name in _WRITERS for end in ("", "_")))
 """What writes values into its first argument, of whose dtype they are."""
 _LINALG = (
     "cholesky", "cholesky_ex", "cond", "det", "eig", "eigh", "eigvals", "eigvalsh", "householder_product", "inv",
@@ -164,7 +168,7 @@ _FOURIER = tuple(
 _OF_SINGLES = (
     "cdist", "pdist", "cholesky", "cholesky_inverse", "cholesky_solve", "inverse", "det", "logdet", "slogdet",
     "svd", "qr", "pinverse", "triangular_solve", "lu_solve", "geqrf", "orgqr", "ormqr", "complex", "polar",
-    "view_as_complex", "quantile", "nanquantile", "stft", "istft", "ctc_loss", "multi_margin_loss",
+    "view_as_complex", "quantile", "nanquantile", "huber_loss", "stft", "istft", "ctc_loss", "multi_margin_loss",
     "multilabel_margin_loss", "avg_pool3d", "local_response_norm",
 )  # fmt: skip
 """Without a kernel for bfloat16 on a CPU in torch 2.13, and on GPUs the decompositions and transforms: found by calling them."""
