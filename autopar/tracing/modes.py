@@ -24,7 +24,7 @@ _ALL = 99
 """A number of arguments that no function reaches: all of them are operands."""
 _PRODUCTS = (
     *("linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "vdot"),
-    *("addmm", "addmv", "addbmm", "baddbmm", "einsum", "tensordot", "cdist", "prelu", "lerp"),
+    *("addmm", "addmv", "addbmm", "baddbmm", "einsum", "tensordot", "cdist", "cross", "prelu", "lerp"),
     *(f"conv{kind}{n}d" for n in (1, 2, 3) for kind in ("", "_transpose")),
     *(f"{kind}{end}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for end in ("", "_cell")),
 )
@@ -37,8 +37,10 @@ _OPERANDS = {
 """Names of functions of torch whose operands must have one dtype, with the number of first arguments that are operands."""
 _OF_DOUBLES = ("layer_norm", "group_norm")
 """Names of functions whose kernels accept float32 weights with an input in half precision, but not with one in float64."""
-_WRITERS = ("index_add", "index_copy", "index_reduce", "masked_scatter", "scatter", "scatter_add", "scatter_reduce")
-_INTO = tuple(f"{name}{end}" for name in _WRITERS for end in ("", "_"))
+_WRITERS = (
+    "index_add", "index_copy", "index_put", "index_reduce", "masked_scatter", "scatter", "scatter_add", "scatter_reduce",
+)  # fmt: skip
+_INTO = ("__setitem__", *(f"{name}{end}" for name in _WRITERS for end in ("", "_")))
 """Names of functions that write values into their first argument and require that the values have its dtype."""
 _LINALG = (
     "cholesky", "cholesky_ex", "cond", "det", "eig", "eigh", "eigvals", "eigvalsh", "householder_product", "inv",
@@ -52,7 +54,7 @@ _FOURIER = tuple(
 _OF_SINGLES = (
     "cdist", "pdist", "cholesky", "cholesky_inverse", "cholesky_solve", "inverse", "det", "logdet", "slogdet",
     "svd", "qr", "pinverse", "triangular_solve", "lu_solve", "geqrf", "orgqr", "ormqr", "complex", "polar",
-    "view_as_complex", "quantile", "nanquantile", "stft", "istft", "ctc_loss", "multi_margin_loss",
+    "view_as_complex", "quantile", "nanquantile", "huber_loss", "stft", "istft", "ctc_loss", "multi_margin_loss",
     "multilabel_margin_loss", "avg_pool3d", "local_response_norm",
 )  # fmt: skip
 """Names of functions that, like those of torch.linalg and torch.fft above, have no kernel for bfloat16.

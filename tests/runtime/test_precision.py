@@ -123,6 +123,12 @@ def test_a_load_that_is_refused_leaves_the_optimizer_as_it_was(tmp_path: Path) -
 F = nn.functional
 Op = Callable[[Tensor, Tensor, Tensor], Tensor]
 
+
+def placed(whole: Tensor, part: Tensor) -> Tensor:
+    whole[:, torch.arange(8).flip(0)] = part
+    return whole
+
+
 OPS: dict[str, Op] = {
     "positions": lambda x, row, _: x + row,
     "matmul": lambda x, _, square: x @ square,
@@ -135,6 +141,10 @@ OPS: dict[str, Op] = {
     "scatter_reduce": lambda x, row, _: x + row.clone().scatter_reduce(0, torch.arange(8), x[0], "amax"),
     "index_reduce": lambda x, _, square: x @ square.index_reduce(0, torch.arange(2), x, "amax"),
     "masked_scatter": lambda x, _, square: x @ square.masked_scatter(square > 9.0, x),
+    "index_put": lambda x, _, square: square.index_put((torch.arange(2),), x) @ square,
+    "set at places": lambda x, _, square: placed(torch.zeros(len(x), 8), x) @ square,
+    "cross": lambda x, row, square: torch.cross(x[:, :3], row[:3].expand(len(x), 3), dim=-1) @ square[:3],
+    "huber": lambda x, row, _: x * F.huber_loss(x, row.expand_as(x), reduction="none"),
     "attention with a mask": lambda x, row, square: F.multi_head_attention_forward(
         *(x[None],) * 3, 8, 2, square.repeat(3, 1), None, None, None, False, 0.0, square, None, attn_mask=row[:1, None]
     )[0][0],
@@ -180,6 +190,13 @@ def test_products_have_operands_in_one_dtype(kind: str, precision: str) -> None:
     parameters = {name: p.detach().to(dtype) for name, p in model.named_parameters()}
     found = evaluate(graph, {"x": x.to(dtype)}, parameters, dict(model.named_buffers()))
     assert found.item() == pytest.approx(model(x).item(), rel=5e-2 if precision == "bf16" else 1e-5)
+
+
+def test_a_loss_of_two_dtypes_has_a_gradient() -> None:
+    """Its backward has one dtype alone."""
+    torch.manual_seed(0)
+    model = mixed(OPS["huber"])
+    assert losses(model, "bf16") == pytest.approx(losses(model, "fp32"), rel=5e-2)
 
 
 @pytest.mark.slow
