@@ -1,9 +1,9 @@
-"""Blocks: repeated layers found in the operators themselves, whatever their names.
+"""Blocks: the repeated layers of a model, found in its operators without regard to names.
 
-A layer that is applied L times stands in the operator list as a tandem repeat: L equal windows, one
-after the other, each reading what the one before made. Candidates come from the gaps between equal
-calls; they are verified by a canonical hash. What stands before and after is searched again, so
-that an encoder and a decoder are both found. Near-linear in the number of operators.
+A layer that is applied L times appears in the list of operators as a tandem repeat: L equal consecutive windows, each of which
+reads a value of the previous one. The distances between equal calls give candidates for the length of a window, and a canonical
+hash verifies them. The operators before and after a repeat are searched again, so that the layers of an encoder and of a decoder
+are both found. The running time is nearly linear in the number of operators.
 """
 
 from __future__ import annotations
@@ -21,23 +21,31 @@ import numpy.typing as npt
 from autopar.graph.graph import Argument, Block, Op, Ref, TensorSpec, digest, map_refs
 
 _SALTED, _SALT = "autopar.dropout", 2
-"""The operator with an argument that tells it from others, and its position: no part of what it computes."""
+"""The dropout operator and the position of its salt, which differs in each call and is not part of what a layer computes."""
 
 _SCALING = frozenset({_SALTED, *(f"aten.{name}.Tensor" for name in ("add", "sub", "mul", "div"))})
-"""Operators with a number that differs from layer to layer of stochastic depth: the share of samples that is kept."""
+"""Operators with a number that differs between equal layers, such as the survival rate of stochastic depth."""
 
 _CANDIDATES = 48
-"""Periods tried in each stretch, of gaps between neighbours; fewer of wider ones."""
+"""Number of periods to try in each range of operators, of those between neighbouring equal calls; proportionally fewer of others."""
 
 _LAYERS = 8
-"""Layers that a turn may have where no call tells one turn from the next: as many as Jamba's (ADR 0023 says what it buys)."""
+"""Largest number of equal calls in one period. Jamba's period has 8 layers. ADR 0023 describes the benefit."""
 
 _NUMBERED = re.compile(r"^(.*?\b\d+)(\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """What blocks are found in; ``last_use``: position of the last reader of each value of ``ops``."""
+    """The operators to search.
+
+    Attributes:
+        ops: The operators in order.
+        specs: The spec of each tensor that they read or produce.
+        parameters: The names that are parameters.
+        last_use: The position of the last reader of each value; ``len(ops)`` for the loss.
+        tokens: A number for each operator. Equal numbers mean equal calls up to the wiring.
+    """
 
     ops: Sequence[Op]
     specs: Mapping[Ref, TensorSpec]
@@ -49,11 +57,13 @@ class _Context:
 def find_blocks(
     ops: Sequence[Op], specs: Mapping[Ref, TensorSpec], parameters: frozenset[str], loss: Ref
 ) -> tuple[Block, ...]:
-    """A partition of ``ops`` in order: each repeat of a layer is a block, and so is what lies between.
+    """Partition operators into blocks, in order: each repetition of a layer and each range between layers is a block.
 
     Args:
-        specs: of every tensor that ``ops`` read or make.
-        parameters: names that are parameters.
+        ops: The operators in order.
+        specs: The spec of each tensor that the operators read or produce.
+        parameters: The names that are parameters.
+        loss: The value that is read after all operators.
     """
     last_use: dict[Ref, int] = {loss: len(ops)}
     for i, op in enumerate(ops):
@@ -64,47 +74,53 @@ def find_blocks(
     context = _Context(ops, specs, parameters, last_use, np.asarray(tokens, dtype=np.int64))
     spans = _partition(context, 0, len(ops))
     labels = _labels(ops, spans)
-    alike = [_hash(context, start, stop) for start, stop in spans]
+    hashes = [_hash(context, start, stop) for start, stop in spans]
     exact = [_hash(context, start, stop, is_exact=True) for start, stop in spans]
-    differing = {
-        one for one, count in Counter(one for one, _ in set(zip(alike, exact, strict=True))).items() if count > 1
+    # Blocks that differ only in scaling factors are equal layers and share the hash that ignores these. All others have the exact hash.
+    distinct = set(zip(hashes, exact, strict=True))
+    scaled = {
+        block_hash for block_hash, count in Counter(block_hash for block_hash, _ in distinct).items() if count > 1
     }
     return tuple(
-        Block(index=i, start=start, stop=stop, hash=alike[i] if alike[i] in differing else exact[i], label=labels[i])
+        Block(index=i, start=start, stop=stop, hash=hashes[i] if hashes[i] in scaled else exact[i], label=labels[i])
         for i, (start, stop) in enumerate(spans)
     )
 
 
 def _hash(context: _Context, start: int, stop: int, *, is_exact: bool = False) -> str:
-    """Of a subgraph: equal for equal operators, literals, wiring, specs and values that are read outside; names aside.
+    """A hash of the subgraph ``start:stop``.
+
+    It depends on the operators, literals, wiring and specs, and on which values are read outside. It does not depend on names.
 
     Args:
-        is_exact: numbers that make no difference to layouts count too.
+        context: The operators.
+        start, stop: The range of operators.
+        is_exact: Whether the hash also depends on scaling factors, which do not affect layouts.
     """
     local: dict[str, int] = {}
-    outside: dict[Ref, int] = {}
+    external: dict[Ref, int] = {}
     lines: list[str] = []
 
     def number(ref: Ref) -> Argument:
         if ref.name in local:
             return f"%{local[ref.name]}.{ref.index}"
-        if ref not in outside:
-            outside[ref] = len(outside)
+        if ref not in external:
+            external[ref] = len(external)
             kind = "parameter" if ref.name in context.parameters else "value"
-            lines.append(f"${outside[ref]} {kind} {_spec_text(context.specs[ref])}")
-        return f"${outside[ref]}"
+            lines.append(f"${external[ref]} {kind} {_spec_text(context.specs[ref])}")
+        return f"${external[ref]}"
 
     for op in context.ops[start:stop]:
         args = tuple(map_refs(arg, number) for arg in _essential(op, is_exact=is_exact))
         kwargs = tuple((key, map_refs(value, number)) for key, value in op.kwargs)
-        leaves = [i for i in range(len(op.outputs)) if context.last_use.get(Ref(op.name, i), -1) >= stop]
-        lines.append(f"{op.target} {args} {kwargs} {[_spec_text(s) for s in op.outputs]} {leaves}")
+        read_later = [i for i in range(len(op.outputs)) if context.last_use.get(Ref(op.name, i), -1) >= stop]
+        lines.append(f"{op.target} {args} {kwargs} {[_spec_text(s) for s in op.outputs]} {read_later}")
         local[op.name] = len(local)
     return digest("\n".join(lines))
 
 
 def _essential(op: Op, *, is_exact: bool) -> tuple[Argument, ...]:
-    """The arguments without the salt of a dropout, and without the numbers by which something is scaled."""
+    """The positional arguments without the salt of a dropout and, unless ``is_exact``, without scaling factors."""
     args = op.args[:_SALT] if op.target == _SALTED else op.args
     if is_exact or op.target not in _SCALING:
         return args
@@ -116,14 +132,14 @@ def _spec_text(spec: TensorSpec) -> str:
 
 
 def _token(op: Op, specs: Mapping[Ref, TensorSpec], parameters: frozenset[str]) -> tuple[object, ...]:
-    """What an operator is, its place and wiring aside."""
+    """The identity of a call up to its position and wiring."""
 
-    def kind(ref: Ref) -> Argument:
-        place = "parameter" if ref.name in parameters else "value"
-        return f"{place} {_spec_text(specs[ref])}"
+    def described(ref: Ref) -> Argument:
+        kind = "parameter" if ref.name in parameters else "value"
+        return f"{kind} {_spec_text(specs[ref])}"
 
-    args = tuple(map_refs(arg, kind) for arg in _essential(op, is_exact=False))
-    kwargs = tuple((key, map_refs(value, kind)) for key, value in op.kwargs)
+    args = tuple(map_refs(arg, described) for arg in _essential(op, is_exact=False))
+    kwargs = tuple((key, map_refs(value, described)) for key, value in op.kwargs)
     return (op.target, args, kwargs, tuple(_spec_text(s) for s in op.outputs))
 
 
@@ -131,9 +147,9 @@ def _token(op: Op, specs: Mapping[Ref, TensorSpec], parameters: frozenset[str]) 
 
 
 def _partition(context: _Context, start: int, stop: int) -> list[tuple[int, int]]:
-    """Spans that cover ``start:stop`` in order; explicit stack, stretches can be many."""
+    """Partition ``start:stop`` into ranges of operators, in order."""
     spans: list[tuple[int, int]] = []
-    stack = [(start, stop)]
+    stack = [(start, stop)]  # not recursive, because a graph can have more ranges than Python's recursion limit
     while stack:
         low, high = stack.pop()
         if low >= high:
@@ -151,14 +167,17 @@ def _partition(context: _Context, start: int, stop: int) -> list[tuple[int, int]
 
 
 def _best_repeat(context: _Context, low: int, high: int) -> tuple[int, int, int] | None:
-    """(first, period, count) of the verified repeat that covers most of ``low:high``; shortest period first."""
+    """Return (first, period, count) of the verified repeat that covers most of ``low:high``, with the shortest such period.
+
+    ``first`` is the position of its first operator. None if there is no repeat.
+    """
     tokens = context.tokens[low:high]
-    found = [
+    candidates = [
         (-(length // period) * period, period, low + begin, length)
         for period in _periods(tokens)
         for begin, length in _runs(tokens, period)
     ]
-    for _, period, begin, length in sorted(found)[: 4 * _CANDIDATES]:
+    for _, period, begin, length in sorted(candidates)[: 4 * _CANDIDATES]:
         verified = _verified(context, begin, period, length)
         if verified is not None:
             return verified
@@ -166,19 +185,22 @@ def _best_repeat(context: _Context, low: int, high: int) -> tuple[int, int, int]
 
 
 def _periods(tokens: npt.NDArray[np.int64]) -> list[int]:
-    """Gaps between calls of one kind, neighbours first and then those with others of the kind between them; those that span most first."""
+    """Candidate periods: the distances between equal calls, those between neighbours first, then those to the second next, and so on.
+
+    Of each kind, the distances that together cover most operators come first.
+    """
     order = np.argsort(tokens, kind="stable")
-    found: dict[int, None] = {}
+    periods: dict[int, None] = {}
     for apart in range(1, _LAYERS + 1):
         same = tokens[order][apart:] == tokens[order][:-apart]
         values, counts = np.unique((order[apart:] - order[:-apart])[same], return_counts=True)
         rank = np.argsort(-(values * counts), kind="stable")
-        found |= dict.fromkeys(values[rank[: _CANDIDATES // apart]].tolist())
-    return list(found)
+        periods |= dict.fromkeys(values[rank[: _CANDIDATES // apart]].tolist())
+    return list(periods)
 
 
 def _runs(tokens: npt.NDArray[np.int64], period: int) -> list[tuple[int, int]]:
-    """Stretches (begin, length) in which each token equals the one a period later, two periods or longer."""
+    """Ranges (begin, length) of at least two periods in which each token equals the one a period later."""
     equal = np.concatenate(([False], tokens[:-period] == tokens[period:], [False]))
     edges = np.flatnonzero(np.diff(equal.astype(np.int8)))
     starts, ends = edges[::2], edges[1::2]
@@ -186,27 +208,33 @@ def _runs(tokens: npt.NDArray[np.int64], period: int) -> list[tuple[int, int]]:
 
 
 def _verified(context: _Context, begin: int, period: int, length: int) -> tuple[int, int, int] | None:
-    """The repeat at its best phase: windows of equal hash, each reading the one before, with parameters."""
+    """Return (first, period, count) of the repeat in a range of equal tokens, at the best of its possible phases.
+
+    Its windows have equal hashes, each reads the previous one, and they have parameters. None if there are fewer than two.
+    """
     count, slack = divmod(length, period)
     phases = sorted(range(begin, begin + slack + 1), key=lambda first: _cut_cost(context, first, period))
-    for first in phases[:3]:
-        hashes = [_hash(context, first + k * period, first + (k + 1) * period) for k in range(count)]
-        at, equal = _longest_equal(hashes)
-        first += at * period
-        if equal >= 2 and _is_chain(context, first, period):
-            return first, period, equal
+    for phase in phases[:3]:
+        hashes = [_hash(context, phase + k * period, phase + (k + 1) * period) for k in range(count)]
+        skipped, num_equal = _longest_equal(hashes)
+        first = phase + skipped * period
+        if num_equal >= 2 and _is_chain(context, first, period):
+            return first, period, num_equal
     return None
 
 
 def _longest_equal(hashes: Sequence[str]) -> tuple[int, int]:
-    """Where the longest run of equal ones begins, the first of several, and how long it is."""
+    """The index and the length of the longest run of equal hashes, the first one of several."""
     lengths = [len(list(run)) for _, run in groupby(hashes)]
     longest = max(lengths)
     return sum(lengths[: lengths.index(longest)]), longest
 
 
 def _cut_cost(context: _Context, first: int, period: int) -> tuple[int, bool, int]:
-    """Bytes that cross the cut between the first two windows; then cuts between modules; then the earliest."""
+    """A sort key of the phases of a repeat, the best first.
+
+    Its items are the bytes that cross the cut between the first two windows, whether the cut is inside a layer, and the position.
+    """
     cut = first + period
     crossing = sum(
         spec.num_bytes
@@ -218,32 +246,35 @@ def _cut_cost(context: _Context, first: int, period: int) -> tuple[int, bool, in
 
 
 def _is_inside(context: _Context, first: int, period: int) -> bool:
-    """Whether windows would begin in the midst of a layer."""
+    """Whether windows from ``first`` on begin inside of a layer."""
     return first > 0 and bool(owner := _owner(context, first, period)) and owner == _owner(context, first - 1, period)
 
 
 def _is_chain(context: _Context, first: int, period: int) -> bool:
-    """Every window but the first reads the one before, and windows hold parameters."""
-    one, two = (context.ops[start : start + period] for start in (first, first + period))
-    made = {op.name for op in one}
-    reads = any(ref.name in made for op in two for ref in op.operands)
-    return reads and any(ref.name in context.parameters for op in one for ref in op.operands)
+    """Whether the second window reads a value of the first, and windows have parameters. All windows have the same hash."""
+    window, successor = (context.ops[start : start + period] for start in (first, first + period))
+    names = {op.name for op in window}
+    reads = any(ref.name in names for op in successor for ref in op.operands)
+    return reads and any(ref.name in context.parameters for op in window for ref in op.operands)
 
 
-# --- names, for people and for what does not repeat ---------------------------------------------------
+# --- names: labels for people, and boundaries of layers -----------------------------------------------
 
 
-def _owner(context: _Context, place: int, period: int) -> str:
-    """The module of an operator whose number tells a window from the next: a layer; empty where none does."""
-    if place + period >= len(context.ops):
+def _owner(context: _Context, position: int, period: int) -> str:
+    """The layer of an operator of a repeat: its module up to the number that differs in the next window; empty if none differs."""
+    if position + period >= len(context.ops):
         return ""
-    one, two = (context.ops[i].module.split(".") for i in (place, place + period))
-    differing = next((depth for depth, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), None)
-    return "" if differing is None else ".".join(one[: differing + 1])
+    path, successor = (context.ops[i].module.split(".") for i in (position, position + period))
+    differing = next((depth for depth, (a, b) in enumerate(zip(path, successor, strict=False)) if a != b), None)
+    return "" if differing is None else ".".join(path[: differing + 1])
 
 
 def _layers(context: _Context, first: int, period: int) -> list[int]:
-    """Where in a window every layer but the first begins; none where operators of two layers lie mixed, or layers are cut."""
+    """The positions in a window at which its layers begin, without the first one.
+
+    Empty if operators of two layers are interleaved or the window begins inside of a layer.
+    """
     spans = _spans_of(_owner(context, place, period) for place in range(first, first + period))
     if _is_inside(context, first, period) or spans is None:
         return []
@@ -251,31 +282,31 @@ def _layers(context: _Context, first: int, period: int) -> list[int]:
 
 
 def _spans_of(owners: Iterable[str]) -> list[tuple[int, int]] | None:
-    """``start:stop`` of the operators of each owner, in order; None where those of two lie mixed. An empty text owns nothing."""
+    """The range of the operators of each owner, in order; None if the ranges overlap. An operator with an empty owner has none."""
     begins, ends = dict[str, int](), dict[str, int]()
-    for place, owner in enumerate(owners):
+    for position, owner in enumerate(owners):
         if owner:
-            begins.setdefault(owner, place)
-            ends[owner] = place + 1
+            begins.setdefault(owner, position)
+            ends[owner] = position + 1
     if any(ends[a] > begins[b] for a, b in pairwise(begins)):
         return None
     return [(begin, ends[owner]) for owner, begin in begins.items()]
 
 
 def _layer(op: Op) -> str:
-    """``model.layers.3`` of a module path; empty where nothing is numbered."""
+    """The outermost numbered module of an operator, such as ``model.layers.3``; empty if no module of its path is numbered."""
     match = _NUMBERED.match(op.module)
     return match[1] if match else ""
 
 
 def _by_module(context: _Context, low: int, high: int) -> list[tuple[int, int]]:
-    """What does not repeat, cut where numbered modules begin and end (a model of one layer has an embedding too)."""
+    """Partition a range without repeats where its numbered modules begin and end, such as the single layer of a small model."""
     spans = _spans_of(map(_layer, context.ops[low:high])) or []
     return list(pairwise(sorted({low, high, *(low + edge for span in spans for edge in span)})))
 
 
 def _innermost(modules: Sequence[str]) -> str:
-    """The innermost module with a number of its own that has all of them."""
+    """The innermost module with a numeric name that contains all of ``modules``; empty if there is none."""
     paths = zip(*(module.split(".") for module in modules), strict=False)
     shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, paths)]
     depth = max((i for i, part in enumerate(shared) if part.isdecimal()), default=-1)
@@ -283,6 +314,7 @@ def _innermost(modules: Sequence[str]) -> str:
 
 
 def _labels(ops: Sequence[Op], spans: Sequence[tuple[int, int]]) -> list[str]:
+    """A unique label for each block: the layer of most of its operators, or else the names of its first modules."""
     labels = []
     for start, stop in spans:
         layers = Counter(layer for op in ops[start:stop] if (layer := _layer(op)))

@@ -1,7 +1,7 @@
-"""Building a graph: operators appended in order, specs, and the values of what is constant.
+"""The graph under construction: its operators in order, the specs of its tensors and the values of its constants.
 
-A constant is kept compact: a dim along which all values are equal has size 1 (a causal mask of
-shape ``[B, 1, S, S]`` is an ``[1, 1, S, S]`` tensor of values).
+The value of a constant is stored compactly: a dim along which all values are equal has size 1. For example, the value of a
+causal mask of shape ``[B, 1, S, S]`` is stored as a tensor of shape ``[1, 1, S, S]``.
 """
 
 from __future__ import annotations
@@ -21,20 +21,30 @@ if TYPE_CHECKING:
     from autopar.tracing.constants import Lazy
 
 Value: TypeAlias = "Argument"
-"""What a call gives: a tensor, a tuple of tensors (list outputs), or None for an output that nobody may read."""
+"""The result of a call: a tensor, a tuple of tensors for several outputs, or None for an output that must not be read."""
 
 FOLD_LIMIT = 2**26
-"""Elements beyond which a constant is not evaluated while tracing."""
+"""Number of elements above which a constant is never evaluated during tracing."""
 
 LAZY_SIZE = 2**22
-"""Elements beyond which an elementwise operator on constants is evaluated only if something needs it."""
+"""Number of elements above which an elementwise operator on constants is evaluated only on demand."""
 
 SKIPPED_KWARGS = ("device", "pin_memory", "layout", "non_blocking")
+"""Keyword arguments that a graph does not record, because the plan decides where its tensors are placed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One traced call, its arguments already values of the graph under construction."""
+    """One traced call whose arguments are values of the graph under construction.
+
+    Attributes:
+        name: The preferred name of the operator that the call becomes.
+        target: The name of the overload as torch prints it, such as ``aten.add.Tensor``.
+        outputs: One spec for each output, or None for an output that is not a tensor.
+        module: The path of the module that made the call.
+        source: The line of the user's code, as ``file.py:12``.
+        grad: Whether gradients are recorded at this place of the program.
+    """
 
     name: str
     target: str
@@ -48,19 +58,20 @@ class Call:
 
     @property
     def spec(self) -> TensorSpec:
+        """The spec of the first output, which must be a tensor."""
         spec = self.outputs[0]
         assert spec is not None, self.target
         return spec
 
     @property
     def operands(self) -> list[Ref]:
-        """Every tensor argument, as those of an :class:`~autopar.graph.graph.Op`."""
-        found: list[Ref] = []
-        collect_refs((*self.args, *self.kwargs.values()), found)
-        return found
+        """All tensor arguments, in the order of :attr:`autopar.graph.graph.Op.operands`."""
+        refs: list[Ref] = []
+        collect_refs((*self.args, *self.kwargs.values()), refs)
+        return refs
 
     def bound(self) -> dict[str, Argument]:
-        """Arguments by the names of the operator's schema, defaults filled in."""
+        """Return all arguments by their names in the operator's schema, in schema order and with defaults filled in."""
         result: dict[str, Argument] = {}
         for position, argument in enumerate(self.overload._schema.arguments):
             if position < len(self.args):
@@ -75,13 +86,20 @@ class Call:
 
 @dataclass(slots=True)
 class Builder:
-    """Operators under construction, in topological order.
+    """The operators of a graph under construction, in topological order.
 
     Attributes:
-        values: constants, compact.
-        lazies: constants too large to hold.
-        hints: values of model buffers and of what they determine, for recognising masks alone.
-        masks: for each known attention mask whether it is causal, and whether it hides nothing.
+        specs: The spec of each tensor.
+        producers: The operator that produces each value, by the name of the value.
+        values: The compact value of each constant.
+        hints: The compact value of each model buffer and of each tensor that model buffers and constants determine. These values
+            only serve to recognise attention masks. A graph never contains them, because a model on meta has none.
+        lazies: The unevaluated constants, which are too large to store.
+        masks: For each attention mask with a known value, whether it is causal and whether it allows everything.
+        parameters: The names of the model's parameters.
+        notes: Sentences about the trace for the user.
+        names: All names in use.
+        salts: The number of dropouts so far. Each dropout takes it as the salt of its random numbers.
     """
 
     ops: list[Op] = field(default_factory=list)
@@ -97,18 +115,18 @@ class Builder:
     salts: int = 0
 
     def unique(self, hint: str) -> str:
-        """A name that nothing has yet, an identifier."""
+        """Reserve and return an unused Python identifier that resembles ``hint``."""
         base = re.sub(r"\W", "_", hint)
         base = f"_{base}" if base[:1].isdigit() else base or "value"
-        name, k = base, 0
+        name, suffix = base, 0
         while name in self.names:
-            k += 1
-            name = f"{base}_{k}"
+            suffix += 1
+            name = f"{base}_{suffix}"
         self.names.add(name)
         return name
 
     def leaf(self, name: str, spec: TensorSpec) -> Ref:
-        """Registers an input, parameter or buffer."""
+        """Register an input, a parameter or a buffer and return a reference to it."""
         ref = Ref(name)
         self.names.add(name)
         self.specs[ref] = spec
@@ -123,10 +141,20 @@ class Builder:
         kwargs: Mapping[str, Argument] | None = None,
         name: str | None = None,
     ) -> Ref:
-        """Appends an operator at the place of ``call``; gradients flow where an operand has one.
+        """Append an operator that inherits the module and the source line of ``call``.
+
+        Its floating-point outputs require a gradient if ``call.grad`` is set and an operand requires one.
 
         Args:
-            outputs: shapes and dtypes; those of ``call`` when none is given.
+            call: The traced call that the operator implements.
+            target: The target of the operator.
+            args: Its positional arguments.
+            outputs: The shapes and dtypes of its outputs. By default they are those of ``call``.
+            kwargs: Its keyword arguments.
+            name: The preferred name. By default it is the name of ``call``.
+
+        Returns:
+            A reference to the first output.
         """
         op = Op(
             name=self.unique(name or call.name),
@@ -146,25 +174,28 @@ class Builder:
         return self.append(replace(op, outputs=specs))
 
     def make(self, call: Call, target: str, *args: Argument, name: str | None = None, **kwargs: Argument) -> Ref:
-        """As :meth:`emit`, of an operator that makes one tensor, in the shape and dtype that torch gives it on meta."""
+        """Append an operator with one output as :meth:`emit` does; torch determines its shape and dtype on the meta device."""
 
         def on_meta(ref: Ref) -> Any:
             return torch.empty(self.specs[ref].shape, dtype=self.specs[ref].dtype, device="meta")
 
-        with torch._C.DisableTorchFunction():  # a caller's mode may change dtypes
-            made = resolve(target)(*(map_refs(arg, on_meta) for arg in args), **kwargs)
-        spec = TensorSpec(shape=tuple(made.shape), dtype=made.dtype)
+        with torch._C.DisableTorchFunction():  # an active torch function mode of the caller could change dtypes
+            result = resolve(target)(*(map_refs(arg, on_meta) for arg in args), **kwargs)
+        spec = TensorSpec(shape=tuple(result.shape), dtype=result.dtype)
         return self.emit(call, target, args, spec, kwargs=kwargs, name=name)
 
     def stop_gradient(self, ref: Ref, *outputs: int) -> None:
-        """Of the operator ``ref``, the last one appended, these outputs have no gradient."""
+        """Mark outputs of ``ref`` as not requiring a gradient, by their indices.
+
+        ``ref`` must be the operator that was appended last.
+        """
         op = self.ops.pop()
         assert op.name == ref.name
         specs = (replace(s, requires_grad=s.requires_grad and i not in outputs) for i, s in enumerate(op.outputs))
         self.append(replace(op, outputs=tuple(specs)))
 
     def append(self, op: Op) -> Ref:
-        """Appends a finished operator."""
+        """Append a complete operator, register its outputs and return a reference to the first one."""
         self.ops.append(op)
         self.producers[op.name] = op
         for i, spec in enumerate(op.outputs):
@@ -172,7 +203,13 @@ class Builder:
         return Ref(op.name)
 
     def constant(self, call: Call, value: torch.Tensor | Lazy, spec: TensorSpec | None = None) -> Ref:
-        """A value known now, or evaluated when it is needed; ``value`` may have size 1 where it is equal along a dim."""
+        """Register a constant under a name like that of ``call``, and return a reference to it.
+
+        Args:
+            call: The traced call that the constant replaces.
+            value: The value, or the unevaluated value. A dim along which all values are equal may have size 1.
+            spec: The full shape and the dtype. By default they are those of the output of ``call``.
+        """
         spec = spec or call.spec
         ref = Ref(self.unique(call.name))
         self.specs[ref] = TensorSpec(shape=spec.shape, dtype=spec.dtype)
@@ -183,19 +220,20 @@ class Builder:
         return ref
 
     def known(self, ref: Argument) -> torch.Tensor | None:
-        """The compact value of a constant, or of what a model buffer determines."""
+        """Return the compact value of a constant or of a tensor that model buffers determine; None for any other argument."""
         if not isinstance(ref, Ref):
             return None
         value = self.values.get(ref)
         return value if value is not None else self.hints.get(ref)
 
     def shape(self, ref: Argument) -> tuple[int, ...]:
+        """Return the shape of a tensor; the argument must be a reference."""
         assert isinstance(ref, Ref), ref
         return self.specs[ref].shape
 
 
 def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of an elementwise operator on these shapes.
+    """Return the shape of the result of an elementwise operator on tensors of these shapes.
 
     >>> broadcast((4, 1), (3,))
     (4, 3)
@@ -204,17 +242,18 @@ def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def compact(value: torch.Tensor) -> torch.Tensor:
-    """``value`` with size 1 in each dim along which it is equal."""
+    """Return ``value`` with size 1 in each dim along which all of its values are equal."""
     for dim, size in enumerate(value.shape):
         if size <= 1:
             continue
         first = value.narrow(dim, 0, 1)
+        # The comparison with the second slice is cheap and rejects most values.
         if value.stride(dim) == 0 or all(_is_same(first, part) for part in (value.narrow(dim, 1, 1), value)):
             value = first
     return value
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal after broadcasting, NaN equal to NaN."""
-    a, b = torch.broadcast_tensors(a, b)  # type: ignore[no-untyped-call]  # isclose of torch 2.11 takes equal shapes alone
+    """Whether two tensors are equal after broadcasting, where NaN equals NaN."""
+    a, b = torch.broadcast_tensors(a, b)  # type: ignore[no-untyped-call]  # torch 2.11's isclose does not broadcast
     return bool(torch.isclose(a, b, rtol=0.0, atol=0.0, equal_nan=True).all())

@@ -1,4 +1,8 @@
-"""Constant folding while a graph is built: values that no input can change; those too large to hold are evaluated some rows at a time."""
+"""Constant folding during tracing.
+
+A call whose operands are all constants is evaluated instead of being added to the graph. A result that is too large to store is
+kept unevaluated as a :class:`Lazy` and is evaluated a few rows at a time. The module also recognises causal attention masks.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +18,25 @@ from autopar.graph.graph import Argument, Ref, TensorSpec
 from autopar.ops.kernels import aten_targets
 from autopar.tracing.builder import FOLD_LIMIT, LAZY_SIZE, SKIPPED_KWARGS, Builder, Call, Value, broadcast, compact
 
-_ROWS_AT_ONCE = 2**22
-"""Elements of a mask that are looked at together."""
+_ELEMENTS_AT_ONCE = 2**22
+"""Number of elements of a mask that are examined at once."""
 
-_WHOLE = 8192
-"""Rows up to which every row of a mask is compared; beyond, masks of comparisons of positions are sampled."""
+_MAX_ROWS_EXAMINED = 8192
+"""Largest number of rows of a mask of which every row is examined. Of larger masks that compare positions, some rows are sampled."""
 
-_SAMPLES = 512
+_SAMPLED_ROWS = 512
+"""Approximate number of rows that are examined of a larger mask."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lazy:
-    """An elementwise operator on constants, not evaluated.
+    """An elementwise operator on constants that has not been evaluated.
 
     Attributes:
-        call: as traced; its tensors by name.
-        args, kwargs: with compact values in the place of names.
-        shape: of the value, size 1 where it is equal along a dim.
+        call: The traced call.
+        args: Its positional arguments, in which each tensor is a compact value or itself unevaluated.
+        kwargs: Its keyword arguments, without those that a graph does not record.
+        shape: The compact shape of the value.
     """
 
     call: Call
@@ -40,29 +46,34 @@ class Lazy:
 
     @property
     def numel(self) -> int:
-        """Elements when evaluated."""
+        """The number of elements of the evaluated compact value."""
         return prod(self.shape)
 
     def rows(self, low: int, high: int) -> torch.Tensor:
-        """Rows ``low:high`` of the dim before the last."""
+        """Evaluate rows ``low:high`` of the second-to-last dim."""
         args = tuple(_rows(arg, low, high) for arg in self.args)
         result = self.call.overload(*args, **self.kwargs)
         assert isinstance(result, torch.Tensor)
         return result
 
-    def whole(self) -> torch.Tensor:
-        """All of it."""
+    def evaluate(self) -> torch.Tensor:
+        """Evaluate the complete compact value."""
         return self.rows(0, self.shape[-2])
 
 
 Known: TypeAlias = "torch.Tensor | Lazy"
-"""A constant."""
+"""The compact value of a constant, evaluated or not."""
 
 
 def is_causal(value: Known, shape: tuple[int, ...]) -> bool:
-    """True when an attention mask of ``shape`` with compact ``value`` is the square lower triangle.
+    """Whether an attention mask allows exactly the square lower triangle.
 
-    Bool: True where attention is allowed. Float: 0 where allowed and the lowest number elsewhere.
+    A bool mask is True where attention is allowed. A floating-point mask is 0 where attention is allowed, and at most the lowest
+    finite number of its dtype elsewhere. The same mask must apply to all samples and heads.
+
+    Args:
+        value: The compact value of the mask.
+        shape: The full shape of the mask, ``[..., queries, keys]``.
     """
     if len(shape) < 2 or shape[-1] != shape[-2] or shape[-1] == 1 or any(size != 1 for size in value.shape[:-2]):
         return False
@@ -79,7 +90,7 @@ def is_causal(value: Known, shape: tuple[int, ...]) -> bool:
 
 
 def allows_all(value: Known) -> bool:
-    """True when a mask hides nothing; a mask too large to hold is taken to hide something."""
+    """Whether an attention mask allows attention everywhere. A mask that has not been evaluated is assumed not to."""
     if isinstance(value, Lazy):
         return False
     allowed = _allowed(value)
@@ -87,23 +98,23 @@ def allows_all(value: Known) -> bool:
 
 
 def _spans(value: Known, rows: int) -> Iterator[tuple[int, int]]:
-    """Rows to look at: all, or a sample where a mask compares positions that count up evenly.
+    """Yield the ranges of rows of a square mask to examine: all rows, or a sample if the mask compares evenly spaced positions.
 
-    Comparisons of evenly spaced positions cut the mask along straight lines: a line that no sampled
-    row meets would have to start and end between two samples.
+    Comparisons of evenly spaced positions divide the mask along straight lines. A line that crosses no sampled row would have to
+    start and end between two samples.
     """
-    if isinstance(value, Lazy) and rows > _WHOLE and _is_even(value):
-        edge = _SAMPLES // 4
+    if isinstance(value, Lazy) and rows > _MAX_ROWS_EXAMINED and _is_even(value):
+        edge = _SAMPLED_ROWS // 4
         yield 0, edge
-        yield from ((row, row + 1) for row in range(edge, rows - edge, (rows - 2 * edge) * 2 // _SAMPLES))
+        yield from ((row, row + 1) for row in range(edge, rows - edge, (rows - 2 * edge) * 2 // _SAMPLED_ROWS))
         yield rows - edge, rows
         return
-    step = max(_ROWS_AT_ONCE // rows, 1)
+    step = max(_ELEMENTS_AT_ONCE // rows, 1)
     yield from ((low, min(low + step, rows)) for low in range(0, rows, step))
 
 
 def _is_even(value: object) -> bool:
-    """Whether all tensors in a lazy value count up (or down) evenly."""
+    """Whether the elements of each tensor in an unevaluated value are evenly spaced along a single dim."""
     if isinstance(value, Lazy):
         return all(_is_even(arg) for arg in value.args)
     if not isinstance(value, torch.Tensor) or value.numel() < 3:
@@ -113,14 +124,16 @@ def _is_even(value: object) -> bool:
 
 
 def _rows(value: object, low: int, high: int) -> torch.Tensor:
+    """Rows ``low:high`` of a compact value, which may have a single row for all; a literal is returned unchanged."""
     if isinstance(value, Lazy):
         return value.rows(low, high)
     if isinstance(value, torch.Tensor):
         return value[..., low:high, :] if value.dim() >= 2 and value.shape[-2] > 1 else value
-    return value  # type: ignore[return-value]  # literals pass
+    return value  # type: ignore[return-value]  # a literal
 
 
 def _allowed(mask: torch.Tensor) -> torch.Tensor | None:
+    """Where an attention mask allows attention, as a bool tensor; None if it is not a mask that only allows or forbids."""
     if mask.dtype == torch.bool:
         return mask
     if not mask.is_floating_point():
@@ -130,24 +143,32 @@ def _allowed(mask: torch.Tensor) -> torch.Tensor | None:
 
 
 _FILLS = {"zeros": 0, "ones": 1, "empty": 0, "full": None}
-"""Factories by the value that they give, ``new_zeros``, ``zeros_like`` and ``empty_strided`` among them; None: an argument says it."""
+"""The value with which each factory fills its tensor; None if an argument gives the value.
+
+The names stand for all variants of a factory, such as ``new_zeros``, ``zeros_like`` and ``empty_strided``.
+"""
 
 _ELEMENTWISE = aten_targets("where.Scalar where.ScalarOther where.ScalarSelf masked_fill.Tensor rsub.Tensor")
-"""Those that torch does not mark so."""
+"""Elementwise operators that torch does not tag as pointwise."""
 
 LOGICAL = {"aten.__and__.Tensor": "aten.bitwise_and.Tensor", "aten.__or__.Tensor": "aten.bitwise_or.Tensor"}
-"""Python's operators by the elementwise operators that they are."""
+"""The elementwise operator that each of Python's logical operators calls."""
 
 CONVERSIONS = aten_targets("_to_copy.default to.dtype to.dtype_layout to.device to.other type_as.default")
+"""Operators that change nothing but the dtype or the device."""
+
 VIEWS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "aten.flatten.using_ints")
+"""Operators that change only the shape, and may join dims."""
+
 _SAME_VALUE = aten_targets("clone.default contiguous.default lift_fresh_copy.default lift_fresh.default")
+"""Operators that return the value of their operand."""
 
 
 def fold(builder: Builder, call: Call) -> Value | None:
-    """The constant that ``call`` gives, or None where it depends on more than constants.
+    """Return the constant that ``call`` evaluates to, or None if the call must be added to the graph.
 
-    What depends on a model buffer is not replaced (a buffer of a meta model has no value, and
-    both must give the same graph) but its value is remembered in ``builder.hints``.
+    A call that reads a model buffer is never folded: a buffer on meta has no value, and a model must give the same graph on meta
+    and on other devices. :func:`hint` records the value of such a call instead.
     """
     name = call.target.removeprefix("aten.").partition(".")[0]
     factory = name.removeprefix("new_").removesuffix("_like").removesuffix("_strided")
@@ -172,43 +193,44 @@ def fold(builder: Builder, call: Call) -> Value | None:
 
 
 def _joins_copies(builder: Builder, call: Call) -> bool:
-    """Whether a view or a repetition makes one dim of copies and of what is copied, copies outermost.
+    """Whether a view or a repetition joins an outer dim of copies with a dim of the values that are copied.
 
-    Windows of a batch as samples, say: as a value nobody could tell any more which rows belong to which sample.
+    An example is a view that makes the windows of each sample new samples. Such a call is not folded, because the value of its
+    result would no longer show which rows belong to which sample.
     """
     source = call.args[0] if call.args else None
     if not isinstance(source, Ref) or source not in builder.values:
         return False
-    held, before, after = builder.values[source].shape, builder.shape(source), call.spec.shape
+    stored, before, after = builder.values[source].shape, builder.shape(source), call.spec.shape
     if call.target == "aten.repeat.default":
-        return len(before) == len(after) and held[0] > 1 and after[0] > before[0]
+        return len(before) == len(after) and stored[0] > 1 and after[0] > before[0]
     if call.target not in VIEWS:
         return False
     return any(
-        len(long := [i for i in ins if before[i] > 1]) > 1
-        and held[long[0]] == 1
-        and any(held[i] > 1 for i in long)
-        and next((after[j] for j in outs if after[j] > 1), 0) != before[long[0]]
+        len(joined := [i for i in ins if before[i] > 1]) > 1
+        and stored[joined[0]] == 1
+        and any(stored[i] > 1 for i in joined)
+        and next((after[j] for j in outs if after[j] > 1), 0) != before[joined[0]]
         for ins, outs in dim_groups(before, after)
     )
 
 
 def _lazy(builder: Builder, call: Call, shape: tuple[int, ...]) -> Value:
-    """An elementwise operator on constants whose value is too large to hold."""
+    """Register the result of an elementwise operator on constants without evaluating it."""
     args = tuple(_constant(builder, arg) if isinstance(arg, Ref) else arg for arg in call.args)
     kwargs: dict[str, object] = {key: value for key, value in call.kwargs.items() if key not in SKIPPED_KWARGS}
     return builder.constant(call, Lazy(call, args, kwargs, shape))
 
 
 def _same_lazy(builder: Builder, call: Call) -> Value | None:
-    """Copies and expansions of such a value."""
+    """Return a constant for a call that copies or expands an unevaluated constant; None for any other call."""
     source = call.operands[0]
-    held = builder.lazies.get(source)
-    same = call.target in _SAME_VALUE or call.target == "aten.expand.default"
-    same = same or (call.target in CONVERSIONS and builder.specs[source].dtype == call.spec.dtype)
-    if held is None or not same or len(held.shape) != len(call.spec.shape):
+    lazy = builder.lazies.get(source)
+    is_same = call.target in _SAME_VALUE or call.target == "aten.expand.default"
+    is_same = is_same or (call.target in CONVERSIONS and builder.specs[source].dtype == call.spec.dtype)
+    if lazy is None or not is_same or len(lazy.shape) != len(call.spec.shape):
         return None
-    return builder.constant(call, held)
+    return builder.constant(call, lazy)
 
 
 def _is_random(call: Call) -> bool:
@@ -220,12 +242,15 @@ def _is_pointwise(call: Call) -> bool:
 
 
 def _constant(builder: Builder, ref: Ref) -> Known:
-    held = builder.lazies.get(ref)
-    return builder.values[ref] if held is None else held
+    lazy = builder.lazies.get(ref)
+    return builder.values[ref] if lazy is None else lazy
 
 
 def hint(builder: Builder, call: Call, ref: Value) -> None:
-    """Remembers the value of ``ref`` where constants and model buffers determine it, for recognising masks."""
+    """Record the value of ``ref``, the result of ``call``, if constants and model buffers determine it.
+
+    The values serve to recognise attention masks.
+    """
     if not isinstance(ref, Ref) or ref in builder.values or len(call.outputs) != 1 or call.outputs[0] is None:
         return
     refs = [] if _is_random(call) else call.operands
@@ -236,40 +261,47 @@ def hint(builder: Builder, call: Call, ref: Value) -> None:
 
 
 def evaluate(builder: Builder, call: Call) -> torch.Tensor | None:
-    """Runs ``call`` on known values; None when that would be too large."""
+    """Evaluate ``call``, whose operands all have known values.
+
+    Returns:
+        A value in which a dim may have size 1 if all values along it are equal; None if the evaluation would take more than
+        :data:`FOLD_LIMIT` elements or does not return a single tensor.
+    """
     spec = call.spec
-    pointwise = _is_pointwise(call)
+    is_pointwise = _is_pointwise(call)
     if call.target in _SAME_VALUE:
         return builder.known(call.args[0])
     if call.target in CONVERSIONS:
-        given = builder.known(call.args[0])
-        return None if given is None else given.to(spec.dtype)
+        source = builder.known(call.args[0])
+        return None if source is None else source.to(spec.dtype)
     if call.target in ("aten.expand.default", "aten.expand_as.default"):
-        small = builder.known(call.args[0])
-        assert small is not None
-        return small.reshape((1,) * (len(spec.shape) - small.dim()) + tuple(small.shape))
+        source = builder.known(call.args[0])
+        assert source is not None
+        return source.reshape((1,) * (len(spec.shape) - source.dim()) + tuple(source.shape))
 
-    def tensor(argument: Argument) -> object:
+    def concrete(argument: Argument) -> object:
         if isinstance(argument, Ref):
             value = builder.known(argument)
             assert value is not None
-            return value if pointwise else value.expand(builder.shape(argument))
+            return value if is_pointwise else value.expand(builder.shape(argument))
         if isinstance(argument, tuple):
-            return [tensor(item) for item in argument]
+            return [concrete(item) for item in argument]
         return torch.device("cpu") if isinstance(argument, torch.device) else argument
 
-    args = [tensor(argument) for argument in call.args]
-    kwargs = {key: tensor(value) for key, value in call.kwargs.items() if key not in SKIPPED_KWARGS}
+    args = [concrete(argument) for argument in call.args]
+    kwargs = {key: concrete(value) for key, value in call.kwargs.items() if key not in SKIPPED_KWARGS}
     if any(argument.name == "device" for argument in call.overload._schema.arguments[len(args) :]):
         kwargs["device"] = torch.device("cpu")
-    if _size(args, spec, pointwise) > FOLD_LIMIT:
+    if _evaluated_numel(args, spec, is_pointwise) > FOLD_LIMIT:
         return None
-    views = ("aten.view.default", "aten._unsafe_view.default")  # what is kept compact may have other strides
+    # The strides of a compact value may differ from those of the traced tensor, so that a view of it may be impossible.
+    views = ("aten.view.default", "aten._unsafe_view.default")
     result = (torch.ops.aten.reshape.default if call.target in views else call.overload)(*args, **kwargs)
     return result if isinstance(result, torch.Tensor) else None
 
 
 def _fill(builder: Builder, call: Call, factory: str) -> Value | None:
+    """Return the constant of a factory that fills a tensor with one value; None if the value is not a literal."""
     fill: float | None = _FILLS[factory]
     if fill is None:
         literal = call.bound()["fill_value"]
@@ -279,8 +311,9 @@ def _fill(builder: Builder, call: Call, factory: str) -> Value | None:
     return builder.constant(call, torch.full((1,) * len(call.spec.shape), fill, dtype=call.spec.dtype))
 
 
-def _size(args: list[object], spec: TensorSpec, pointwise: bool) -> int:
-    if not pointwise:
+def _evaluated_numel(args: list[object], spec: TensorSpec, is_pointwise: bool) -> int:
+    """The number of elements of the result of an evaluation; elementwise operators run on compact values."""
+    if not is_pointwise:
         return spec.numel
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     return prod(broadcast(*(tuple(t.shape) for t in tensors))) if tensors else spec.numel

@@ -1,4 +1,7 @@
-"""From an exported program to operators: fx nodes one by one through the handlers."""
+"""Conversion of an exported program to the operators of a graph.
+
+A :class:`Converter` visits the fx nodes in order. It folds each call into a constant or passes it to the handler of its target.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +26,18 @@ from autopar.tracing.opaque_operators import opaque_of
 
 _ALL_HANDLERS = HANDLERS | LAYERS | LOSSES
 _DROPPED = ("_assert", "sym_", "_assert_tensor_metadata", "_guards_fn")
+"""Prefixes of the names of operators that a graph does not contain: they check values or compute with sizes."""
 WRAPPER = "model."
-"""The traced module holds the user's model under this prefix."""
+"""Prefix of all names of the user's model in an exported program, because the exported module wraps the model."""
 
 
 @dataclass(slots=True)
 class Converter:
-    """Walks an fx graph and adds to ``builder`` what it computes.
+    """Adds the operators of an exported program to ``builder``.
 
     Attributes:
-        env: the value of each fx node by name.
-        module: path of the module whose call is converted.
+        env: The value of each fx node of the program by its name.
+        module: The path of the module whose call is being converted. After an error it tells where the error occurred.
     """
 
     builder: Builder
@@ -41,10 +45,15 @@ class Converter:
     module: str = ""
 
     def run(self, owner: fx.GraphModule, env: dict[str, Value], *, grad: bool) -> list[Value]:
-        """Converts the calls of ``owner`` and returns the outputs.
+        """Convert the calls of a graph module in order and return the values of its outputs.
+
+        Args:
+            owner: The module of the program, or of a region in it.
+            env: The values of its placeholders by name. The values of all other nodes are added.
+            grad: Whether gradients are recorded where the module is called.
 
         Raises:
-            TraceError: a region that cannot be inlined.
+            TraceError: A call cannot be converted.
         """
         for node in owner.graph.nodes:
             if node.op == "call_function":
@@ -59,12 +68,13 @@ class Converter:
         return []
 
     def _attribute(self, node: fx.Node, owner: torch.nn.Module) -> Value:
-        held = operator.attrgetter(str(node.target))(owner)
-        if not isinstance(held, torch.Tensor):
+        """The constant that a ``get_attr`` node reads; the name of the attribute if it is a region."""
+        attribute = operator.attrgetter(str(node.target))(owner)
+        if not isinstance(attribute, torch.Tensor):
             return str(node.target)
         ref = Ref(self.builder.unique(node.name))
-        self.builder.specs[ref] = TensorSpec(shape=tuple(held.shape), dtype=held.dtype)
-        self.builder.values[ref] = held.detach().cpu()
+        self.builder.specs[ref] = TensorSpec(shape=tuple(attribute.shape), dtype=attribute.dtype)
+        self.builder.values[ref] = attribute.detach().cpu()
         return ref
 
     def _call(self, node: fx.Node, owner: torch.nn.Module, env: dict[str, Value], grad: bool) -> Value:
@@ -117,7 +127,7 @@ class Converter:
             ) from error
 
     def _region(self, node: fx.Node, name: str, owner: torch.nn.Module, env: dict[str, Value], grad: bool) -> Value:
-        """Inlines a region that torch keeps as a graph of its own; ``name``: of the operator that runs it."""
+        """Inline a region that the program calls as a separate graph module through the higher-order operator ``name``."""
         args = list(node.args)
         if name == "wrap_with_set_grad_enabled":
             if args[0] and not grad:
@@ -136,8 +146,8 @@ class Converter:
             raise TraceError(f"'{name}' cannot be traced", where=source_of(node), fix=_REPLACE)
         head, operands = args[0], args[1:]
         inner = _inner(owner, head)
-        places = [n for n in inner.graph.nodes if n.op == "placeholder"]
-        scope = {place.name: _argument(value, env) for place, value in zip(places, operands, strict=False)}
+        placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
+        scope = {place.name: _argument(value, env) for place, value in zip(placeholders, operands, strict=False)}
         return tuple(self.run(inner, scope, grad=grad))
 
 
@@ -145,9 +155,9 @@ _REPLACE = "Replace the call in the model by torch operators"
 
 
 def _apply(builder: Builder, call: Call) -> Value:
-    """Adds ``call`` in its one form, or folds it away."""
+    """Fold ``call`` into a constant or add it to the graph in its canonical form, and return its value."""
     if call.target == "autopar.opaque.default":
-        return opaque_of(builder, call)  # what it computes is not known, so that nothing is folded or foreseen
+        return opaque_of(builder, call)  # never folded, because it runs code of the user
     folded = fold(builder, call)
     if folded is not None:
         return folded
@@ -158,7 +168,7 @@ def _apply(builder: Builder, call: Call) -> Value:
 
 
 def _inner(owner: torch.nn.Module, head: object) -> fx.GraphModule:
-    """The region that a call names."""
+    """The region that a ``get_attr`` node reads from ``owner``."""
     assert isinstance(head, fx.Node)
     inner = operator.attrgetter(str(head.target))(owner)
     assert isinstance(inner, fx.GraphModule)
@@ -166,30 +176,35 @@ def _inner(owner: torch.nn.Module, head: object) -> fx.GraphModule:
 
 
 def needs_decomposition(module: fx.GraphModule, needed: Collection[str]) -> bool:
-    """True when the exported calls mutate tensors, or are composites without a form here that ``run_decompositions({})`` divides.
+    """Whether a program must be decomposed by ``run_decompositions({})`` before it is converted.
 
-    Decomposing traces everything once more, which a model of many layers need not pay for.
+    This is so if it calls an operator that mutates a tensor, a composite operator without a handler that may return its argument,
+    or ``torch.vmap``. A decomposition traces the program again, which takes long for a model of many layers.
 
     Args:
-        needed: names of the calls that count, of those that ``module`` makes itself.
+        module: The graph module of the program.
+        needed: The names of the nodes of ``module`` to examine. Regions are always examined completely.
     """
     for inner in module.modules():
         if not isinstance(inner, fx.GraphModule):
             continue
         nodes = (n for n in inner.graph.nodes if inner is not module or n.name in needed)
         for target in {n.target for n in nodes if n.op == "call_function"}:
-            if getattr(target, "__module__", "") == "torch._functorch.predispatch":  # of torch.vmap
+            if getattr(target, "__module__", "") == "torch._functorch.predispatch":  # torch.vmap
                 return True
             if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
                 continue
-            known = str(target) in _ALL_HANDLERS or str(target) in COMPOSITES or _is_dropped(target)
-            if target._schema.is_mutable or (not known and _is_divided(target)):
+            is_handled = str(target) in _ALL_HANDLERS or str(target) in COMPOSITES or _is_dropped(target)
+            if target._schema.is_mutable or (not is_handled and _is_decomposed(target)):
                 return True
     return False
 
 
-def _is_divided(target: torch._ops.OpOverload) -> bool:
-    """Of a composite whose result may be its argument; those that always make a new tensor are left as they are."""
+def _is_decomposed(target: torch._ops.OpOverload) -> bool:
+    """Whether ``run_decompositions({})`` decomposes an operator: a composite one whose result may alias its argument.
+
+    Composite operators that always return a new tensor are preserved.
+    """
     name = target.name()  # type: ignore[no-untyped-call]
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
     may_alias = any(argument.alias_info is not None for argument in target._schema.arguments)
@@ -197,10 +212,16 @@ def _is_divided(target: torch._ops.OpOverload) -> bool:
 
 
 def _is_dropped(target: torch._ops.OpOverload) -> bool:
+    """Whether a graph does not contain an operator, because it only checks values or computes with sizes."""
     return target._schema.name.split("::")[1].startswith(_DROPPED)
 
 
 def _argument(value: object, env: Mapping[str, Value]) -> Argument:
+    """An argument of a node with the values of other nodes in place of the nodes.
+
+    Raises:
+        TraceError: It is neither a tensor nor a literal.
+    """
     if isinstance(value, fx.Node):
         return env[value.name]
     if isinstance(value, list | tuple):
@@ -213,6 +234,7 @@ def _argument(value: object, env: Mapping[str, Value]) -> Argument:
 
 
 def _specs(value: object) -> tuple[TensorSpec | None, ...]:
+    """The specs of the outputs of a call with the fake result ``value``, with None for an output that is not a tensor."""
     if isinstance(value, torch.Tensor):
         return (TensorSpec(shape=tuple(int(n) for n in value.shape), dtype=value.dtype),)
     if isinstance(value, list | tuple):
@@ -221,18 +243,17 @@ def _specs(value: object) -> tuple[TensorSpec | None, ...]:
 
 
 def _specs_of(node: fx.Node) -> tuple[TensorSpec | None, ...]:
-    """The outputs of a call.
+    """The specs of the outputs of a call, with None for an output that is not a tensor.
 
     Raises:
-        TraceError: a shape, or a Python number that the model uses, depends on the values of tensors.
+        TraceError: A shape, or a Python number that the model uses, depends on the values of tensors.
     """
-    value = node.meta.get("val")
-    number = _is_number(node)
+    depends_on_values = _is_number(node)
     try:
-        specs = _specs(value)
-    except (RuntimeError, TypeError):  # an unknown size: GuardOnDataDependentSymNode
-        number = True
-    if number:
+        specs = _specs(node.meta.get("val"))
+    except (RuntimeError, TypeError):  # int() of a size that depends on values raises GuardOnDataDependentSymNode
+        depends_on_values = True
+    if depends_on_values:
         raise TraceError(
             f"{node.target} {NO_VALUES}",
             where=source_of(node),
@@ -242,12 +263,15 @@ def _specs_of(node: fx.Node) -> tuple[TensorSpec | None, ...]:
 
 
 def _is_number(node: fx.Node) -> bool:
-    """Whether a call makes a Python number that depends on the values of tensors."""
+    """Whether a call returns a Python number that depends on the values of tensors."""
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 def _is_asserted(node: fx.Node) -> bool:
-    """Whether assertions alone look at a number, or a tensor whose size is one: ``assert lengths.max().item() <= 16``."""
+    """Whether only assertions read the result of a call and the result is, or has a size that is, a number that depends on values.
+
+    An example is the result of ``lengths.max().item()`` in ``assert lengths.max().item() <= 16``.
+    """
     value = node.meta.get("val")
     is_of_unknown_size = isinstance(value, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in value.shape)
     return (_is_number(node) or is_of_unknown_size) and all(
@@ -258,7 +282,7 @@ def _is_asserted(node: fx.Node) -> bool:
 
 
 def module_of(node: fx.Node) -> str:
-    """Path of the module that made the call, in the user's model."""
+    """Return the path in the user's model of the module that made a call; empty for the model itself or if it is not known."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""

@@ -1,4 +1,11 @@
-"""From a builder to a finished graph: dead code, constants, prelude, identity."""
+"""The passes that turn the operators of a builder into a finished graph.
+
+They remove dead code, split fused parameters, turn constants into buffers and separate the prelude from the other operators. The
+prelude has the operators that only depend on inputs and buffers.
+
+New values of buffers must be the same for all samples. A sum over samples in their computation becomes one over the whole batch
+by ``autopar.total``, an operator that is inserted after sums on which no gradient depends.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +33,14 @@ from autopar.tracing.builder import FOLD_LIMIT, SKIPPED_KWARGS, Builder
 from autopar.tracing.constants import LOGICAL
 from autopar.tracing.forms.fusion import cut_parameters, fuse_gelu, unfuse
 
-_SMALL = 2**16
-"""Elements up to which equal constants are shared."""
+_MAX_SHARED_NUMEL = 2**16
+"""Number of elements up to which constants are compared, so that equal ones become one buffer."""
 
 _ADDS_UP = aten_targets(
     "sum.default sum.dim_IntList mean.default mean.dim linear.default matmul.default mm.default bmm.default mv.default"
     " dot.default einsum.default addmm.default index_add.default scatter_add.default"
 ) | {"autopar.linear_t"}
-"""Operators that can contract the dim of samples."""
+"""Operators that can sum over the dim of samples."""
 
 
 def finish(
@@ -47,9 +54,19 @@ def finish(
     loss: Ref,
     mutations: tuple[Mutation, ...] = (),
 ) -> Graph:
-    """The graph of what ``loss`` and the new values of buffers need.
+    """Return the graph that computes ``loss`` and the new values of buffers.
 
-    Identical calls of the prelude are made once. Buffers and parameters that nothing reads go.
+    Its parameters and buffers are those that an operator reads.
+
+    Args:
+        builder: Has the operators. They are changed.
+        name: The name of the model.
+        batch_size: The number of samples in the example batch.
+        inputs: The inputs of the graph.
+        parameters: The parameters of the model.
+        buffers: The buffers of the model, and constants without a value.
+        loss: The scalar loss.
+        mutations: The buffers that a training step changes, with their new values.
     """
     mutations = _without_gradient(builder, mutations)
     roots = frozenset((loss, *(m.value for m in mutations)))
@@ -89,20 +106,23 @@ def finish(
 
 
 def _without_gradient(builder: Builder, mutations: Sequence[Mutation]) -> tuple[Mutation, ...]:
-    """New values cut off from backward; that of a parameter is read by an operator, as everything of parameters is."""
+    """Detach new values of buffers that require a gradient.
+
+    A value that is a parameter is detached even if it requires none, because an operator must read each parameter.
+    """
     result = []
     for mutation in mutations:
         value = mutation.value
         spec = builder.specs[value]
         if spec.requires_grad or value.name in builder.parameters:
-            made = Op(
+            detached = Op(
                 name=builder.unique(f"new_{mutation.buffer}"),
                 target="aten.detach.default",
                 args=(value,),
                 outputs=(replace(spec, requires_grad=False),),
                 module=builder.producers[value.name].module if value.name in builder.producers else "",
             )
-            mutation = replace(mutation, value=builder.append(made))
+            mutation = replace(mutation, value=builder.append(detached))
         result.append(mutation)
     return tuple(result)
 
@@ -110,15 +130,22 @@ def _without_gradient(builder: Builder, mutations: Sequence[Mutation]) -> tuple[
 def _with_totals(
     builder: Builder, ops: Sequence[Op], mutations: tuple[Mutation, ...], inputs: set[str], buffers: set[str]
 ) -> tuple[list[Op], tuple[Mutation, ...]]:
-    """``ops`` with ``autopar.total`` behind what adds up without gradient, for new values of buffers, over samples.
+    """Insert ``autopar.total`` after each sum over samples that requires no gradient and on which a new value of a buffer depends.
 
-    What inputs and buffers alone determine is left out: the prelude's sums are totalled before a step.
+    Sums that only depend on inputs and buffers are excluded: they belong to the prelude and are totalled before a step.
 
     Args:
-        inputs, buffers: names.
+        builder: Has the specs and constants.
+        ops: The operators in order.
+        mutations: The changed buffers with their new values.
+        inputs: The names of the inputs.
+        buffers: The names of the buffers.
+
+    Returns:
+        The operators with the new ones, and the mutations with the totals as their values.
     """
     wanted = {op.name for op in _alive(ops, (m.value for m in mutations))}
-    of_samples, known = set(inputs), inputs | buffers
+    of_samples, of_prelude = set(inputs), inputs | buffers
     result: list[Op] = []
     renamed: dict[Ref, Ref] = {}
     for op in ops:
@@ -127,8 +154,8 @@ def _with_totals(
         operands = [ref for ref in op.operands if ref not in builder.values and ref not in builder.lazies]
         if any(ref.name in of_samples for ref in operands):
             of_samples.add(op.name)
-        if all(ref.name in known for ref in operands):
-            known.add(op.name)
+        if all(ref.name in of_prelude for ref in operands):
+            of_prelude.add(op.name)
         elif op.name in wanted & of_samples and op.target in _ADDS_UP and not op.spec.requires_grad:
             name = builder.unique(f"{op.name}_total")
             total = replace(op, name=name, target="autopar.total", args=(Ref(op.name),), kwargs=())
@@ -140,7 +167,7 @@ def _with_totals(
 
 
 def _drop_identities(builder: Builder, roots: frozenset[Ref]) -> None:
-    """Removes views to the same shape that other passes left, renaming what reads them."""
+    """Merge each view of a view into one, and remove views to the same shape, which other passes leave."""
     renamed: dict[Ref, Ref] = {}
     kept: list[Op] = []
     for op in builder.ops:
@@ -160,7 +187,7 @@ def _drop_identities(builder: Builder, roots: frozenset[Ref]) -> None:
 
 
 def _alive(ops: Iterable[Op], roots: Iterable[Ref]) -> list[Op]:
-    """Operators that ``roots`` need, in order."""
+    """The operators on which ``roots`` depend, in order."""
     wanted = {ref.name for ref in roots}
     kept: list[Op] = []
     for op in reversed(list(ops)):
@@ -171,10 +198,9 @@ def _alive(ops: Iterable[Op], roots: Iterable[Ref]) -> list[Op]:
 
 
 def _split_prelude(ops: Iterable[Op], free: set[str]) -> tuple[list[Op], list[Op]]:
-    """Operators that inputs and buffers alone determine, and the others.
+    """The operators of the prelude, which only depend on the inputs and buffers ``free``, and all others.
 
-    Args:
-        free: names of inputs and buffers; not changed.
+    An operator that draws random numbers is never one of the prelude.
     """
     known = set(free)
     prelude: list[Op] = []
@@ -191,38 +217,45 @@ def _split_prelude(ops: Iterable[Op], free: set[str]) -> tuple[list[Op], list[Op
 def _with_constants(
     builder: Builder, ops: list[Op], mutations: tuple[Mutation, ...]
 ) -> tuple[list[Op], list[Buffer], tuple[Mutation, ...]]:
-    """Constants that are read become buffers, expanded to their shape where they are kept smaller."""
+    """Turn the constants that operators read into buffers.
+
+    A constant whose compact value is smaller than its shape is expanded by an operator. One that is too large to store is computed
+    by an operator.
+
+    Returns:
+        The operators, those that expand or compute constants first, the new buffers, and the mutations.
+    """
     buffers: list[Buffer] = []
-    made: dict[Ref, Ref] = {}
+    materialised: dict[Ref, Ref] = {}
     shared: dict[tuple[object, ...], Ref] = {}
-    expands: list[Op] = []
+    new_ops: list[Op] = []
 
     def materialise(ref: Ref) -> Ref:
-        if ref in made:
-            return made[ref]
+        if ref in materialised:
+            return materialised[ref]
         lazy = builder.lazies.get(ref)
         if lazy is not None and lazy.numel > FOLD_LIMIT:
-            made[ref] = _emitted(builder, ref, expands, materialise)
-            return made[ref]
-        value = builder.values.get(ref) if lazy is None else lazy.whole()
+            materialised[ref] = _emitted(builder, ref, new_ops, materialise)
+            return materialised[ref]
+        value = builder.values.get(ref) if lazy is None else lazy.evaluate()
         if value is None:
             return ref
-        held = _held(builder, ref, value, buffers, shared)
-        made[ref] = _expanded(builder, held, builder.specs[ref], ref.name, expands)
-        return made[ref]
+        buffer = _buffer_of(builder, ref, value, buffers, shared)
+        materialised[ref] = _expanded(builder, buffer, builder.specs[ref], ref.name, new_ops)
+        return materialised[ref]
 
     result = [op.with_operands(tuple(map(materialise, op.operands))) for op in ops]
-    changed = tuple(replace(mutation, value=materialise(mutation.value)) for mutation in mutations)
-    return [*expands, *result], buffers, changed
+    mutations = tuple(replace(mutation, value=materialise(mutation.value)) for mutation in mutations)
+    return [*new_ops, *result], buffers, mutations
 
 
-def _emitted(builder: Builder, ref: Ref, made: list[Op], materialise: Callable[[Ref], Ref]) -> Ref:
-    """A constant too large to hold becomes an operator again."""
+def _emitted(builder: Builder, ref: Ref, new_ops: list[Op], materialise: Callable[[Ref], Ref]) -> Ref:
+    """Append the operator of an unevaluated constant to ``new_ops`` and return its value in the shape of the constant."""
     call = builder.lazies[ref].call
     args = tuple(map_refs(arg, materialise) for arg in call.args)
     kwargs = tuple(sorted((k, v) for k, v in call.kwargs.items() if k not in SKIPPED_KWARGS))
     spec = builder.specs[ref]
-    source = Op(
+    op = Op(
         name=builder.unique(call.name),
         target=LOGICAL.get(call.target, call.target),
         args=args,
@@ -231,29 +264,30 @@ def _emitted(builder: Builder, ref: Ref, made: list[Op], materialise: Callable[[
         module=call.module,
         source=call.source,
     )
-    made.append(source)
-    builder.specs[Ref(source.name)] = source.spec
-    return _expanded(builder, Ref(source.name), spec, source.name, made)
+    new_ops.append(op)
+    builder.specs[Ref(op.name)] = op.spec
+    return _expanded(builder, Ref(op.name), spec, op.name, new_ops)
 
 
-def _expanded(builder: Builder, source: Ref, spec: TensorSpec, name: str, made: list[Op]) -> Ref:
-    """``source`` in the shape of ``spec``; appends to ``made`` the expansion that this may take."""
+def _expanded(builder: Builder, source: Ref, spec: TensorSpec, name: str, new_ops: list[Op]) -> Ref:
+    """Return ``source`` in the shape of ``spec``, after appending an expansion to ``new_ops`` if it has another shape."""
     if builder.specs[source].shape == spec.shape:
         return source
     full = Ref(builder.unique(f"{name}_full"))
-    made.append(Op(name=full.name, target="aten.expand.default", args=(source, spec.shape), outputs=(spec,)))
+    new_ops.append(Op(name=full.name, target="aten.expand.default", args=(source, spec.shape), outputs=(spec,)))
     builder.specs[full] = spec
     return full
 
 
-def _held(
+def _buffer_of(
     builder: Builder, ref: Ref, value: torch.Tensor, buffers: list[Buffer], shared: dict[tuple[object, ...], Ref]
 ) -> Ref:
+    """Return the buffer with the value of a constant: an equal one of ``shared``, or a new one that is appended to ``buffers``."""
     value = value.contiguous()
-    if value.untyped_storage().nbytes() > value.numel() * value.itemsize:
+    if value.untyped_storage().nbytes() > value.numel() * value.itemsize:  # a slice, which would keep its base alive
         value = value.clone()
     key: tuple[object, ...] = (ref,)
-    if value.numel() <= _SMALL and not value.is_complex():
+    if value.numel() <= _MAX_SHARED_NUMEL and not value.is_complex():
         raw = value.as_strided((value.numel(),), (1,)).view(torch.uint8) if value.numel() else value
         key = (tuple(value.shape), value.dtype, bytes(raw.tolist()))
     if key not in shared:
@@ -267,7 +301,11 @@ def _held(
 def _merged(
     prelude: list[Op], live: list[Op], mutations: tuple[Mutation, ...]
 ) -> tuple[list[Op], list[Op], tuple[Mutation, ...]]:
-    """Equal calls of the prelude made once."""
+    """Merge equal calls of the prelude.
+
+    Returns:
+        The prelude, the other operators and the mutations, which read the calls that remain.
+    """
     renamed: dict[str, str] = {}
     seen: dict[tuple[object, ...], str] = {}
 
@@ -276,22 +314,22 @@ def _merged(
             return op
         return op.with_operands(tuple(Ref(renamed.get(r.name, r.name), r.index) for r in op.operands))
 
-    kept = []
+    distinct = []
     for op in map(current, prelude):
         key = (op.target, op.args, op.kwargs)
         if key in seen:
             renamed[op.name] = seen[key]
         else:
             seen[key] = op.name
-            kept.append(op)
-    moved = tuple(replace(m, value=Ref(renamed.get(m.value.name, m.value.name), m.value.index)) for m in mutations)
-    return kept, [current(op) for op in live], moved
+            distinct.append(op)
+    mutations = tuple(replace(m, value=Ref(renamed.get(m.value.name, m.value.name), m.value.index)) for m in mutations)
+    return distinct, [current(op) for op in live], mutations
 
 
 def _fingerprint(
     inputs: tuple[Input, ...], parameters: tuple[Parameter, ...], ops: Iterable[Op], mutations: tuple[Mutation, ...]
 ) -> str:
-    """Of a traced model: parameters, inputs (batch size aside), operators and buffers that change."""
+    """A hash that identifies a traced model by its parameters, inputs up to the batch size, operators and changed buffers."""
     lines = [f"{p.key} {p.spec.shape} {p.spec.dtype} {p.spec.requires_grad} {p.aliases}" for p in parameters]
     lines += [
         f"{i.name} {tuple(n for d, n in enumerate(i.spec.shape) if d != i.batch_dim)} {i.spec.dtype}" for i in inputs
@@ -300,7 +338,7 @@ def _fingerprint(
 
 
 def _identity(op: Op) -> str:
-    """What an operator is; a region of unknown code by its name."""
+    """The target of an operator, with the kind and the name of the region if it is an opaque one."""
     if op.target != "autopar.opaque":
         return op.target
     region = region_of(str(op.args[0]))

@@ -1,7 +1,8 @@
-"""What a graph keeps of a model's outputs: each tensor by the value of the graph that it is, or by the operators that make it of such.
+"""The outputs of a traced model besides its loss.
 
-Passes fold, fuse and cut what the loss alone needs. Where a value of the program is none of the finished graph, the calls that made it
-are taken as they stand in the program, back to values that are.
+Each output is a value of the finished graph if there is an equal one. But the passes over a graph fold, fuse and cut operators, and
+only the loss determines which operators it has. So the calls of the program that compute an output are recorded as well, back to
+values that the graph has.
 """
 
 from __future__ import annotations
@@ -27,26 +28,26 @@ from autopar.tracing.side_effects import writes
 
 @dataclass(slots=True)
 class Calls:
-    """The calls of one program.
+    """The calls of an exported program.
 
     Attributes:
-        ops: by name, in order; operands have names of nodes.
-        leaves: what the program returns besides the loss.
+        ops: The calls by the names of their nodes, in order. The names of their operands are names of nodes too.
+        leaves: The outputs of the program besides the loss and the new values of buffers.
     """
 
     ops: dict[str, Op] = field(default_factory=dict)
     leaves: tuple[Argument, ...] = ()
 
 
-def extra_outputs(program: torch.export.ExportedProgram) -> int:
-    """How many outputs a program has before the tensors that a model returns besides its loss: the loss is the last of them."""
+def num_loss_outputs(program: torch.export.ExportedProgram) -> int:
+    """Return the number of outputs up to and including the loss: new values of buffers come first, other tensors after it."""
     kinds = [spec.kind for spec in program.graph_signature.output_specs]
     return kinds.index(OutputKind.USER_OUTPUT) + 1 if OutputKind.USER_OUTPUT in kinds else len(kinds)
 
 
 def needed_nodes(program: torch.export.ExportedProgram) -> set[str]:
-    """Names of the nodes that the loss and changed buffers need, and of those that have effects."""
-    returned = program.graph.output_node().args[0][: extra_outputs(program)]
+    """Return the names of the nodes on which the loss and new values of buffers depend, and of those that write in place."""
+    returned = program.graph.output_node().args[0][: num_loss_outputs(program)]
     wanted = {value.name for value in returned if isinstance(value, fx.Node)}
     for node in reversed(program.graph.nodes):
         if node.op != "output" and (node.name in wanted or (node.op == "call_function" and writes(node))):
@@ -56,63 +57,71 @@ def needed_nodes(program: torch.export.ExportedProgram) -> set[str]:
 
 
 def calls_of(program: torch.export.ExportedProgram) -> Calls:
-    """All calls of a program."""
+    """Return all calls of a program, including those of its regions."""
     calls = Calls()
-    given = _read(calls, program.graph_module, "", {})
-    calls.leaves = tuple(given[extra_outputs(program) :])
+    outputs = _read(calls, program.graph_module, "", {})
+    calls.leaves = tuple(outputs[num_loss_outputs(program) :])
     return calls
 
 
 def cut(program: torch.export.ExportedProgram) -> None:
-    """Takes out of the program, in place, what only outputs need: it is as if the model had returned its loss alone."""
-    count = extra_outputs(program)
+    """Remove in place all outputs after the loss and what only they need, as if the model returned only its loss."""
+    count = num_loss_outputs(program)
     output = program.graph.output_node()
     output.args = (tuple(output.args[0][:count]),)
     del program.graph_signature.output_specs[count:]
     program.graph.eliminate_dead_code()
 
 
-def _read(calls: Calls, module: fx.GraphModule, prefix: str, known: dict[str, Argument]) -> list[Argument]:
-    """Adds the calls of a module and returns its outputs.
+def _read(calls: Calls, module: fx.GraphModule, prefix: str, aliases: dict[str, Argument]) -> list[Argument]:
+    """Add the calls of a module to ``calls`` and return its outputs.
 
     Args:
-        known: values of nodes that are not named by them: placeholders that are given, what tuples hold, what regions give; grows.
+        calls: The calls of the program so far.
+        module: The module of the program or of a region.
+        prefix: The prefix of the names of its calls, which makes them unique in the program.
+        aliases: The values of nodes that are not calls with a name of their own: the placeholders of a region at first. The items
+            of tuples and the outputs of inner regions are added.
     """
     for node in module.graph.nodes:
         if node.op == "output":
-            return [_argument(value, prefix, known) for value in node.args[0]]
+            return [_argument(value, prefix, aliases) for value in node.args[0]]
         elif node.op == "call_function" and node.target is operator.getitem:
-            held, index = _argument(node.args[0], prefix, known), node.args[1]
-            known[node.name] = held[index] if isinstance(held, tuple) else Ref(prefix + node.args[0].name, index)
+            source, index = _argument(node.args[0], prefix, aliases), node.args[1]
+            aliases[node.name] = source[index] if isinstance(source, tuple) else Ref(prefix + node.args[0].name, index)
         elif node.op == "call_function":
-            _call(calls, module, prefix, known, node)
+            _read_call(calls, module, prefix, aliases, node)
     return []
 
 
-def _call(calls: Calls, module: fx.GraphModule, prefix: str, known: dict[str, Argument], node: fx.Node) -> None:
+def _read_call(calls: Calls, module: fx.GraphModule, prefix: str, aliases: dict[str, Argument], node: fx.Node) -> None:
+    """Add one call, or all calls of the region that it runs."""
     name, target = prefix + node.name, node.target
     if (region := region_of(node, module)) is not None:
-        places = [n.name for n in region[0].graph.nodes if n.op == "placeholder"]
-        operands = [_argument(value, prefix, known) for value in node.args[2:]]
-        known[node.name] = tuple(_read(calls, region[0], f"{name}.", dict(zip(places, operands, strict=False))))
+        placeholders = [n.name for n in region[0].graph.nodes if n.op == "placeholder"]
+        operands = [_argument(value, prefix, aliases) for value in node.args[2:]]
+        inner_aliases = dict(zip(placeholders, operands, strict=False))
+        aliases[node.name] = tuple(_read(calls, region[0], f"{name}.", inner_aliases))
         return
     specs = tuple(_specs(node.meta.get("val")))
     if specs and isinstance(target, torch._ops.OpOverload):
-        kwargs = tuple((key, _argument(v, prefix, known)) for key, v in node.kwargs.items() if key != "device")
-        args = tuple(_argument(value, prefix, known) for value in node.args)
+        kwargs = tuple((key, _argument(v, prefix, aliases)) for key, v in node.kwargs.items() if key != "device")
+        args = tuple(_argument(value, prefix, aliases) for value in node.args)
         op = Op(name=name, target=str(target), args=args, kwargs=kwargs, outputs=specs)
         calls.ops[name] = without_dropout(op)
 
 
-def _argument(value: object, prefix: str, known: Mapping[str, Argument]) -> Argument:
+def _argument(value: object, prefix: str, aliases: Mapping[str, Argument]) -> Argument:
+    """An argument of a node with references in place of other nodes."""
     if isinstance(value, fx.Node):
-        return known.get(value.name, Ref(prefix + value.name))
+        return aliases.get(value.name, Ref(prefix + value.name))
     if isinstance(value, list | tuple):
-        return tuple(_argument(item, prefix, known) for item in value)
+        return tuple(_argument(item, prefix, aliases) for item in value)
     return value  # type: ignore[return-value]
 
 
 def _specs(value: object) -> Iterator[TensorSpec]:
+    """Yield the specs of the tensors in the fake result of a call, without those of which a size is not known."""
     if isinstance(value, torch.Tensor):
         if all(isinstance(n, int) for n in value.shape):
             yield TensorSpec(shape=tuple(value.shape), dtype=value.dtype)
@@ -125,36 +134,37 @@ _SAME = aten_targets(
     "view.default reshape.default _unsafe_view.default alias.default detach.default clone.default contiguous.default"
     " _to_copy.default to.dtype to.device to.dtype_layout expand.default lift_fresh_copy.default"
 )
-"""Operators that give their operand where shape and dtype are the same."""
+"""Operators that return the values of their operand unchanged if it has the shape and the dtype of the result."""
 
 
 def kept(
     graph: Graph,
     builder: Builder,
     calls: Calls,
-    found: Kept,
+    returned: Kept,
     *,
     env: Mapping[str, Value],
     declared: Sequence[Parameter | Buffer],
 ) -> Outputs:
-    """The outputs of a traced model.
+    """Return the outputs of a traced model.
 
     Args:
-        graph: finished.
-        calls: of the exported program.
-        found: what forward has returned.
-        env: values of the program's nodes while the graph was built.
-        declared: all parameters and buffers of the model, under the names that the builder has given them.
+        graph: The finished graph.
+        builder: Has the specs and constants of the graph while it was built.
+        calls: The calls of the exported program.
+        returned: The outputs of forward.
+        env: The values of the program's nodes while the graph was built.
+        declared: All parameters and buffers of the model under their names in the builder.
     """
     search = _Search(graph, builder, calls, env, {leaf.name: leaf for leaf in declared})
-    made = [search.leaf(name, value) for name, value in zip(found.names, calls.leaves, strict=True)]
+    leaves = [search.leaf(name, value) for name, value in zip(returned.names, calls.leaves, strict=True)]
     reads = defaultdict(frozenset, {leaf.name: frozenset({leaf.name}) for leaf in graph.inputs})
     for op in (*graph.prelude, *graph.ops, *search.ops.values()):
         reads[op.name] = frozenset().union(*(reads[ref.name] for ref in op.operands))
     return Outputs(
-        structure=found.structure,
+        structure=returned.structure,
         leaves=tuple(
-            leaf if leaf.ref is None else replace(leaf, reads=tuple(sorted(reads[leaf.ref.name]))) for leaf in made
+            leaf if leaf.ref is None else replace(leaf, reads=tuple(sorted(reads[leaf.ref.name]))) for leaf in leaves
         ),
         batch_size=graph.batch_size,
         taps=tuple((ref, graph.spec(ref)) for ref in search.taps),
@@ -165,7 +175,10 @@ def kept(
 
 
 def with_counts(outputs: Outputs, twice: Outputs) -> Outputs:
-    """``outputs`` with the numbers of a trace at twice the batch size; what cannot be told apart has no value."""
+    """Return ``outputs`` with the operators of a trace at twice the batch size, which tell how numbers depend on the batch size.
+
+    If the two traces have different operators, the outputs that these compute become unavailable.
+    """
     if same_calls(outputs.ops, twice.ops):
         return replace(outputs, twice=twice.ops)
     names = {op.name for op in outputs.ops}
@@ -178,7 +191,7 @@ def with_counts(outputs: Outputs, twice: Outputs) -> Outputs:
 
 
 def counts_samples(outputs: Outputs) -> bool:
-    """Whether numbers in it may depend on the batch size: all but small ones, such as dims."""
+    """Whether numbers in the outputs may depend on the batch size. Numbers below 2, such as dims, are assumed not to."""
 
     def large(argument: Argument) -> bool:
         if isinstance(argument, tuple):
@@ -191,16 +204,21 @@ def counts_samples(outputs: Outputs) -> bool:
 
 
 class _UnavailableError(Exception):
-    """Says why a value cannot be made."""
+    """An output cannot be computed; the message is the reason."""
 
 
 @dataclass(slots=True)
 class _Search:
-    """One search for where outputs come from.
+    """The search for the values and calls that compute outputs.
 
     Attributes:
-        env: values of nodes while the graph was built.
-        declared: parameters and buffers of the model, by the names that they had while the graph was built.
+        env: The values of nodes while the graph was built.
+        declared: The parameters and buffers of the model by their names in the builder.
+        taps: The values of the graph's operators that outputs read, in order.
+        ops: The additional operators by name, in order.
+        parameters: The parameters that outputs read, by name.
+        buffers: The buffers and constants that outputs read, by name.
+        resolved: The values of nodes that have been found so far.
     """
 
     graph: Graph
@@ -212,72 +230,73 @@ class _Search:
     ops: dict[str, Op] = field(default_factory=dict)
     parameters: dict[str, Parameter] = field(default_factory=dict)
     buffers: dict[str, Buffer] = field(default_factory=dict)
-    known: dict[Ref, Ref] = field(default_factory=dict)
+    resolved: dict[Ref, Ref] = field(default_factory=dict)
 
     def leaf(self, name: str, value: Argument) -> Leaf:
-        """Where an output is found, or why it is not."""
+        """Return an output with the value that it is, or the reason why it is unavailable."""
         if not isinstance(value, Ref):
             return Leaf(name=name, ref=None, reason="it is no tensor of the traced program")
-        before = dict(self.taps), dict(self.ops), dict(self.parameters), dict(self.buffers), dict(self.known)
+        before = dict(self.taps), dict(self.ops), dict(self.parameters), dict(self.buffers), dict(self.resolved)
         try:
             return Leaf(name=name, ref=self.value(value))
         except (_UnavailableError, RecursionError) as error:
-            self.taps, self.ops, self.parameters, self.buffers, self.known = before
+            self.taps, self.ops, self.parameters, self.buffers, self.resolved = before
             return Leaf(name=name, ref=None, reason=str(error))
 
     def value(self, ref: Ref) -> Ref:
-        """Where the value of a node is found; adds what it takes."""
-        if ref not in self.known:
-            self.known[ref] = self._found(ref)
-        return self.known[ref]
+        """Return the value of a node, after adding the operators and leaves that compute it."""
+        if ref not in self.resolved:
+            self.resolved[ref] = self._resolve(ref)
+        return self.resolved[ref]
 
-    def _found(self, ref: Ref) -> Ref:
-        made = self._made(ref)
-        if made is not None and self._is_live(made):
-            self.taps[made] = None
-            return made
-        if made is not None and any(leaf.name == made.name for leaf in self.graph.inputs):
-            return made
+    def _resolve(self, ref: Ref) -> Ref:
+        built = self._built(ref)
+        if built is not None and self._is_live(built):
+            self.taps[built] = None
+            return built
+        if built is not None and any(leaf.name == built.name for leaf in self.graph.inputs):
+            return built
         op = self.calls.ops.get(ref.name)
         if op is not None:
-            return self._called(op, ref)
-        held = self._held(ref)
-        if held is None:
+            return self._resolve_call(op, ref)
+        leaf = self._leaf(ref)
+        if leaf is None:
             raise _UnavailableError("it is made by code that only the original model has")
-        if isinstance(held, Parameter):
-            self.parameters[held.name] = held
-        elif held.fqn and any(made == Ref(mutation.buffer) for mutation in self.graph.mutations):
-            raise _UnavailableError(f"it reads the buffer {held.fqn}, which training changes")
+        if isinstance(leaf, Parameter):
+            self.parameters[leaf.name] = leaf
+        elif leaf.fqn and any(built == Ref(mutation.buffer) for mutation in self.graph.mutations):
+            raise _UnavailableError(f"it reads the buffer {leaf.fqn}, which training changes")
         else:
-            self.buffers[held.name] = held
-        return Ref(held.name)
+            self.buffers[leaf.name] = leaf
+        return Ref(leaf.name)
 
-    def _made(self, ref: Ref) -> Ref | None:
-        """The tensor that the value of a node was while the graph was built; None where it was none."""
-        made = self.env.get(ref.name)
-        if isinstance(made, tuple):
-            made = made[ref.index] if ref.index < len(made) else None
+    def _built(self, ref: Ref) -> Ref | None:
+        """The tensor that a node was while the graph was built; None if it was not converted or was no tensor."""
+        built = self.env.get(ref.name)
+        if isinstance(built, tuple):
+            built = built[ref.index] if ref.index < len(built) else None
         elif ref.index:
-            made = None
-        return made if isinstance(made, Ref) else None
+            built = None
+        return built if isinstance(built, Ref) else None
 
-    def _held(self, ref: Ref) -> Parameter | Buffer | None:
-        """The parameter, buffer or constant that a node is which calls nothing; None where it is none of them."""
-        made = self._made(ref)
-        if made is None:
+    def _leaf(self, ref: Ref) -> Parameter | Buffer | None:
+        """The parameter, buffer or constant that a node without a call stands for; None if it stands for none of them."""
+        built = self._built(ref)
+        if built is None:
             return None
-        name, spec = f"output_{ref.name}", replace(self.builder.specs[made], requires_grad=False)
-        declared = self.declared.get(made.name)
+        name, spec = f"output_{ref.name}", replace(self.builder.specs[built], requires_grad=False)
+        declared = self.declared.get(built.name)
         if isinstance(declared, Parameter):
             return Parameter(name=name, fqn=declared.fqn, spec=spec)
         if declared is not None and declared.fqn:
             return replace(declared, name=name)
-        value = self.builder.values.get(made)
+        value = self.builder.values.get(built)
         return (
             None if value is None else Buffer(name=name, fqn="", spec=spec, value=value.expand(spec.shape).contiguous())
         )
 
-    def _called(self, op: Op, ref: Ref) -> Ref:
+    def _resolve_call(self, op: Op, ref: Ref) -> Ref:
+        """The value of output ``ref`` of a call, after adding the call and its operands."""
         if draws_random(op.target) and "dropout" not in op.target:
             raise _UnavailableError(f"it draws random numbers ({op.target})")
         if op.target.startswith("autopar.opaque"):
@@ -295,13 +314,14 @@ class _Search:
         return Ref(name, ref.index)
 
     def _spec(self, ref: Ref) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Of a node."""
+        """The shape and the dtype of a node, if they are known."""
         op = self.calls.ops.get(ref.name)
         if op is not None and ref.index < len(op.outputs):
             return op.outputs[ref.index].shape, op.outputs[ref.index].dtype
-        held = self._held(ref)
-        return None if held is None else (held.spec.shape, held.spec.dtype)
+        leaf = self._leaf(ref)
+        return None if leaf is None else (leaf.spec.shape, leaf.spec.dtype)
 
     def _is_live(self, ref: Ref) -> bool:
+        """Whether a value is an output of an operator of the finished graph outside of its prelude."""
         producer = self.graph.producer(ref)
         return producer is not None and not self.graph.is_prelude(ref) and ref.index < len(producer.outputs)

@@ -1,8 +1,7 @@
-"""The ends of an exported program: inputs, parameters, buffers that training may change, constants, the loss and what is returned besides.
+"""The inputs and outputs of an exported program.
 
-Of the buffers that training changes a traced step gives the new values as further results. Each is a value like any other, without
-gradient, and must be the same for every sample: what is added up over the batch on the way is summed over all of its samples by
-``autopar.total``, an operator that is put in behind sums that no loss reads.
+Its inputs are the tensors of the batch, parameters, buffers and constants. Its outputs are the new values of the buffers that a
+training step changes, the loss, and the other tensors that the model returns.
 """
 
 from __future__ import annotations
@@ -32,10 +31,25 @@ def declare(
     inputs: tuple[Input, ...],
     batch: dict[str, Any],
 ) -> tuple[tuple[Parameter, ...], tuple[Buffer, ...]]:
-    """Inputs, parameters, buffers and lifted constants of the program, in ``env`` under its names."""
+    """Register the inputs, parameters, buffers and constants of a program.
+
+    Args:
+        builder: Gets the spec of each of them.
+        env: Gets the value of each placeholder of the program by its name.
+        program: The exported program.
+        model: The user's model, which has the values of parameters and buffers unless it is on meta.
+        inputs: The inputs of the graph.
+        batch: The fake batch from which they were taken.
+
+    Returns:
+        The parameters and the buffers. Constants without a value are among the buffers.
+
+    Raises:
+        TraceError: The program has an input of another kind.
+    """
     for entry in inputs:
         builder.leaf(entry.name, entry.spec)
-    queue = iter(inputs)
+    remaining_inputs = iter(inputs)
     leaves = iter(pytree.tree_leaves(batch))
     aliases = _aliases(model)
     parameters: dict[str, Parameter] = {}
@@ -43,21 +57,21 @@ def declare(
     values = dict(model.named_buffers(remove_duplicate=False))
     changed = set(program.graph_signature.buffers_to_mutate.values())
     for spec in program.graph_signature.input_specs:
-        place = getattr(spec.arg, "name", "")
+        placeholder = getattr(spec.arg, "name", "")
         fqn = (spec.target or "").removeprefix(WRAPPER)
         if spec.kind == InputKind.USER_INPUT:
             leaf = next(leaves)
-            env[place] = Ref(next(queue).name) if isinstance(leaf, torch.Tensor) else leaf
+            env[placeholder] = Ref(next(remaining_inputs).name) if isinstance(leaf, torch.Tensor) else leaf
         elif spec.kind == InputKind.PARAMETER:
             parameter = _parameter(builder, model, aliases[fqn], parameters)
-            env[place] = Ref(parameter.name)
+            env[placeholder] = Ref(parameter.name)
         elif spec.kind == InputKind.BUFFER:
             buffers.append(_buffer(builder, fqn, values[fqn]))
-            env[place] = Ref(buffers[-1].name)
-            if spec.target in changed:  # what masks are recognised by must last
+            env[placeholder] = Ref(buffers[-1].name)
+            if spec.target in changed:  # an attention mask that depends on it may be another one in the next step
                 builder.hints.pop(Ref(buffers[-1].name), None)
         elif spec.kind == InputKind.CONSTANT_TENSOR:
-            env[place] = _lifted(builder, place, program.constants[spec.target or ""], buffers)
+            env[placeholder] = _lifted(builder, placeholder, program.constants[spec.target or ""], buffers)
         else:
             raise TraceError(
                 f"The model takes something else than tensors ({spec.kind.name} {fqn})",
@@ -67,7 +81,7 @@ def declare(
 
 
 def _aliases(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
-    """For each name of a parameter all names of the same storage, the first one first."""
+    """For each name of a parameter, all names of the same parameter in the order of the model."""
     groups: dict[int, list[str]] = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(fqn)
@@ -75,21 +89,22 @@ def _aliases(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _parameter(
-    builder: Builder, model: torch.nn.Module, names: tuple[str, ...], known: dict[str, Parameter]
+    builder: Builder, model: torch.nn.Module, names: tuple[str, ...], parameters: dict[str, Parameter]
 ) -> Parameter:
-    fqn, *others = names
-    if fqn not in known:
+    """Return the parameter with these names, registered once; ``parameters`` has those registered so far by their first name."""
+    fqn, *aliases = names
+    if fqn not in parameters:
         tensor = model.get_parameter(fqn)
         spec = TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
         identifier = builder.unique(f"p_{fqn}")
         builder.leaf(identifier, spec)
         builder.parameters.add(identifier)
-        known[fqn] = Parameter(name=identifier, fqn=fqn, spec=spec, aliases=tuple(others))
-    return known[fqn]
+        parameters[fqn] = Parameter(name=identifier, fqn=fqn, spec=spec, aliases=tuple(aliases))
+    return parameters[fqn]
 
 
 def _buffer(builder: Builder, fqn: str, tensor: torch.Tensor) -> Buffer:
-    """A buffer of the model with its value, where it has one: none on meta."""
+    """Register a buffer of the model. It has a value unless it is on meta."""
     ref = builder.leaf(builder.unique(f"b_{fqn}"), TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype))
     value = None if tensor.is_meta else tensor.detach().cpu()
     if value is not None:
@@ -97,23 +112,28 @@ def _buffer(builder: Builder, fqn: str, tensor: torch.Tensor) -> Buffer:
     return Buffer(name=ref.name, fqn=fqn, spec=builder.specs[ref], value=value)
 
 
-def _lifted(builder: Builder, place: str, value: Any, buffers: list[Buffer]) -> Ref:
-    """A tensor that the code makes or holds outside parameters and buffers."""
+def _lifted(builder: Builder, placeholder: str, value: Any, buffers: list[Buffer]) -> Ref:
+    """Register a constant tensor of the code, which is neither a parameter nor a buffer. Without a value it is added to ``buffers``."""
     spec = TensorSpec(shape=tuple(value.shape), dtype=value.dtype)
-    ref = builder.leaf(builder.unique(place), spec)
+    ref = builder.leaf(builder.unique(placeholder), spec)
     if type(value) is torch.Tensor and value.device.type != "meta":
         builder.values[ref] = value.detach().cpu()
     else:
         buffers.append(Buffer(name=ref.name, fqn="", spec=spec))
-        builder.notes.append(f"the constant {place} has no value: it was made on meta")
+        builder.notes.append(f"the constant {placeholder} has no value: it was made on meta")
     return ref
 
 
 def loss_output(program: torch.export.ExportedProgram, outputs: list[Value], builder: Builder) -> Ref:
-    """The value of the loss.
+    """Return the value of the loss, which is the first output that is not the new value of a buffer.
+
+    Args:
+        program: The exported program.
+        outputs: The values of its outputs, in order.
+        builder: Has the values of constants.
 
     Raises:
-        TraceError: it is a constant.
+        TraceError: The loss is a constant.
     """
     for spec, value in zip(program.graph_signature.output_specs, outputs, strict=True):
         if spec.kind == OutputKind.USER_OUTPUT:
@@ -125,10 +145,10 @@ def loss_output(program: torch.export.ExportedProgram, outputs: list[Value], bui
 
 @contextmanager
 def written_back(model: torch.nn.Module) -> Iterator[None]:
-    """Buffers that forward replaces (``self.mean = new``) are written into instead: export drops what is replaced.
+    """A context in which a buffer that forward replaces (``self.mean = new``) is written in place, because export ignores replacements.
 
     Raises:
-        TraceError: a buffer is removed, or replaced by one of another shape.
+        TraceError: Forward removes a buffer, or replaces it by one of another shape.
     """
     before = [(path, module, dict(module._buffers)) for path, module in model.named_modules()]
     yield
@@ -155,98 +175,118 @@ def _shape(buffer: torch.Tensor | None) -> str:
 def mutations_of(
     program: torch.export.ExportedProgram, outputs: Sequence[Value], env: Mapping[str, Value]
 ) -> tuple[Mutation, ...]:
-    """The buffers that a traced step changes, with their new values.
+    """Return the buffers that a training step changes, with their new values.
 
     Args:
-        outputs: values of the program's outputs, in order.
-        env: values of its placeholders by name.
+        program: The exported program.
+        outputs: The values of its outputs, in order.
+        env: The values of its placeholders by name.
 
     Raises:
-        TraceError: the step changes a parameter, or a buffer to something that is no tensor of the graph.
+        TraceError: The step changes a parameter, or sets a buffer to something other than a tensor of the graph.
     """
-    places = {
+    placeholders = {
         spec.target: getattr(spec.arg, "name", "")
         for spec in program.graph_signature.input_specs
         if spec.kind == InputKind.BUFFER
     }
-    written = getattr(OutputKind, "PARAMETER_MUTATION", None)  # not every torch has it
-    found: list[Mutation] = []
+    parameter_mutation = getattr(OutputKind, "PARAMETER_MUTATION", None)  # missing in some versions of torch
+    mutations: list[Mutation] = []
     for spec, value in zip(program.graph_signature.output_specs, outputs, strict=True):
-        if spec.kind is written:
-            raise written_parameter((spec.target or "").removeprefix("model."))
+        if spec.kind is parameter_mutation:
+            raise written_parameter((spec.target or "").removeprefix(WRAPPER))
         if spec.kind != OutputKind.BUFFER_MUTATION:
             continue
-        buffer = env[places[spec.target]]
+        buffer = env[placeholders[spec.target]]
         if not isinstance(value, Ref) or not isinstance(buffer, Ref):
             raise TraceError(
                 f"Forward sets the buffer to something that is no traced tensor ({value})",
-                where=(spec.target or "").removeprefix("model."),
+                where=(spec.target or "").removeprefix(WRAPPER),
                 fix="Keep the buffer out of forward, or set it to a tensor",
             )
         if value != buffer:
-            found.append(Mutation(buffer=buffer.name, value=value))
-    return tuple(found)
+            mutations.append(Mutation(buffer=buffer.name, value=value))
+    return tuple(mutations)
 
 
 _DROPPED = frozenset({"past_key_values", "cross_attention_cache", "cache_params", "mems"})
-"""Names of what a model keeps for the next token: nothing that a plan of training has."""
-_DEPTH = 16
+"""Names of outputs that cache values for generating the next token, which training does not use."""
+
+_MAX_DEPTH = 16
+"""Number of nested containers after which the contents of an output are ignored, because containers may contain themselves."""
 
 
 class Kept:
-    """What the last forward pass has returned; held by the module that is traced, which may set no attributes."""
+    """The outputs of the last forward pass, stored outside of the traced module, on which export allows no new attributes.
+
+    Attributes:
+        structure: The containers in which the model returns its outputs.
+        names: The names of the tensors in them, without the loss.
+    """
 
     def __init__(self) -> None:
         self.structure, self.names = Structure(kind="value"), list[str]()
 
     def take(self, output: Any, loss: torch.Tensor) -> list[torch.Tensor]:
-        """Its tensors but the loss, in order, each once."""
-        found: dict[int, tuple[int, str, torch.Tensor]] = {}
-        self.structure = _taken(output, loss, found, "", 0)
-        self.names = [name for _, name, _ in found.values()]
-        return [tensor for _, _, tensor in found.values()]
+        """Record the structure of ``output`` and return its tensors in order, each once and without the loss."""
+        tensors: dict[int, tuple[int, str, torch.Tensor]] = {}
+        self.structure = _structure_of(output, loss, tensors, "", 0)
+        self.names = [name for _, name, _ in tensors.values()]
+        return [tensor for _, _, tensor in tensors.values()]
 
 
-def _taken(
-    value: Any, loss: torch.Tensor, found: dict[int, tuple[int, str, torch.Tensor]], name: str, depth: int
+def _structure_of(
+    value: Any, loss: torch.Tensor, tensors: dict[int, tuple[int, str, torch.Tensor]], name: str, depth: int
 ) -> Structure:
+    """The structure of a value in the output of a model.
+
+    Args:
+        value: The value.
+        loss: The tensor that is the loss.
+        tensors: Gets the index and the name of each tensor by its identity.
+        name: The name of the value, such as ``hidden_states.0``.
+        depth: The number of containers around it.
+    """
     if value is loss:
         return Structure(kind="loss")
     if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested:
-        index, _, _ = found.setdefault(id(value), (len(found), name, value))
+        index, _, _ = tensors.setdefault(id(value), (len(tensors), name, value))
         return Structure(kind="tensor", index=index)
-    if value is None or isinstance(value, bool | int | float | str) or depth == _DEPTH:
+    if value is None or isinstance(value, bool | int | float | str) or depth == _MAX_DEPTH:
         is_plain = isinstance(value, bool | int | float | str)
         return Structure(kind="value", value=value if is_plain else None)
 
-    def inside(items: Iterable[tuple[Any, Any]]) -> tuple[Structure, ...]:
+    def structures(items: Iterable[tuple[Any, Any]]) -> tuple[Structure, ...]:
         return tuple(
             Structure(kind="value")
             if key in _DROPPED
-            else _taken(item, loss, found, f"{name}.{key}" if name else str(key), depth + 1)
+            else _structure_of(item, loss, tensors, f"{name}.{key}" if name else str(key), depth + 1)
             for key, item in items
         )
 
-    place = (type(value).__module__, type(value).__qualname__)
-    names = getattr(value, "_fields", None) if isinstance(value, tuple) else None
+    class_name = (type(value).__module__, type(value).__qualname__)
+    fields = getattr(value, "_fields", None) if isinstance(value, tuple) else None
     if dataclasses.is_dataclass(value):
-        names = tuple(field.name for field in dataclasses.fields(value) if field.init)
-    if names is not None:
-        items = inside((name, getattr(value, name, None)) for name in names)
-        return Structure(kind="fields", type=place, names=names, items=items)
+        fields = tuple(field.name for field in dataclasses.fields(value) if field.init)
+    if fields is not None:
+        items = structures((field, getattr(value, field, None)) for field in fields)
+        return Structure(kind="fields", type=class_name, names=fields, items=items)
     if isinstance(value, list | tuple):
-        items = inside(enumerate(value))
+        items = structures(enumerate(value))
         return Structure(kind="list" if isinstance(value, list) else "tuple", items=items)
     if isinstance(value, Mapping):
-        known = {key: item for key, item in value.items() if isinstance(key, str | int | bool | float)}
-        own = ("", "") if type(value) is dict else place
-        return Structure(kind="mapping", type=own, names=tuple(known), items=inside(known.items()))
+        entries = {key: item for key, item in value.items() if isinstance(key, str | int | bool | float)}
+        mapping_type = ("", "") if type(value) is dict else class_name
+        return Structure(kind="mapping", type=mapping_type, names=tuple(entries), items=structures(entries.items()))
     return Structure(kind="value")
 
 
-def with_twice(one: Structure, two: Structure) -> Structure:
-    """``one`` with the values of ``two``, the same at twice the batch size."""
-    if (one.kind, one.names, len(one.items)) != (two.kind, two.names, len(two.items)):
-        return one
-    items = tuple(with_twice(a, b) for a, b in zip(one.items, two.items, strict=True))
-    return dataclasses.replace(one, items=items, twice=two.value)
+def with_twice(structure: Structure, twice: Structure) -> Structure:
+    """Return ``structure`` with the plain values that it has at twice the batch size, which are those of ``twice``.
+
+    Places at which the two differ in their containers are returned unchanged.
+    """
+    if (structure.kind, structure.names, len(structure.items)) != (twice.kind, twice.names, len(twice.items)):
+        return structure
+    items = tuple(with_twice(a, b) for a, b in zip(structure.items, twice.items, strict=True))
+    return dataclasses.replace(structure, items=items, twice=twice.value)

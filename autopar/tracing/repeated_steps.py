@@ -1,9 +1,9 @@
-"""Whether steps depend on earlier ones.
+"""A check that a training step does not depend on earlier steps.
 
-A trace freezes what Python keeps: a counter in an attribute, a list, a global, an iterator, Python's random numbers, a
-tensor of the last batch. Forward passes in a row on fake tensors show it: the second may read nothing that the first has
-computed from its batch and must call the same operators with the same numbers; where the first has filled caches, a third
-must call those of the second.
+A trace freezes the state of Python: counters in attributes, lists, globals, iterators, Python's random numbers and tensors of the
+last batch. Several forward passes on fake tensors reveal a dependence on such state. A pass must not read what an earlier one has
+computed from its batch. The third pass must call the same operators with the same numbers as the second one. The first pass may
+differ, because it may fill caches.
 """
 
 from __future__ import annotations
@@ -31,41 +31,50 @@ from autopar.tracing.failures import FAILURES, user_line
 from autopar.tracing.sample_counts import Call, call_of, number_of
 
 _LIKE = ("_like", "new_zeros", "new_ones", "new_full", "new_empty")
-"""In the names of operators that take of a tensor its shape alone."""
-_PASSES, _DRAWING_PASSES = 3, 6
-"""Passes that are tried; more where forward draws random numbers of Python's or numpy's, and then those of ``_WORDS``."""
+"""Parts of the names of operators that only use the shape of their operand."""
+
+_PASSES, _RANDOM_PASSES = 3, 6
+"""Number of passes, and their number if forward draws random numbers of Python or numpy. In that case those of ``_WORDS`` follow."""
+
 _WORDS = (0x40, 0x12DD9BB3, 0xC99D5AD4, 0xDB40C167, 0xA4E5B5C9, 0xB6382E7A)
-"""Words in the state of a Mersenne Twister of which its tempering (Matsumoto and Nishimura 1998) makes 0x40, and 5, 2, 3, 1 and 4 times
-0x33333333: what forward draws in one pass each, by which numbers lie at the ends of their range and at its fifths. What goes another
-way below or above some number, for a fifth of all or for one of up to four shows itself in one of these passes; some make their numbers
-of a word's first bits, others of its last. What compares two draws shows itself in the passes before. The least number is 1.5e-8: a zero,
-which no step draws, would take branches at ``<= 0.0``."""
+"""Words of the state of a Mersenne Twister. One pass draws only the numbers that follow from each.
+
+The tempering of the generator (Matsumoto and Nishimura 1998) turns them into 0x40 and into 5, 2, 3, 1 and 4 times 0x33333333, so that
+the drawn numbers lie at the ends and at the fifths of their range, whether a function uses the first or the last bits of a word. A
+branch on a threshold, on a probability of at least a fifth or on one of up to four choices takes another way in one of these passes. A
+branch that compares two draws does so in the passes before. The smallest number is 1.5e-8 and not 0, which no real step draws, so that
+a branch on ``<= 0.0`` is not taken."""
 
 _Numbers: TypeAlias = tuple[object, ...]
+"""The name of an operator, followed by the numbers in its arguments."""
 
 
 class _StepError(RuntimeError):
-    """Raised in the user's line that shows the dependence."""
+    """A step depends on an earlier one. It is raised in the user's line that shows the dependence."""
 
 
 class _OutsideError(RuntimeError):
-    """Raised in the user's line that reads a parameter which is not the model's."""
+    """Forward reads a parameter that does not belong to the model. It is raised in the user's line that reads it."""
 
 
 class _Watch(TorchDispatchMode):
-    """Notes the operators that a pass calls.
+    """Records the operators that a forward pass calls, and raises an error if they show a dependence on the previous pass.
+
+    The mode keeps all tensors of the pass alive, so that the identity of a tensor is unique.
 
     Attributes:
-        calls: the calls, in order.
-        numbers: of each its operator and the numbers in its arguments.
-        made: tensors that depend on ``sources``, by identity; held, so that identities stay theirs.
-        tables: all other tensors that the pass made, likewise: of constants, and of buffers where it writes to none.
-        of_buffers: tensors that depend on ``buffers`` and on none of ``sources``.
-        writes: whether an operator may have written to a buffer.
-        earlier: ``made`` of the pass before.
-        filled: ``tables`` of the pass before; a second pass may read what the first has kept, a third makes no more of it.
-        reads_tables: whether one of ``filled`` was read.
-        expected: ``numbers`` of the pass before, where they must be the same.
+        sources: The parameters and the tensors of the batch by identity.
+        buffers: The buffers by identity.
+        calls: The calls in order.
+        numbers: For each call the operator and the numbers in its arguments.
+        dependent: The tensors that depend on ``sources``, by identity.
+        of_buffers: The tensors that depend on ``buffers`` and on none of ``sources``, by identity.
+        constants: All other tensors that the pass computed, by identity; after a pass that wrote to no buffer, also ``of_buffers``.
+        writes: Whether an operator may have written to a buffer.
+        earlier: The tensors of the previous pass that depend on its batch, by identity. They must not be read.
+        earlier_constants: ``constants`` of the previous pass. They may only be read if ``expected`` is None.
+        reads_earlier_constants: Whether the pass has read one of ``earlier_constants``.
+        expected: ``numbers`` of the previous pass if they must be the same, else None.
     """
 
     def __init__(
@@ -73,35 +82,36 @@ class _Watch(TorchDispatchMode):
         sources: Mapping[int, Tensor],
         buffers: Mapping[int, Tensor] = MappingProxyType({}),
         earlier: Mapping[int, Tensor] = MappingProxyType({}),
-        filled: Mapping[int, Tensor] = MappingProxyType({}),
+        earlier_constants: Mapping[int, Tensor] = MappingProxyType({}),
         expected: list[_Numbers] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.sources, self.buffers = sources, buffers
-        self.earlier, self.filled, self.expected = earlier, filled, expected
+        self.sources, self.buffers, self.expected = sources, buffers, expected
+        self.earlier, self.earlier_constants = earlier, earlier_constants
         self.memory = {tensor.untyped_storage()._cdata for tensor in buffers.values()}
         self.calls: list[Call] = []
         self.numbers: list[_Numbers] = []
-        self.made: dict[int, Tensor] = {}
-        self.tables: dict[int, Tensor] = {}
+        self.dependent: dict[int, Tensor] = {}
         self.of_buffers: dict[int, Tensor] = {}
-        self.reads_tables = self.writes = False
+        self.constants: dict[int, Tensor] = {}
+        self.reads_earlier_constants = self.writes = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.prim.device.default:  # reads no data; fake tensors ask it more often the first time
+        # prim.device reads no data, and fake tensors call it more often in the first pass
+        if func is torch.ops.prim.device.default:
             return func(*args, **(kwargs or {}))
-        given = pytree.tree_leaves((args, kwargs))
-        tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         name = str(func)
-        read = any(id(tensor) in self.filled for tensor in tensors)
-        self.reads_tables = self.reads_tables or read
-        if any(id(tensor) in self.earlier for tensor in tensors) or (read and self.expected is not None):
+        reads_constant = any(id(tensor) in self.earlier_constants for tensor in tensors)
+        self.reads_earlier_constants |= reads_constant
+        if any(id(tensor) in self.earlier for tensor in tensors) or (reads_constant and self.expected is not None):
             raise _StepError(f"{name} reads what an earlier step has computed")
         is_write = getattr(getattr(func, "_schema", None), "is_mutable", False)
         self.writes = self.writes or (is_write and any(t.untyped_storage()._cdata in self.memory for t in tensors))
-        numbers = (name, *map(number_of, given))
+        numbers = (name, *map(number_of, leaves))
         if self.expected is not None:
             before = self.expected[len(self.numbers)] if len(self.numbers) < len(self.expected) else None
             if numbers != before:
@@ -112,14 +122,14 @@ class _Watch(TorchDispatchMode):
         if outside and torch.is_grad_enabled() and func is not torch.ops.aten.detach.default:
             raise _OutsideError(f"one of shape {tuple(outside[0].shape)}")
         read_from = [id(tensor) for tensor in tensors if not any(word in name for word in _LIKE)]
-        made = self.tables
-        if any(key in self.sources or key in self.made for key in read_from):
-            made = self.made
+        results = self.constants
+        if any(key in self.sources or key in self.dependent for key in read_from):
+            results = self.dependent
         elif any(key in self.buffers or key in self.of_buffers for key in read_from):
-            made = self.of_buffers
-        self.calls.append(call_of(func, args, kwargs or {}, result, depends=made is not self.tables))
-        results = ((id(leaf), leaf) for leaf in _tensors(result))
-        made.update((key, leaf) for key, leaf in results if key not in self.sources and key not in self.buffers)
+            results = self.of_buffers
+        self.calls.append(call_of(func, args, kwargs or {}, result, depends=results is not self.constants))
+        new = ((id(leaf), leaf) for leaf in _tensors(result))
+        results.update((key, leaf) for key, leaf in new if key not in self.sources and key not in self.buffers)
         return result
 
 
@@ -128,6 +138,7 @@ def _tensors(value: object) -> list[Tensor]:
 
 
 def _difference(before: _Numbers | None, now: _Numbers) -> str:
+    """The message for a call that differs from that of the previous pass, which is None after its last call."""
     if before is None or before[0] != now[0]:
         return f"{now[0]} follows in one step, {'nothing' if before is None else before[0]} in another"
     first, second = next((a, b) for a, b in zip(before, now, strict=False) if a != b)
@@ -137,46 +148,49 @@ def _difference(before: _Numbers | None, now: _Numbers) -> str:
 def check(
     forward: Callable[..., object], model: torch.nn.Module, mode: FakeTensorMode, batch: Mapping[str, Any]
 ) -> tuple[tuple[str, ...], Sequence[Call]]:
-    """Runs two or three steps of a fake model, more of one that draws numbers as Python does.
-
-    Returns:
-        A note on attributes that change from step to step without an effect yet, and what the first step calls, for
-        :func:`~autopar.tracing.sample_counts.are_same`; neither of a model that does not run on fake tensors outside of an export.
+    """Run two or three forward passes of a fake model, or more if it draws random numbers of Python or numpy.
 
     Args:
-        forward: takes a batch by name.
-        mode: of the tensors of ``model`` and ``batch``.
+        forward: The forward of the model; it takes a batch by name.
+        model: The fake model.
+        mode: The fake mode of the tensors of ``model`` and ``batch``.
+        batch: The fake batch.
+
+    Returns:
+        A note if attributes change from pass to pass without an effect so far, and the calls of the first pass, for
+        :func:`~autopar.tracing.sample_counts.are_same`. Both are empty if the model does not run on fake tensors outside of an
+        export.
 
     Raises:
-        TraceError: a step depends on what earlier ones have left, or reads a parameter outside of the model that would learn.
+        TraceError: A pass depends on an earlier one, or reads a parameter that does not belong to the model and requires a gradient.
     """
     trained, buffers = {id(p): p for p in model.parameters()}, {id(b): b for b in model.buffers()}
-    state = trained | buffers
-    seen: list[memory.State] = [memory.state_of(model)]
-    watch, at_first = _Watch({}), _random_state()
-    drawn, calls = at_first, watch.calls
+    tensors = trained | buffers
+    states: list[memory.State] = [memory.state_of(model)]
+    watch, initial = _Watch({}), _random_state()
+    random_state, calls = initial, watch.calls
     try:
         with _as_exporting(mode):
-            for number in range(_DRAWING_PASSES + len(_WORDS)):
-                if number >= _DRAWING_PASSES:
-                    _draw_alike(_WORDS[number - _DRAWING_PASSES], drawn)
+            for number in range(_RANDOM_PASSES + len(_WORDS)):
+                if number >= _RANDOM_PASSES:
+                    _set_next_words(_WORDS[number - _RANDOM_PASSES], random_state)
                 fresh = pytree.tree_map_only(Tensor, torch.empty_like, dict(batch))
-                given = {id(leaf): leaf for leaf in pytree.tree_leaves(fresh) if isinstance(leaf, Tensor)}
-                past = {key: tensor for key, tensor in {**watch.made, **watch.sources}.items() if key not in state}
+                inputs = {id(leaf): leaf for leaf in _tensors(fresh)}
+                earlier = {key: t for key, t in {**watch.dependent, **watch.sources}.items() if key not in tensors}
                 before = watch.numbers
-                watch = _Watch(trained | given, buffers, past, watch.tables, before if number >= 2 else None)
+                watch = _Watch(trained | inputs, buffers, earlier, watch.constants, before if number >= 2 else None)
                 calls = watch.calls if number == 0 else calls
                 with watch:
                     forward(**fresh)
-                is_kept = not watch.writes and all(id(buffer) in buffers for buffer in model.buffers())
-                (watch.tables if is_kept else watch.made).update(watch.of_buffers)
-                seen.append(memory.state_of(model))
+                is_unchanged = not watch.writes and all(id(buffer) in buffers for buffer in model.buffers())
+                (watch.constants if is_unchanged else watch.dependent).update(watch.of_buffers)
+                states.append(memory.state_of(model))
                 if watch.expected is not None and len(watch.numbers) < len(watch.expected):
                     raise _StepError(_difference(None, watch.expected[len(watch.numbers)]))
-                if number < _DRAWING_PASSES:
-                    drawn = _random_state()
-                settled = number == 1 and watch.numbers == before and not watch.reads_tables
-                if drawn == at_first and (number == _PASSES - 1 or settled):
+                if number < _RANDOM_PASSES:
+                    random_state = _random_state()
+                is_settled = number == 1 and watch.numbers == before and not watch.reads_earlier_constants
+                if random_state == initial and (number == _PASSES - 1 or is_settled):
                     break
     except _OutsideError as error:
         place, line = user_line(error, model)
@@ -187,33 +201,35 @@ def check(
             fix="Make its module a part of the model (an nn.ModuleList for several), or read it under torch.no_grad()",
         ) from error
     except _StepError as error:
-        seen.append(memory.state_of(model))
+        states.append(memory.state_of(model))
         place, line = user_line(error, model)
-        left = sorted({name for a, b in pairwise(seen) for name in memory.changed(a, b)})
-        said = str(error) + (f" at `{line}`" if line else "")
-        said += f"; forward sets {', '.join(left[:3])}" if left else ""
+        attributes = sorted({name for a, b in pairwise(states) for name in memory.changed(a, b)})
+        reason = str(error) + (f" at `{line}`" if line else "")
+        reason += f"; forward sets {', '.join(attributes[:3])}" if attributes else ""
         raise TraceError(
             "A second step does not run, as the first has left something in the model",
             where=place,
-            got=said,
+            got=reason,
             fix="Keep what changes in a buffer (register_buffer), draw random numbers with torch, pass it as an "
             "input, or leave it out",
         ) from error
     except (*FAILURES, AutoparError):
         return (), ()
     finally:
-        _set_random_state(drawn)
-    return _counting(model, seen), calls
+        _set_random_state(random_state)
+    return _notes(model, states), calls
 
 
 def calls_of(
     forward: Callable[..., object], model: torch.nn.Module, mode: FakeTensorMode, batch: Mapping[str, Any]
 ) -> Sequence[Call]:
-    """What one pass of a fake model calls, in order; nothing where it does not run outside of an export.
+    """Return the calls of one forward pass of a fake model in order; none if it does not run outside of an export.
 
     Args:
-        forward: takes a batch by name.
-        mode: of the tensors of ``model`` and ``batch``.
+        forward: The forward of the model; it takes a batch by name.
+        model: The fake model.
+        mode: The fake mode of the tensors of ``model`` and ``batch``.
+        batch: The fake batch.
     """
     watch = _Watch({id(t): t for t in (*model.parameters(), *model.buffers(), *_tensors(dict(batch)))})
     try:
@@ -226,7 +242,7 @@ def calls_of(
 
 @contextmanager
 def _as_exporting(mode: FakeTensorMode) -> Iterator[None]:
-    """A fake model runs the code that it runs in an export."""
+    """A context in which a fake model runs the same code as in an export."""
     with (
         mock.patch.object(torch.compiler, "_is_exporting_flag", new=True),
         mock.patch.object(torch.compiler, "_is_compiling_flag", new=True),
@@ -238,36 +254,36 @@ def _as_exporting(mode: FakeTensorMode) -> Iterator[None]:
 
 
 def _random_state() -> tuple[Any, bytes | None]:
-    """Of the generators that Python and numpy, where it is there, share among all callers."""
+    """The states of the global random generators of Python and, if it is imported, of numpy."""
     numpy = sys.modules.get("numpy")
     return random.getstate(), None if numpy is None else pickle.dumps(numpy.random.get_state(legacy=False))
 
 
 def _set_random_state(state: tuple[Any, bytes | None]) -> None:
+    """Restore what :func:`_random_state` returned."""
     random.setstate(state[0])
     if state[1] is not None:
         sys.modules["numpy"].random.set_state(pickle.loads(state[1]))
 
 
-_ALIKE = 312
-"""Of the 624 words in the state of a Mersenne Twister, which both generators are: half, as code that draws until it likes a number has to
-come to others."""
+_NUM_EQUAL_WORDS = 312
+"""Half of the 624 words in the state of a Mersenne Twister. The others differ, so that code that draws until a number fits ends."""
 
 
-def _draw_alike(word: int, state: tuple[Any, bytes | None]) -> None:
-    """The next words of both generators are this one, some 300 times; those of ``state`` follow."""
+def _set_next_words(word: int, state: tuple[Any, bytes | None]) -> None:
+    """Set the next words of both generators to ``word``, :data:`_NUM_EQUAL_WORDS` times, and those after them to words of ``state``."""
     (version, words, gauss), numpy = state
-    random.setstate((version, (*[word] * _ALIKE, *words[_ALIKE:-1], 0), gauss))
-    found = {} if numpy is None else pickle.loads(numpy)
-    if found.get("bit_generator") == "MT19937":  # the caller may have set another one
-        found["state"]["key"][:_ALIKE], found["state"]["pos"] = word, 0
-        sys.modules["numpy"].random.set_state(found)
+    random.setstate((version, (*[word] * _NUM_EQUAL_WORDS, *words[_NUM_EQUAL_WORDS:-1], 0), gauss))
+    numpy_state = {} if numpy is None else pickle.loads(numpy)
+    if numpy_state.get("bit_generator") == "MT19937":  # the user may have selected another generator
+        numpy_state["state"]["key"][:_NUM_EQUAL_WORDS], numpy_state["state"]["pos"] = word, 0
+        sys.modules["numpy"].random.set_state(numpy_state)
 
 
-def _counting(model: torch.nn.Module, seen: list[memory.State]) -> tuple[str, ...]:
-    """On attributes that every step has changed."""
-    steps = [set(memory.changed(a, b)) for a, b in pairwise(seen)]
-    names = sorted(set.intersection(*steps))
+def _notes(model: torch.nn.Module, states: list[memory.State]) -> tuple[str, ...]:
+    """A note on the attributes that change in each pass, if there are any."""
+    changes = [set(memory.changed(a, b)) for a, b in pairwise(states)]
+    names = sorted(set.intersection(*changes))
     kinds = [f"{name} ({type(model.get_submodule(name.rpartition('.')[0])).__name__})" for name in names[:3]]
     if not names:
         return ()

@@ -1,8 +1,8 @@
-"""Whether numbers in a graph count samples.
+"""A check that numbers in a graph do not depend on the batch size.
 
-``loss.sum() / labels.numel()`` traces as a division by a number, that of the example's batch: for another batch size
-it would be wrong, wherever it stands. Sizes may depend on the batch size, numbers and constants may not. Forward passes at two
-sizes show of nearly all models that none does, in a fraction of the time of a trace; of the others a second trace tells.
+``loss.sum() / labels.numel()`` is traced as a division by a number, which is wrong for any other batch size. Shapes may depend on
+the batch size, but numbers and constants may not. For nearly all models, forward passes at two batch sizes show that they do not,
+in a fraction of the time of a trace. For all other models, traces at two batch sizes are compared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.graph.graph import Graph, Op
 from autopar.ops.kernels import resolve
 
 _SMALL = 64
-"""Elements of a constant up to which its values are compared."""
+"""Number of elements of a constant up to which its values are compared between forward passes."""
 
 
 class CountError(TraceError):
@@ -32,14 +32,16 @@ class CountError(TraceError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What a pass calls, without the sizes in it.
+    """One call of a forward pass.
 
     Attributes:
-        values: numbers, flags and small constants among its arguments.
-        sizes: its other numbers.
-        results: shapes.
-        operands: shapes, where all of them are constants; else empty.
-        dims: that it works along; none where each element of the results depends on its own place in the operands alone.
+        target: The name of the operator.
+        values: The numbers, flags and small constants among its arguments, which must not depend on the batch size.
+        sizes: The sizes and indices among its arguments, which may depend on the batch size if a result does.
+        results: The shapes of its results.
+        operands: The shapes of its operands if all of them are constants, else empty.
+        dims: The dims along which it combines or selects elements of constants. None if it is elementwise or a view, or if not all
+            operands are constants.
     """
 
     target: str
@@ -53,10 +55,14 @@ class Call:
 def call_of(
     target: Any, args: Sequence[object], kwargs: Mapping[str, object], result: object, *, depends: bool
 ) -> Call:
-    """What a call of an operator is, for :func:`are_same`.
+    """Return a description of a call for :func:`are_same`.
 
     Args:
-        depends: on more than constants, such as the batch or a parameter.
+        target: The operator.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        result: Its result.
+        depends: Whether it depends on values of the batch, of a parameter or of a buffer, and not only on constants.
     """
     values, sizes = _split(target, args, kwargs)
     operands = () if depends else _shapes((args, kwargs))
@@ -71,32 +77,33 @@ def call_of(
 
 
 def _dims(target: Any, args: Sequence[object]) -> tuple[int, ...] | None:
-    """The dims that a call names, of its first tensor; None where it is elementwise or a view."""
+    """The dims among the arguments of a call, as non-negative dims of its first tensor; None if it is elementwise or a view."""
     if torch.Tag.pointwise in target.tags or target.is_view:
         return None
     rank = next((leaf.dim() for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)), 0)
-    named = [value for argument, value in zip(target._schema.arguments, args, strict=False) if "dim" in argument.name]
-    return tuple(value % rank for value in pytree.tree_leaves(named) if isinstance(value, int) and rank)
+    dims = [value for argument, value in zip(target._schema.arguments, args, strict=False) if "dim" in argument.name]
+    return tuple(value % rank for value in pytree.tree_leaves(dims) if isinstance(value, int) and rank)
 
 
 def _shapes(values: object) -> tuple[tuple[int, ...], ...]:
+    """The shapes of all tensors in nested containers."""
     return tuple(tuple(leaf.shape) for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
 
 
 def _split(
     target: Any, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> tuple[tuple[object, ...], tuple[object, ...]]:
-    """Numbers and small constants among the arguments of a call: values, then sizes, places and counts along a dim.
+    """The numbers and small constants among the arguments of a call, separated into values and sizes (or indices).
 
-    Of an operator without a schema whole numbers are taken for sizes.
+    Integers are assumed to be sizes if the operator has no schema.
     """
     schema = getattr(target, "_schema", None)
     arguments = () if schema is None else schema.arguments
-    named = {argument.name: argument for argument in arguments}
-    given = [*zip_longest(arguments[: len(args)], args), *((named.get(key), value) for key, value in kwargs.items())]
+    by_name = {argument.name: argument for argument in arguments}
+    pairs = [*zip_longest(arguments[: len(args)], args), *((by_name.get(key), value) for key, value in kwargs.items())]
     values: list[object] = []
     sizes: list[object] = []
-    for argument, value in given:
+    for argument, value in pairs:
         for leaf in pytree.tree_leaves(value):
             if isinstance(leaf, bool | int | float | complex | Tensor):
                 is_size = isinstance(leaf, int) if schema is None else _is_size(schema.name, argument)
@@ -105,13 +112,20 @@ def _split(
 
 
 def _is_size(operator: str, argument: Any) -> bool:
-    if operator == "aten::arange":  # what it counts to is a size, what it counts by a value
+    """Whether an argument of an operator is a size or an index along a dim, according to the schema."""
+    if operator == "aten::arange":  # its end is a size, but its start and step are values of its result
         return bool(argument.name == "end")
-    return "int" in str(argument.type).lower() and argument.name != "steps"  # of linspace, whose values it changes
+    return (
+        "int" in str(argument.type).lower() and argument.name != "steps"
+    )  # the values of a linspace depend on its steps
 
 
 def number_of(value: object) -> object:
-    """A number, flag or text as it is, the values of a small constant, and of anything else its type's name."""
+    """Return an argument of a call in a form that can be compared between passes.
+
+    Numbers, flags and strings are returned unchanged, and a small constant as its values. Anything else is replaced by the name of
+    its type.
+    """
     if isinstance(value, Tensor):
         if isinstance(value, FakeTensor) or value.device.type == "meta" or value.numel() > _SMALL:
             return "tensor"
@@ -123,78 +137,85 @@ def number_of(value: object) -> object:
 
 
 def are_same(calls: Sequence[Call], larger: Sequence[Call]) -> bool:
-    """Whether passes at two batch sizes show that no number or constant depends on the batch size; False where they may not.
+    """Whether forward passes at two batch sizes show that no number or constant depends on the batch size.
 
-    Of a constant whose shape does, elements are taken for the same as long as nothing joins or picks them along that dim.
+    A constant whose shape depends on the batch size is assumed to have equal elements where both have some, as long as no call
+    combines or selects elements along that dim. If the result is False, numbers may or may not depend on the batch size.
+
+    Args:
+        calls: The calls of a pass; empty if the model did not run.
+        larger: The calls of a pass at a larger batch size.
     """
     return bool(calls) and len(calls) == len(larger) and all(map(_is_same, calls, larger))
 
 
-def _is_same(one: Call, two: Call) -> bool:
-    if (one.target, one.values, one.dims) != (two.target, two.values, two.dims):
+def _is_same(call: Call, larger: Call) -> bool:
+    """Whether two corresponding calls show no dependence on the batch size."""
+    if (call.target, call.values, call.dims) != (larger.target, larger.values, larger.dims):
         return False
-    if any(map(eq, one.results, two.results)) and (one.sizes != two.sizes or one.operands != two.operands):
+    if any(map(eq, call.results, larger.results)) and (call.sizes != larger.sizes or call.operands != larger.operands):
         return False
-    if one.dims is None or one.operands == two.operands:
+    if call.dims is None or call.operands == larger.operands:
         return True
-    if list(map(len, one.operands)) != list(map(len, two.operands)):
+    if list(map(len, call.operands)) != list(map(len, larger.operands)):
         return False
-    cut = [
+    batch_dims = [
         [dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if sizes[0] != sizes[1]]
-        for shapes in zip(one.operands, two.operands, strict=True)
+        for shapes in zip(call.operands, larger.operands, strict=True)
     ]
-    return all(len(dims) < 2 for dims in cut) and not set(one.dims).intersection(cut[0])
+    return all(len(dims) < 2 for dims in batch_dims) and not set(call.dims).intersection(batch_dims[0])
 
 
 def check_numbers(graph: Graph, larger: Graph) -> None:
-    """Compare a trace with one at another batch size.
+    """Compare a graph with that of a trace at a larger batch size.
 
     Raises:
-        CountError: numbers or constants differ, or the operators do.
+        CountError: Numbers, constants or operators differ.
     """
-    there = {op.name: op for op in (*larger.prelude, *larger.ops)}
-    constants, more = ({b.name: b.value for b in own.buffers if not b.fqn} for own in (graph, larger))
+    larger_ops = {op.name: op for op in (*larger.prelude, *larger.ops)}
+    constants, larger_constants = ({b.name: b.value for b in g.buffers if not b.fqn} for g in (graph, larger))
     for op in (*graph.prelude, *graph.ops):
-        other = there.get(op.name)
+        other = larger_ops.get(op.name)
         if other is None or (other.target, other.operands) != (op.target, op.operands):
-            raise _depends(graph, larger, op, op.target, "other calls")
-        (values, sizes), (larger_values, larger_sizes) = _given(op, constants), _given(other, more)
-        for one, two in zip_longest(values, larger_values):
-            if not _agree(one, two):
-                raise _depends(graph, larger, op, _said(one), _said(two))
+            raise _count_error(graph, larger, op, op.target, "other calls")
+        (values, sizes), (larger_values, larger_sizes) = _numbers(op, constants), _numbers(other, larger_constants)
+        for value, larger_value in zip_longest(values, larger_values):
+            if not _agree(value, larger_value):
+                raise _count_error(graph, larger, op, _text(value), _text(larger_value))
         if sizes != larger_sizes and op.outputs == other.outputs:
-            raise _depends(graph, larger, op, f"{list(sizes)}", f"{list(larger_sizes)}")
+            raise _count_error(graph, larger, op, f"{list(sizes)}", f"{list(larger_sizes)}")
     if graph.loss != larger.loss:
-        raise _depends(graph, larger, graph.producer(graph.loss), f"{len(graph.ops)} calls", f"{len(larger.ops)}")
+        raise _count_error(graph, larger, graph.producer(graph.loss), f"{len(graph.ops)} calls", f"{len(larger.ops)}")
 
 
-def _depends(graph: Graph, larger: Graph, op: Op | None, here: str, there: str) -> CountError:
+def _count_error(graph: Graph, larger: Graph, op: Op | None, value: str, larger_value: str) -> CountError:
     return CountError(
-        f"A number in the model depends on the batch size: {here} for a batch of {graph.batch_size}, "
-        f"{there} for one of {larger.batch_size}",
+        f"A number in the model depends on the batch size: {value} for a batch of {graph.batch_size}, "
+        f"{larger_value} for one of {larger.batch_size}",
         where="" if op is None else op.source or op.module or op.name,
         fix="Take a mean, or divide by a count of the inputs: (labels != -100).sum()",
     )
 
 
-def _given(op: Op, constants: Mapping[str, Tensor | None]) -> tuple[list[object], tuple[object, ...]]:
-    """Numbers and constants among the arguments; and sizes."""
+def _numbers(op: Op, constants: Mapping[str, Tensor | None]) -> tuple[list[object], tuple[object, ...]]:
+    """The numbers and constants among the arguments of an operator, and the sizes among them."""
     target = resolve(op.target) if op.target.startswith("aten.") else None
     values, sizes = _split(target, op.args, dict(op.kwargs))
     return [*values, *(constants[r.name] for r in op.operands if constants.get(r.name) is not None)], sizes
 
 
-def _agree(one: object, two: object) -> bool:
-    """Whether two numbers are the same, or two constants where they share a place."""
-    if not isinstance(one, Tensor) or not isinstance(two, Tensor):
-        return bool(one == two) or (one != one and two != two)  # noqa: PLR0124  not a number, which equals nothing
-    if one.dim() != two.dim() or one.dtype != two.dtype:
+def _agree(value: object, larger: object) -> bool:
+    """Whether two numbers are equal, or two constants in the elements that both have."""
+    if not isinstance(value, Tensor) or not isinstance(larger, Tensor):
+        return bool(value == larger) or (value != value and larger != larger)  # noqa: PLR0124  NaN does not equal itself
+    if value.dim() != larger.dim() or value.dtype != larger.dtype:
         return False
-    places = tuple(slice(min(sizes)) for sizes in zip(one.shape, two.shape, strict=True))
-    return torch.allclose(one[places], two[places], rtol=0.0, atol=0.0, equal_nan=True)
+    overlap = tuple(slice(min(sizes)) for sizes in zip(value.shape, larger.shape, strict=True))
+    return torch.allclose(value[overlap], larger[overlap], rtol=0.0, atol=0.0, equal_nan=True)
 
 
-def _said(value: object) -> str:
+def _text(value: object) -> str:
+    """A number or constant as an error message shows it."""
     if isinstance(value, Tensor):
         return str(value.item()) if value.numel() == 1 else f"a constant of shape {tuple(value.shape)}"
     return "nothing" if value is None else str(value)

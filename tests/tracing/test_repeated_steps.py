@@ -14,6 +14,7 @@ from autopar.errors import TraceError
 from autopar.models.graph_for_plan import trace_model
 from autopar.plan.plan import FP32
 from autopar.planner.sharding.input_axes import samples_apart
+from autopar.tracing import repeated_steps
 from autopar.tracing.sample_counts import CountError
 from autopar.tracing.trace import trace
 from tests.support.lower import unusual as u
@@ -79,6 +80,17 @@ def test_a_branch_that_is_seldom_taken_is_refused_where_it_is_drawn(draws: Calla
     with pytest.raises(TraceError, match=r"A second step does not run.*draw random numbers with torch"):
         trace(lucky(draws), (), u.batch())
     trace(lucky(draws, False), (), u.batch())
+
+
+def test_words_of_the_state_become_the_numbers_that_a_pass_draws() -> None:
+    state = repeated_steps._random_state()
+    drawn = []
+    for word in repeated_steps._WORDS:
+        repeated_steps._set_next_words(word, state)
+        drawn.append((random.getrandbits(32), int(np.random.randint(2**32, dtype=np.uint32))))
+    repeated_steps._set_random_state(state)
+    expected = [0x40, *(fifths * 0x33333333 for fifths in (5, 2, 3, 1, 4))]
+    assert drawn == [(number, number) for number in expected]
 
 
 @pytest.mark.parametrize(

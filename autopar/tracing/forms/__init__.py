@@ -1,1 +1,1 @@
-"""Canonical forms: the many ways to write an operator become the few that have sharding rules."""
+"""Canonical forms: equivalent torch operators become the few operators that have sharding rules."""

@@ -1,4 +1,8 @@
-"""One form for each operation: handlers that turn traced calls into the operators of a graph."""
+"""Handlers that turn traced calls into the canonical operators of a graph: shapes, slices, casts, dropout and attention.
+
+Several torch operators express the same operation. A handler emits one of them for all, so that the sharding rules and the cost
+model need to know only that one. Losses and layers have modules of their own.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +19,24 @@ from autopar.tracing.builder import SKIPPED_KWARGS, Builder, Call, Value
 from autopar.tracing.constants import CONVERSIONS, LOGICAL, allows_all, is_causal
 
 Handler: TypeAlias = Callable[[Builder, Call], Value]
+"""A function that adds the operators of a call to the graph under construction and returns the value of the call."""
 
 _DIM_NAMES = ("dim", "dim0", "dim1", "dims", "axis", "start_dim", "end_dim")
+"""Names of the arguments that are dims in schemas of torch."""
+
 _SCALAR_FORMS = aten_targets("mul.Tensor add.Tensor sub.Tensor div.Tensor")
+"""Operators whose second operand may be a tensor or a number."""
+
 LINEAR_TARGETS = ("aten.linear.default", "autopar.linear_t")
+"""Products with a weight; ``autopar.linear_t`` takes the weight as [in, out]."""
 
 
 def generic(builder: Builder, call: Call) -> Value:
-    """The call as it is: dims counted from the front, devices dropped, constants of one value as numbers."""
+    """Add the call as a single operator with normalised arguments.
+
+    Negative dims become non-negative, arguments about devices are dropped, and a constant operand with a single value becomes a
+    number where the operator takes one.
+    """
     args = tuple(_normal_args(builder, call))
     kwargs = {key: value for key, value in call.kwargs.items() if key not in SKIPPED_KWARGS}
     target = LOGICAL.get(call.target, call.target)
@@ -35,6 +49,7 @@ def generic(builder: Builder, call: Call) -> Value:
 
 
 def _normal_args(builder: Builder, call: Call) -> list[Argument]:
+    """The positional arguments of a call with non-negative dims."""
     result = list(call.args)
     rank = _rank(builder, call)
     for position, argument in enumerate(call.overload._schema.arguments[: len(result)]):
@@ -44,6 +59,7 @@ def _normal_args(builder: Builder, call: Call) -> list[Argument]:
 
 
 def _rank(builder: Builder, call: Call) -> int:
+    """The number of dims that the dim arguments of a call index, which is 0 if the call has no tensor first."""
     first = call.args[0] if call.args else None
     while isinstance(first, tuple):
         first = first[0] if first else None
@@ -52,13 +68,14 @@ def _rank(builder: Builder, call: Call) -> int:
 
 
 def _wrap(dim: Argument, rank: int) -> Argument:
+    """A dim, or a tuple of dims, with non-negative values."""
     if isinstance(dim, tuple):
         return tuple(_wrap(item, rank) for item in dim)
     return dim + rank if isinstance(dim, int) and dim < 0 else dim
 
 
 def _scalars(builder: Builder, call: Call, args: tuple[Argument, ...]) -> tuple[Argument, ...]:
-    """A constant second operand of one value becomes a number where neither shape nor dtype changes."""
+    """Replace a constant second operand with a single value by a number, unless this would change the shape or the dtype."""
     value = builder.values.get(args[1]) if isinstance(args[1], Ref) else None
     if value is None or value.numel() != 1 or not isinstance(args[0], Ref):
         return args
@@ -72,10 +89,14 @@ def _scalars(builder: Builder, call: Call, args: tuple[Argument, ...]) -> tuple[
 
 
 def view_to(builder: Builder, call: Call, source: Ref, shape: tuple[int, ...]) -> Ref:
-    """``source`` with another shape: no view of a view, no view to the same shape."""
+    """Return a view of ``source`` with another shape.
+
+    A view of a view becomes one view, and a view to the same shape becomes ``source``. A view of a linear that itself reads a
+    flattened tensor becomes a linear of the tensor before it was flattened, because leading dims that are separate can be split.
+    """
     producer = builder.producers.get(source.name)
     while producer is not None and producer.target in ("aten.view.default", "aten.clone.default"):
-        source = producer.operands[0]  # a view copies where it must, so no copy is needed for it
+        source = producer.operands[0]  # a view of a graph copies if it must, so that it can replace a copy too
         producer = builder.producers.get(source.name)
     if builder.shape(source) == shape:
         return source
@@ -88,7 +109,7 @@ def view_to(builder: Builder, call: Call, source: Ref, shape: tuple[int, ...]) -
 
 
 def _unflatten(builder: Builder, call: Call, producer: Op, shape: tuple[int, ...]) -> Ref | None:
-    """view(linear(view(x))) with the leading dims of ``shape``, where the inner view only flattened them."""
+    """Rewrite view(linear(view(x))) as a linear with the leading dims of ``shape``; None unless the inner view only flattened these."""
     source = producer.operands[0]
     flat = builder.producers.get(source.name)
     if flat is None or flat.target != "aten.view.default" or len(producer.spec.shape) != 2:
@@ -100,8 +121,8 @@ def _unflatten(builder: Builder, call: Call, producer: Op, shape: tuple[int, ...
     width = builder.shape(source)[-1]
     origin = view_to(builder, call, flat.operands[0], (*shape[:lead], width))
     spec = TensorSpec(shape=(*shape[:lead], features), dtype=producer.spec.dtype)
-    made = builder.emit(call, producer.target, (origin, *producer.args[1:]), spec, name=producer.name)
-    return view_to(builder, call, made, shape)
+    linear = builder.emit(call, producer.target, (origin, *producer.args[1:]), spec, name=producer.name)
+    return view_to(builder, call, linear, shape)
 
 
 def _view(builder: Builder, call: Call) -> Value:
@@ -117,13 +138,13 @@ def _detach(builder: Builder, call: Call) -> Value:
 
 
 def detached(builder: Builder, call: Call, ref: Ref) -> Ref:
-    """``ref`` cut off from its gradient, where it has one."""
+    """Return ``ref`` detached from its gradient; ``ref`` itself if it requires none."""
     spec = builder.specs[ref]
     return builder.emit(replace(call, grad=False), "aten.detach.default", (ref,), spec) if spec.requires_grad else ref
 
 
 def _clone(builder: Builder, call: Call) -> Value:
-    """Copies that make contiguous stay, until a view reads them."""
+    """Keep only copies that make a tensor contiguous; a view that reads such a copy reads its source instead."""
     source = call.operands[0]
     if call.kwargs.get("memory_format") != torch.contiguous_format and call.target != "aten.contiguous.default":
         return source
@@ -142,13 +163,13 @@ def _expanded(builder: Builder, call: Call, source: Ref, spec: TensorSpec) -> Re
 
 
 def _broadcast(builder: Builder, call: Call) -> Value:
-    """broadcast_tensors: an expansion of each tensor that is not as large already."""
+    """Expand each tensor of a ``broadcast_tensors`` that does not have the common shape."""
     pairs = zip(call.operands, call.outputs, strict=True)
     return tuple(_expanded(builder, call, source, spec) for source, spec in pairs if spec is not None)
 
 
 def _repeat(builder: Builder, call: Call) -> Value:
-    """A repetition of dims of size one is an expansion (a parameter for every sample of the batch)."""
+    """Emit a repetition of dims of size 1 as an expansion, such as that of a parameter to all samples of the batch."""
     source, repeats = call.args
     assert isinstance(source, Ref) and isinstance(repeats, tuple)
     shape = builder.shape(source)
@@ -159,16 +180,18 @@ def _repeat(builder: Builder, call: Call) -> Value:
 
 
 def _is_outer(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    """Whether a repetition repeats dim 0, of size larger than 1, and no other dim."""
     return 1 < before[0] < after[0] and before[1:] == after[1:]
 
 
 def _copies(builder: Builder, call: Call, source: Ref) -> Ref:
-    """Rows repeated as a whole, some times over: copies in a dim of their own, which may be that of the samples."""
+    """Repeat dim 0 of ``source`` by an expansion along a new outer dim, which may count the samples, and a view that joins the two."""
     shape = call.spec.shape
     size = builder.shape(source)[0]
-    whole = TensorSpec(shape=(shape[0] // size, size, *shape[1:]), dtype=call.spec.dtype)
-    one = view_to(builder, call, source, (1, *whole.shape[1:]))
-    return view_to(builder, call, builder.emit(call, "aten.expand.default", (one, whole.shape), whole), shape)
+    copies = TensorSpec(shape=(shape[0] // size, size, *shape[1:]), dtype=call.spec.dtype)
+    unsqueezed = view_to(builder, call, source, (1, *copies.shape[1:]))
+    expanded = builder.emit(call, "aten.expand.default", (unsqueezed, copies.shape), copies)
+    return view_to(builder, call, expanded, shape)
 
 
 def _slice(builder: Builder, call: Call) -> Value:
@@ -180,23 +203,23 @@ def _slice(builder: Builder, call: Call) -> Value:
 
 
 def _source_and_dim(builder: Builder, call: Call) -> tuple[Ref, int]:
-    """The first tensor of a call and its argument ``dim``, counted from the front."""
+    """The first tensor of a call and its argument ``dim``, made non-negative."""
     source, dim = call.operands[0], call.bound()["dim"]
     assert isinstance(dim, int)
     return source, dim % len(builder.shape(source))
 
 
 def slice_of(builder: Builder, call: Call, source: Ref, dim: int, start: int, stop: int, step: int = 1) -> Ref:
-    """``source[start:stop:step]`` along ``dim``."""
+    """Return ``source[start:stop:step]`` along ``dim``, with ``0 <= start <= stop <= size``; a constant if ``source`` is one."""
     spec = builder.specs[source]
     if (start, stop, step) == (0, spec.shape[dim], 1):
         return source
     size = -(-(stop - start) // step)
     out = TensorSpec(shape=(*spec.shape[:dim], size, *spec.shape[dim + 1 :]), dtype=spec.dtype)
-    known = builder.values.get(source)
-    if known is not None:
-        index = slice(start, stop, step) if known.shape[dim] > 1 else slice(None)
-        return builder.constant(call, known[(slice(None),) * dim + (index,)], out)
+    value = builder.values.get(source)
+    if value is not None:
+        index = slice(start, stop, step) if value.shape[dim] > 1 else slice(None)
+        return builder.constant(call, value[(slice(None),) * dim + (index,)], out)
     args = (source, dim, start, stop, step) if step != 1 else (source, dim, start, stop)
     return builder.emit(call, "aten.slice.Tensor", args, out)
 
@@ -209,31 +232,31 @@ def _select(builder: Builder, call: Call) -> Value:
 
 
 def _selected(builder: Builder, call: Call, source: Ref, dim: int, index: int) -> Ref:
-    """``source[index]`` along ``dim``, the dim removed."""
+    """Return ``source[index]`` along ``dim``, which is removed; a constant if ``source`` is one."""
     spec = builder.specs[source]
     out = TensorSpec(shape=spec.shape[:dim] + spec.shape[dim + 1 :], dtype=spec.dtype)
-    known = builder.values.get(source)
-    if known is not None:
-        return builder.constant(call, known.select(dim, min(index, known.shape[dim] - 1)), out)
+    value = builder.values.get(source)
+    if value is not None:
+        return builder.constant(call, value.select(dim, min(index, value.shape[dim] - 1)), out)
     return builder.emit(call, "aten.select.int", (source, dim, index), out)
 
 
 def _paste(builder: Builder, call: Call) -> Value:
-    """``whole`` with ``part`` in its place; of complex numbers, whose gradient torch does not have, as pairs of real ones."""
+    """Scatter a slice into a tensor. Complex tensors are scattered as real ones, because torch lacks the gradient for complex ones."""
     if not call.spec.dtype.is_complex:
         return generic(builder, call)
 
-    def pairs(ref: Argument) -> Ref:
-        copy = builder.make(call, "aten.clone.default", ref)  # a conjugate is a view, which has no pairs
+    def as_real(ref: Argument) -> Ref:
+        copy = builder.make(call, "aten.clone.default", ref)  # view_as_real does not take a conjugate view
         return builder.make(call, "aten.view_as_real.default", copy)
 
-    whole, part, *where = _normal_args(builder, call)
-    result = builder.make(call, call.target, pairs(whole), pairs(part), *where, name=call.name, **call.kwargs)
+    target, source, *place = _normal_args(builder, call)
+    result = builder.make(call, call.target, as_real(target), as_real(source), *place, name=call.name, **call.kwargs)
     return builder.emit(call, "aten.view_as_complex.default", (result,))
 
 
 def _split(builder: Builder, call: Call) -> Value:
-    """split, split_with_sizes, chunk, tensor_split: one slice for each output."""
+    """Emit one slice for each output of split, split_with_sizes, chunk or tensor_split."""
     source, dim = _source_and_dim(builder, call)
     pieces: list[Argument] = []
     start = 0
@@ -251,20 +274,18 @@ def _unbind(builder: Builder, call: Call) -> Value:
 
 
 def _cat(builder: Builder, call: Call) -> Value:
-    """Without the parts that are empty."""
+    """Concatenate the tensors that are not empty."""
     given = call.bound()
-    parts = given["tensors"]
-    assert isinstance(parts, tuple)
-    full = tuple(part for part in parts if isinstance(part, Ref) and builder.specs[part].numel)
-    if len(full) == 1 and builder.specs[full[0]].dtype == call.spec.dtype:
-        return full[0]
-    dim = given["dim"]
-    assert isinstance(dim, int)
-    return builder.emit(call, "aten.cat.default", (full or parts, dim % len(call.spec.shape)))
+    tensors, dim = given["tensors"], given["dim"]
+    assert isinstance(tensors, tuple) and isinstance(dim, int)
+    nonempty = tuple(ref for ref in tensors if isinstance(ref, Ref) and builder.specs[ref].numel)
+    if len(nonempty) == 1 and builder.specs[nonempty[0]].dtype == call.spec.dtype:
+        return nonempty[0]
+    return builder.emit(call, "aten.cat.default", (nonempty or tensors, dim % len(call.spec.shape)))
 
 
 def _t(builder: Builder, call: Call) -> Value:
-    """``x.t()`` and ``x.T``: all dims in reversed order."""
+    """Reverse the dims, as ``x.t()`` and ``x.T`` do; those of a matrix are transposed."""
     rank = len(call.spec.shape)
     if rank < 2:
         return call.args[0]
@@ -274,13 +295,13 @@ def _t(builder: Builder, call: Call) -> Value:
 
 
 def _last_two(builder: Builder, call: Call) -> Value:
-    """``x.mT``."""
+    """Transpose the last two dims, as ``x.mT`` does."""
     rank = len(call.spec.shape)
     return builder.emit(call, "aten.transpose.int", (call.args[0], rank - 2, rank - 1))
 
 
 def _permute(builder: Builder, call: Call) -> Value:
-    """That of a matrix is its transpose, whichever way it is written."""
+    """Permute the dims. A permutation of a matrix becomes a transpose."""
     _, dims = call.args
     assert isinstance(dims, tuple)
     return _t(builder, call) if dims in ((1, 0), (-1, 0), (1, -2), (-1, -2)) else generic(builder, call)
@@ -294,7 +315,7 @@ def _to_copy(builder: Builder, call: Call) -> Value:
 
 
 def cast_to(builder: Builder, call: Call, source: Ref, dtype: torch.dtype) -> Ref:
-    """``source`` in a dtype."""
+    """Return ``source`` converted to ``dtype``; ``source`` itself if it has that dtype."""
     spec = builder.specs[source]
     if spec.dtype == dtype:
         return source
@@ -302,48 +323,48 @@ def cast_to(builder: Builder, call: Call, source: Ref, dtype: torch.dtype) -> Re
 
 
 def _copy(builder: Builder, call: Call) -> Value:
-    """copy(destination, source): the source in the destination's shape and dtype."""
+    """Return the source of ``copy(destination, source)`` in the shape and dtype of the destination."""
     return _expanded(builder, call, cast_to(builder, call, call.operands[1], call.spec.dtype), call.spec)
 
 
 def _dropout(builder: Builder, call: Call) -> Value:
-    """native_dropout and dropout: ``autopar.dropout(x, p, salt)``, the identity when nothing is dropped."""
+    """Emit ``autopar.dropout`` for dropout and native_dropout, or nothing if no element is dropped."""
     source, p, training = call.args
-    if training is False or p == 0:
-        dropped: Value = source
-    else:
-        dropped = dropped_out(builder, call, source, p)
-    return (dropped, None) if call.target == "aten.native_dropout.default" else dropped
+    result = source if training is False or p == 0 else dropped_out(builder, call, source, p)
+    return (result, None) if call.target == "aten.native_dropout.default" else result
 
 
 def dropped_out(builder: Builder, call: Call, source: Argument, p: Argument) -> Ref:
-    """``autopar.dropout(source, p, salt)``; the salt counts the dropouts of the graph, so that each draws its own numbers."""
+    """Emit ``autopar.dropout(source, p, salt)``. The salt numbers the dropouts of a graph, so that they draw independent numbers."""
     builder.salts += 1
     return builder.emit(call, "autopar.dropout", (source, p, builder.salts - 1), call.spec)
 
 
 def _attention(builder: Builder, call: Call) -> Value:
-    """All arguments in place; a causal mask becomes ``is_causal``, an empty one goes."""
+    """Emit the attention with all arguments given.
+
+    A causal mask becomes ``is_causal=True``, and a mask that allows everything is dropped.
+    """
     given = call.bound()
-    query, key, mask = given["query"], given["key"], given["attn_mask"]
-    causal, p = given["is_causal"], given["dropout_p"]
+    mask, causal = given["attn_mask"], given["is_causal"]
     if isinstance(mask, Ref) and not causal:
         value = builder.lazies.get(mask) or builder.known(mask)
         if value is not None and mask not in builder.masks:
             builder.masks[mask] = (is_causal(value, builder.shape(mask)), allows_all(value))
-        causal, empty = builder.masks.get(mask, (False, False))
-        mask = None if causal or empty else mask
+        causal, is_trivial = builder.masks.get(mask, (False, False))
+        mask = None if causal or is_trivial else mask
+    args = (given["query"], given["key"], given["value"], mask, given["dropout_p"], causal)
     kwargs = {"scale": given["scale"], "enable_gqa": given["enable_gqa"]}
-    return builder.emit(call, call.target, (query, key, given["value"], mask, p, causal), call.spec, kwargs=kwargs)
+    return builder.emit(call, call.target, args, call.spec, kwargs=kwargs)
 
 
 def _with_all_arguments(builder: Builder, call: Call) -> Value:
-    """An operator of autopar with all arguments in place."""
+    """Emit an operator of autopar with all arguments given by position."""
     return builder.emit(call, call.target.removesuffix(".default"), tuple(call.bound().values()))
 
 
 def _repeat_interleave(builder: Builder, call: Call) -> Value:
-    """Without the length of its output, which the operands tell and which differs between a rank and the whole."""
+    """Drop ``output_size``: the operands determine it, and on a rank that has a part of the operands it would be wrong."""
     kwargs = {key: value for key, value in call.kwargs.items() if key != "output_size"}
     return generic(builder, replace(call, kwargs=kwargs))
 
@@ -366,7 +387,10 @@ def put_where(builder: Builder, call: Call) -> Value:
 
 
 def _square(builder: Builder, call: Call) -> Value:
-    """As a decomposed program has it; for losses that end in a square the whole program would be traced once more."""
+    """Emit a square as a power, as ``run_decompositions`` would.
+
+    A handler makes the decomposition unnecessary, which would trace the program again for each loss that ends in a square.
+    """
     return builder.emit(call, "aten.pow.Tensor_Scalar", (call.args[0], 2))
 
 
@@ -401,10 +425,10 @@ HANDLERS: dict[str, Handler] = {
     "aten.scaled_dot_product_attention.default": _attention,
     **dict.fromkeys(("autopar.experts.default", "autopar.ctc_losses.default"), _with_all_arguments),
 }
-"""By target as traced; whatever is not here passes through :func:`generic`."""
+"""Handlers by target as traced. A call without a handler in any module passes through :func:`generic`."""
 
 COMPOSITES = aten_targets(
     "__and__.Tensor __or__.Tensor conv2d.default diff.default layer_norm.default log_softmax.int pad.default rms_norm.default"
     " softmax.int"
 )
-"""Composite operators, besides the handled ones, that stay as they are."""
+"""Composite operators without a handler that a graph keeps, so that they do not require a decomposition."""

@@ -1,8 +1,9 @@
-"""One operator for a mixture of experts.
+"""Replacement of the experts of transformers' models by the operator ``autopar.experts``.
 
-transformers gives every model's experts one interface: a module that holds ``gate_up_proj`` [E, 2f, h] (or
-``up_proj`` [E, f, h]) and ``down_proj`` [E, h, f], some transposed, with gate and up in turn, or with biases, and whose forward takes
-hidden states, the experts of each token and their weights. The router before it and shared experts beside it stay ordinary operators.
+All of these experts have one interface. The module holds ``gate_up_proj`` [E, 2f, h] (or ``up_proj`` [E, f, h]) and ``down_proj``
+[E, h, f], where E is the number of experts, h the hidden size and f the intermediate size. The matrices may be transposed, gate
+and up may be interleaved, and there may be biases. The forward takes hidden states, the experts of each token and their weights.
+Routers and shared experts are traced as ordinary operators.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _MARKS = (
     "down_proj",
     "_apply_gate",
 )
+"""Attributes by which a module of experts is recognised."""
+
 _ACTIVATIONS = {
     "SiLUActivation": "silu",
     "SiLU": "silu",
@@ -39,10 +42,11 @@ _ACTIVATIONS = {
     "Sigmoid": "sigmoid",
     "Tanh": "tanh",
 }
+"""Names of activations in :class:`~autopar.ops.kernels.Form` by the class that computes them."""
 
 
 def swap_experts(model: torch.nn.Module) -> None:
-    """Gives the known experts of ``model``, a copy made for tracing, a forward of one operator."""
+    """Replace the forward of the known experts of ``model`` by a single operator; ``model`` is a copy made for tracing."""
     for module in model.modules():
         form = _form(module)
         if form is not None:
@@ -52,20 +56,21 @@ def swap_experts(model: torch.nn.Module) -> None:
 
 
 def _form(module: torch.nn.Module) -> Form | None:
-    """What experts compute, as far as :func:`autopar.nn.experts` can say it; None for any other module."""
+    """The form of a module of experts; None if it is no such module or :func:`autopar.nn.experts` cannot compute it."""
     if not all(hasattr(module, mark) for mark in _MARKS):
         return None
-    held: Any = module
-    if held.has_post_expert_norm or len(inspect.signature(type(module).forward).parameters) != 4:
+    experts: Any = module
+    if experts.has_post_expert_norm or len(inspect.signature(type(module).forward).parameters) != 4:
         return None
-    name = _activation_of(getattr(held, "act_fn", None))
-    if not held.has_gate:
-        return None if name is None else Form(activation=name, is_transposed=held.is_transposed)
-    found = _gate_form(held, name)
-    return found and replace(found, is_transposed=held.is_transposed)
+    activation = _activation_of(getattr(experts, "act_fn", None))
+    if not experts.has_gate:
+        return None if activation is None else Form(activation=activation, is_transposed=experts.is_transposed)
+    form = _gate_form(experts, activation)
+    return form and replace(form, is_transposed=experts.is_transposed)
 
 
 def _activation_of(act: Any) -> str | None:
+    """The name of an activation, a module or a function; None if it is not known."""
     name = getattr(act, "__name__", type(act).__name__)
     if isinstance(act, torch.nn.GELU) and act.approximate == "tanh":
         name = "GELUTanh"
@@ -73,47 +78,51 @@ def _activation_of(act: Any) -> str | None:
 
 
 def _gate_form(experts: Any, activation: str | None) -> Form | None:
-    """The form whose gate gives in float64 what that of these experts gives, with numbers that they hold; None: no form does.
+    """The form whose gate computes the same function as the gate of these experts; None if no form does.
 
-    Models differ in names of limits and slopes, so that what a gate computes tells more than how it is written.
+    The two are compared on random values in float64. The candidates take their limit and slope from the numbers among the
+    attributes of the module, whose names differ from model to model.
     """
     if isinstance(getattr(experts, "act_fn", None), torch.nn.Module) and any(experts.act_fn.parameters()):
         return None
-    held = {float(value) for value in vars(experts).values() if type(value) in (int, float)}
+    numbers = {float(value) for value in vars(experts).values() if type(value) in (int, float)}
     f, generator = experts.down_proj.shape[1 if experts.is_transposed else 2], torch.Generator().manual_seed(0)
-    near = 3 * torch.randn(1 + _PROBES // f, 2 * f, generator=generator, dtype=torch.float64, device="cpu")
-    x = torch.cat((near, near * max(map(abs, held), default=1.0)))  # where activations differ, and beyond limits
+    small = 3 * torch.randn(1 + _MIN_PROBES // f, 2 * f, generator=generator, dtype=torch.float64, device="cpu")
+    x = torch.cat(
+        (small, small * max(map(abs, numbers), default=1.0))
+    )  # activations differ near 0, limits act far from it
     try:
-        given = experts._apply_gate(x.clone())
+        expected = experts._apply_gate(x.clone())
     except FAILURES:
         return None
-    smooth = "silu" if activation is None else activation
+    activation = "silu" if activation is None else activation
     forms = [
-        Form(activation=smooth, alpha=alpha, limit=limit, shift=shift, is_interleaved=not experts.is_concatenated)
-        for limit in (math.inf, *sorted(v for v in held if v > 0))
-        for alpha in (1.0, *sorted(held - {1.0}))
+        Form(activation=activation, alpha=alpha, limit=limit, shift=shift, is_interleaved=not experts.is_concatenated)
+        for limit in (math.inf, *sorted(number for number in numbers if number > 0))
+        for alpha in (1.0, *sorted(numbers - {1.0}))
         for shift in (0.0, 1.0)
-        if alpha == 1.0 or smooth == "silu"
+        if alpha == 1.0 or activation == "silu"
     ]
     return next(
-        (form for form in forms if torch.allclose(form.between(*_halves(form, x)), given, rtol=1e-12, atol=1e-12)), None
+        (form for form in forms if torch.allclose(form.between(*_halves(form, x)), expected, rtol=1e-12, atol=1e-12)),
+        None,
     )
 
 
-def _halves(form: Form, both: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """What gate and up give, as :meth:`Form.between` takes them, of experts that hold both in one tensor."""
+def _halves(form: Form, gate_up: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """The outputs of the gate and up projections as :meth:`Form.between` takes them, from the tensor that has both."""
     if form.is_interleaved:
-        return None, both
-    gate, up = both.chunk(2, dim=-1)
+        return None, gate_up
+    gate, up = gate_up.chunk(2, dim=-1)
     return gate, up
 
 
-_PROBES = 512
-"""Pairs of what gate and up give by which gates are compared, at least."""
+_MIN_PROBES = 512
+"""Minimum number of pairs of values of gate and up on which gates are compared."""
 
 
 def _forward(module: Any, form: Form, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-    """Hidden states, the experts of each token and their weights, which models name as they like, through one operator."""
+    """The new forward of a module of experts, whose arguments are bound by position because their names differ between models."""
     hidden, indices, weights = inspect.signature(type(module).forward).bind(module, *args, **kwargs).args[1:]
     name, gate, gate_bias = "gate_up_proj" if module.has_gate else "up_proj", None, None
     up, up_bias = getattr(module, name), getattr(module, f"{name}_bias") if module.has_bias else None
@@ -127,15 +136,16 @@ def _forward(module: Any, form: Form, *args: torch.Tensor, **kwargs: torch.Tenso
 
 
 def _of_scaled_inputs(module: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Llama 4, whose scores multiply what goes into experts, and not what comes out; those that are not chosen get zeros, and give zeros.
+    """The new forward of the experts of Llama 4, whose scores multiply the inputs of experts and not their outputs.
 
-    Written, all experts compute all tokens, as rows [E * tokens, h], of which no rank can have its samples.
+    The original computes all experts for all tokens, as rows [E * tokens, h], which no rank can split by samples. Experts that
+    are not selected get zeros there and return zeros, so that they can be left out.
     """
     x = hidden_states.reshape(-1, module.hidden_dim)
     scores, logits = module.router(x)
-    chosen, indices = scores.topk(module.top_k)
-    rows, one = x.unsqueeze(1) * chosen.unsqueeze(2), torch.ones_like(chosen).unsqueeze(2)
+    top_scores, indices = scores.topk(module.top_k)
+    rows, weights = x.unsqueeze(1) * top_scores.unsqueeze(2), torch.ones_like(top_scores).unsqueeze(2)
     gate, up = module.experts.gate_up_proj.chunk(2, dim=2)
     form = str(Form(activation=str(_activation_of(module.experts.act_fn)), is_transposed=True))
-    found = nn.experts(rows, one, indices.unsqueeze(2), gate, up, module.experts.down_proj, form)
-    return module.shared_expert(x) + found.sum(1), logits
+    outputs = nn.experts(rows, weights, indices.unsqueeze(2), gate, up, module.experts.down_proj, form)
+    return module.shared_expert(x) + outputs.sum(1), logits

@@ -1,8 +1,7 @@
-"""Several operators seen together: fused projections taken apart, elementwise chains that are one operator of torch.
+"""Passes over several operators: fused projections are split, and elementwise chains become one operator of torch.
 
-GPT-2 computes query, key and value as one product and splits it; split over ranks, that product
-would be cut across the boundaries of the three. As three linears over parts of the parameter, each
-splits by itself.
+GPT-2 computes query, key and value by one linear and then splits its output. If ranks shared that linear, their parts would not
+coincide with query, key and value. It therefore becomes three linears over parts of the parameter, each of which can be split.
 """
 
 from __future__ import annotations
@@ -18,12 +17,18 @@ from autopar.tracing.builder import Builder
 from autopar.tracing.forms.basic import LINEAR_TARGETS
 
 Label: TypeAlias = "int | None"
-"""A dim of the linear's output by number; None for a dim of size 1 that was put in."""
+"""A dim of the output of a linear; None for a dim of size 1 that was inserted."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """An operator that takes features ``start:stop``; ``order``: its dims as dims of the linear's output."""
+    """An operator that takes the features ``start:stop`` of the output of a linear.
+
+    Attributes:
+        op: The operator, a slice or a select.
+        start, stop: The range of features.
+        order: The dims of its result as dims of the output of the linear.
+    """
 
     op: Op
     start: int
@@ -32,13 +37,19 @@ class _Leaf:
 
 
 _GROUP = -1
-"""Label of the dim that counts the fused projections, where a view has split the features into (n, size)."""
+"""Label of the dim that counts the projections, after a view has split the features into (projections, features of each)."""
 
 
 def unfuse(builder: Builder, parameters: tuple[Parameter, ...], roots: frozenset[Ref]) -> tuple[Parameter, ...]:
-    """Rewrites ``builder.ops`` in place and returns the parameters, parts in the place of what was cut.
+    """Split each linear whose output is only read in parts into one linear for each part.
 
-    ``roots``: values that are read from outside.
+    Args:
+        builder: Its operators are rewritten.
+        parameters: The parameters of the model.
+        roots: The values that are read from outside of the operators.
+
+    Returns:
+        The parameters, with their parts in place of those that were split.
     """
     users = _users(builder)
     by_name = {parameter.name: parameter for parameter in parameters}
@@ -61,9 +72,10 @@ def unfuse(builder: Builder, parameters: tuple[Parameter, ...], roots: frozenset
 
 
 def cut_parameters(builder: Builder, parameters: tuple[Parameter, ...], roots: frozenset[Ref]) -> tuple[Parameter, ...]:
-    """Parameters read in slices alone, along one dim that the slices cover once, become their parts.
+    """Split each parameter that is only read in slices along one dim, if these cover the dim exactly once.
 
-    Experts keep gate and up in one tensor [E, 2f, h]; each half splits by itself.
+    For example, experts have gate and up in one tensor [E, 2f, h], of which each half can be split over ranks. Arguments and result
+    are those of :func:`unfuse`.
     """
     users = _users(builder)
     renamed: dict[Ref, Ref] = {}
@@ -73,19 +85,19 @@ def cut_parameters(builder: Builder, parameters: tuple[Parameter, ...], roots: f
         if parameter.aliases or parameter.part or not _cover(parameter, readers, roots):
             result.append(parameter)
             continue
-        found = {op.name: cast("tuple[int, int, int]", op.args[1:4]) for op in readers}
-        parts = {span: _part(builder, parameter, *span) for span in sorted(set(found.values()))}
+        spans = {op.name: cast("tuple[int, int, int]", op.args[1:4]) for op in readers}
+        parts = {span: _part(builder, parameter, *span) for span in sorted(set(spans.values()))}
         result += parts.values()
-        renamed |= {Ref(name): Ref(parts[span].name) for name, span in found.items()}
+        renamed |= {Ref(name): Ref(parts[span].name) for name, span in spans.items()}
     if renamed:
-        kept = [op for op in builder.ops if Ref(op.name) not in renamed]
-        builder.ops = [op.with_operands(tuple(renamed.get(ref, ref) for ref in op.operands)) for op in kept]
+        remaining = [op for op in builder.ops if Ref(op.name) not in renamed]
+        builder.ops = [op.with_operands(tuple(renamed.get(ref, ref) for ref in op.operands)) for op in remaining]
         builder.producers = {op.name: op for op in builder.ops}
     return tuple(result)
 
 
 def _users(builder: Builder) -> dict[str, list[Op]]:
-    """For each name that is read the operators that read it, each once for each of its values."""
+    """For each name, the operators that read it. An operator occurs once for each output of the name that it reads."""
     users: dict[str, list[Op]] = {}
     for op in builder.ops:
         for ref in dict.fromkeys(op.operands):
@@ -94,7 +106,7 @@ def _users(builder: Builder) -> dict[str, list[Op]]:
 
 
 def _cover(parameter: Parameter, users: list[Op], roots: frozenset[Ref]) -> bool:
-    """Whether ``users`` are slices of step 1 along one dim that cover it without overlap."""
+    """Whether the users of a parameter are slices of step 1 along one dim that cover it without overlap."""
     if len(users) < 2 or any(
         op.target != "aten.slice.Tensor"
         or len(op.args) != 4
@@ -110,17 +122,18 @@ def _cover(parameter: Parameter, users: list[Op], roots: frozenset[Ref]) -> bool
 
 
 def _partition(spans: set[tuple[int, int]], length: int) -> bool:
-    """Whether several ``start:stop`` cover a dim of ``length`` without overlap."""
+    """Whether two or more ranges cover a dim of size ``length`` without overlap."""
     ordered = sorted(spans)
     edges = [0, *(stop for _, stop in ordered)]
     return len(spans) > 1 and edges == [*(start for start, _ in ordered), length]
 
 
 def _cuts(linear: Op, users: dict[str, list[Op]], roots: frozenset[Ref]) -> tuple[list[_Leaf], list[str]]:
-    """How the output is cut, when cutting is all that is done with it and the pieces cover it once; else no leaves.
+    """Follow the output of a linear to the operators that take parts of it.
 
     Returns:
-        The operators that cut, and names of those between the linear and them.
+        These operators, and the names of the operators in between. Both are empty if the output is used in another way, or if the
+        parts do not cover it exactly once.
     """
     *lead, features = linear.spec.shape
     last = len(lead)
@@ -128,7 +141,7 @@ def _cuts(linear: Op, users: dict[str, list[Op]], roots: frozenset[Ref]) -> tupl
     inner: list[str] = []
 
     def follow(op: Op, labels: tuple[Label, ...]) -> bool:
-        """Walks from ``op``, whose dims are ``labels``, to the operators that cut; False at any other use."""
+        """Follow ``op``, whose dims are ``labels``, to the operators that take parts; False if it is used in another way."""
         if Ref(op.name) in roots or not users.get(op.name):
             return False
         for user in users[op.name]:
@@ -150,12 +163,16 @@ def _cuts(linear: Op, users: dict[str, list[Op]], roots: frozenset[Ref]) -> tupl
                 inner.append(user.name)
         return True
 
-    covered = follow(linear, tuple(range(last + 1))) and _partition({(o.start, o.stop) for o in leaves}, features)
-    return (leaves, inner) if covered else ([], [])
+    is_cut = follow(linear, tuple(range(last + 1)))
+    is_cut = is_cut and _partition({(leaf.start, leaf.stop) for leaf in leaves}, features)
+    return (leaves, inner) if is_cut else ([], [])
 
 
 def _moved(op: Op, labels: tuple[Label, ...], last: int, user: Op) -> tuple[Label, ...] | None:
-    """Labels after a view, transpose, ... ; None when the features are mixed with something else, and after other operators."""
+    """The labels of the dims after ``user``, an operator that only moves or splits the dims of ``op``.
+
+    None for any other operator, and if a view joins the features with another dim.
+    """
     if user.target == "aten.clone.default":
         return labels
     if user.target == "aten.transpose.int":
@@ -169,8 +186,8 @@ def _moved(op: Op, labels: tuple[Label, ...], last: int, user: Op) -> tuple[Labe
         return None
     before, after = op.spec.shape, user.spec.shape
     if tuple(n for n in before if n != 1) == tuple(n for n in after if n != 1):
-        kept = iter([label for label, n in zip(labels, before, strict=True) if n != 1])
-        return tuple(next(kept) if n != 1 else None for n in after)
+        remaining = iter([label for label, n in zip(labels, before, strict=True) if n != 1])
+        return tuple(next(remaining) if n != 1 else None for n in after)
     splits_last = labels[-1] == last and _GROUP not in labels and after[:-2] == before[:-1]
     return (*labels[:-1], _GROUP, last) if splits_last else None
 
@@ -178,45 +195,55 @@ def _moved(op: Op, labels: tuple[Label, ...], last: int, user: Op) -> tuple[Labe
 def _cut(
     builder: Builder, op: Op, leaves: list[_Leaf], by_name: dict[str, Parameter], parts: dict[str, list[Parameter]]
 ) -> dict[str, list[Op]]:
-    """What is put in the place of operators, by their names: of ``op`` one linear for each span, of a cut its dims in order."""
+    """Split a linear.
+
+    Args:
+        builder: Gets the specs of the new operators and parameters.
+        op: The linear.
+        leaves: The operators that take parts of its output.
+        by_name: The parameters of the model.
+        parts: Gets the parts of each parameter that is split.
+
+    Returns:
+        For the linear and each leaf, by its name, the operators that replace it.
+    """
     weight, *bias = op.operands[1:]
     out_dim = 0 if op.target == "aten.linear.default" else 1
-    made: dict[tuple[int, int], Op] = {}
+    linears: dict[tuple[int, int], Op] = {}
     for span in sorted({(leaf.start, leaf.stop) for leaf in leaves}):
-        pieces: list[Ref] = []
+        operands = [op.operands[0]]
         for ref, dim in ((weight, out_dim), *((b, 0) for b in bias)):
             part = _part(builder, by_name[ref.name], dim, *span)
             parts.setdefault(ref.name, []).append(part)
-            pieces.append(Ref(part.name))
+            operands.append(Ref(part.name))
         spec = replace(op.spec, shape=(*op.spec.shape[:-1], span[1] - span[0]))
-        made[span] = replace(op.with_operands((op.operands[0], *pieces)), name=builder.unique(op.name), outputs=(spec,))
-        builder.specs[Ref(made[span].name)] = spec
-    ordered = {leaf.op.name: _ordered(builder, made[leaf.start, leaf.stop], leaf) for leaf in leaves}
-    return {op.name: list(made.values())} | ordered
+        linears[span] = replace(op.with_operands(tuple(operands)), name=builder.unique(op.name), outputs=(spec,))
+        builder.specs[Ref(linears[span].name)] = spec
+    ordered = {leaf.op.name: _ordered(builder, linears[leaf.start, leaf.stop], leaf) for leaf in leaves}
+    return {op.name: list(linears.values())} | ordered
 
 
-def _part(builder: Builder, whole: Parameter, dim: int, start: int, stop: int) -> Parameter:
-    shape = list(whole.spec.shape)
+def _part(builder: Builder, parameter: Parameter, dim: int, start: int, stop: int) -> Parameter:
+    """Register and return the slice ``start:stop`` of a parameter along ``dim``."""
+    shape = list(parameter.spec.shape)
     shape[dim] = stop - start
-    name = builder.unique(f"{whole.name}_{start}")
-    part = replace(
-        whole, name=name, spec=replace(whole.spec, shape=tuple(shape)), part=Part(dim=dim, start=start, stop=stop)
-    )
-    builder.leaf(name, part.spec)
+    name = builder.unique(f"{parameter.name}_{start}")
+    spec = replace(parameter.spec, shape=tuple(shape))
+    builder.leaf(name, spec)
     builder.parameters.add(name)
-    return part
+    return replace(parameter, name=name, spec=spec, part=Part(dim=dim, start=start, stop=stop))
 
 
 def _ordered(builder: Builder, linear: Op, leaf: _Leaf) -> list[Op]:
-    """Operators that give ``leaf.op``'s value, under its name, from the part's linear."""
-    made: list[Op] = []
+    """The operators that compute the value of ``leaf.op``, under its name, from the linear of its part."""
+    ops: list[Op] = []
     source, spec = Ref(linear.name), linear.spec
     sizes = linear.spec.shape
     order = [label for label in leaf.order if label is not None]
     order += [label for label in range(len(sizes)) if label not in order]  # dims of size 1 that a view removed
     if order != sorted(order):
         spec = replace(spec, shape=tuple(sizes[label] for label in order))
-        made.append(
+        ops.append(
             replace(
                 leaf.op,
                 name=builder.unique(f"{leaf.op.name}_order"),
@@ -226,24 +253,24 @@ def _ordered(builder: Builder, linear: Op, leaf: _Leaf) -> list[Op]:
                 outputs=(spec,),
             )
         )
-        source = Ref(made[-1].name)
-        builder.specs[source] = made[-1].spec
-    made.append(replace(leaf.op, target="aten.view.default", args=(source, leaf.op.spec.shape), kwargs=()))
-    return made
+        source = Ref(ops[-1].name)
+        builder.specs[source] = ops[-1].spec
+    ops.append(replace(leaf.op, target="aten.view.default", args=(source, leaf.op.spec.shape), kwargs=()))
+    return ops
 
 
 def fuse_gelu(builder: Builder, roots: frozenset[Ref]) -> None:
-    """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), as GPT-2 writes it, becomes ``aten.gelu(x, tanh)``.
+    """Replace 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), as GPT-2 computes it, by ``aten.gelu(x, approximate="tanh")``.
 
-    Backward then needs x alone, where the eight operators keep five tensors. Changes
-    ``builder.ops`` in place; what is left of the chains is dead code.
+    Its backward only needs x, while that of the eight operators needs five tensors. The operators of ``builder`` are changed, and
+    the rest of each chain remains as dead code. ``roots`` are the values that are read from outside of the operators.
     """
-    count = Counter(ref.name for refs in (roots, *(op.operands for op in builder.ops)) for ref in refs)
+    num_reads = Counter(ref.name for refs in (roots, *(op.operands for op in builder.ops)) for ref in refs)
 
     def only(ref: object, target: str) -> Op | None:
-        """The operator that makes ``ref``, when it is ``target`` and nothing else reads it."""
+        """The operator that computes ``ref`` if its target is ``target`` and it has a single reader."""
         op = builder.producers.get(ref.name) if isinstance(ref, Ref) else None
-        return op if op is not None and op.target == target and count[op.name] == 1 else None
+        return op if op is not None and op.target == target and num_reads[op.name] == 1 else None
 
     fused = []
     for op in builder.ops:
@@ -256,20 +283,20 @@ def fuse_gelu(builder: Builder, roots: frozenset[Ref]) -> None:
 
 
 def _gelu_input(op: Op, only: Callable[[object, str], Op | None]) -> Ref | None:
-    """x, when ``op`` is the last product of the chain."""
-    for half, rest in (op.args[:2], op.args[1::-1]):
-        halved, shifted = only(half, "aten.mul.Tensor"), only(rest, "aten.add.Tensor")
+    """The operand x of the gelu whose last product is ``op``; None if ``op`` is another product."""
+    for first, second in (op.args[:2], op.args[1::-1]):
+        halved, shifted = only(first, "aten.mul.Tensor"), only(second, "aten.add.Tensor")
         if halved is None or shifted is None or halved.args[1] != 0.5 or shifted.args[1] != 1.0:
             continue
-        bent = only(shifted.args[0], "aten.tanh.default")
-        scaled = only(bent.args[0], "aten.mul.Tensor") if bent is not None else None
+        tanh = only(shifted.args[0], "aten.tanh.default")
+        scaled = only(tanh.args[0], "aten.mul.Tensor") if tanh is not None else None
         if scaled is None or not _close(scaled.args[1], sqrt(2.0 / pi)):
             continue
-        summed = only(scaled.args[0], "aten.add.Tensor")
+        polynomial = only(scaled.args[0], "aten.add.Tensor")
         source = halved.args[0]
-        if summed is None or summed.args[0] != source or not isinstance(source, Ref):
+        if polynomial is None or polynomial.args[0] != source or not isinstance(source, Ref):
             continue
-        cubic = only(summed.args[1], "aten.mul.Tensor")
+        cubic = only(polynomial.args[1], "aten.mul.Tensor")
         cube = only(cubic.args[0], "aten.pow.Tensor_Scalar") if cubic is not None else None
         if cubic is not None and cube is not None and _close(cubic.args[1], 0.044715) and cube.args == (source, 3.0):
             return source

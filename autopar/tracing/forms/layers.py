@@ -21,14 +21,16 @@ from autopar.tracing.forms.basic import Handler, detached, dropped_out, generic,
 
 
 def _addmm(builder: Builder, call: Call) -> Value:
+    """Emit addmm with a weight parameter and a bias vector as a linear with the weight as [in, out]."""
     bias, source, weight = call.args
-    plain = call.kwargs.get("beta", 1) == 1 and call.kwargs.get("alpha", 1) == 1
-    if not plain or not _is_weight(builder, weight) or len(builder.shape(bias)) != 1:
+    is_unscaled = call.kwargs.get("beta", 1) == 1 and call.kwargs.get("alpha", 1) == 1
+    if not is_unscaled or not _is_weight(builder, weight) or len(builder.shape(bias)) != 1:
         return generic(builder, call)
     return builder.emit(call, "autopar.linear_t", (source, weight, bias))
 
 
 def _mm(builder: Builder, call: Call) -> Value:
+    """Emit a product with a weight parameter, or with its transpose, as a linear."""
     source, weight = call.args
     if isinstance(weight, Ref) and len(builder.shape(weight)) == 2:
         producer = builder.producers.get(weight.name)
@@ -40,16 +42,18 @@ def _mm(builder: Builder, call: Call) -> Value:
 
 
 def _is_weight(builder: Builder, ref: Argument) -> bool:
+    """Whether an argument is a parameter of rank 2."""
     return isinstance(ref, Ref) and ref.name in builder.parameters and len(builder.shape(ref)) == 2
 
 
 def _linear(builder: Builder, call: Call) -> Value:
+    """Emit a linear with all of its arguments given."""
     source, weight, *bias = call.args
     return builder.emit(call, "aten.linear.default", (source, weight, bias[0] if bias else None))
 
 
 def _weight_norm(builder: Builder, call: Call) -> Value:
-    """The weight ``v * (g / |v|)``, the norm over all dims but one; nobody may read the norm."""
+    """Emit the weight ``v * (g / |v|)``, in which the norm is over all dims but ``dim``. The norm itself must not be read."""
     given = call.bound()
     direction, length, dim = given["v"], given["g"], given["dim"]
     assert isinstance(direction, Ref) and isinstance(length, Ref) and isinstance(dim, int)
@@ -62,50 +66,50 @@ def _weight_norm(builder: Builder, call: Call) -> Value:
 
 
 def _einsum(builder: Builder, call: Call) -> Value:
-    """The equation with letters for the dims that dots stand for, where these are equal in all operands."""
+    """Emit an einsum with letters in place of an ellipsis, if the ellipsis stands for the same dims in all operands."""
     equation, operands, *_ = call.args
     assert isinstance(equation, str) and isinstance(operands, tuple)
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     shapes = [builder.shape(ref) for ref in operands]
-    hidden = [
+    ellipses = [
         shape[term.index(".") : len(shape) - len(term.partition("...")[2])]
         for term, shape in zip(terms, shapes, strict=True)
         if "..." in term
     ]
-    if not hidden or any(dims != hidden[0] for dims in hidden):
+    if not ellipses or any(dims != ellipses[0] for dims in ellipses):
         return generic(builder, call)
-    letters = "".join([c for c in ascii_letters if c not in equation][: len(hidden[0])])
-    if not arrow:
+    letters = "".join([c for c in ascii_letters if c not in equation][: len(ellipses[0])])
+    if not arrow:  # the implicit result has the letters that occur once, in alphabetical order
         used = left.replace(",", "").replace("...", "")
         right = "..." + "".join(sorted(c for c in set(used) if used.count(c) == 1))
-    written = f"{left}->{right}".replace("...", letters)
-    return builder.emit(call, call.target, (written, operands))
+    explicit = f"{left}->{right}".replace("...", letters)
+    return builder.emit(call, call.target, (explicit, operands))
 
 
 def _index(builder: Builder, call: Call) -> Value:
-    """x[i, j, ...]: a view where every index counts up along a dim of its own, in order."""
+    """Emit ``x[i, j, ...]`` as a view if each index is the range of its dim, broadcast along a separate dim of the result in order."""
     source, indices = call.args
     assert isinstance(source, Ref) and isinstance(indices, tuple)
     shape = builder.shape(source)
     values = [builder.values.get(index) if isinstance(index, Ref) else None for index in indices]
-    if (picked := _one_of_each(builder, call, source, indices)) is not None:
-        return picked
+    if (gathered := _gathered(builder, call, source, indices)) is not None:
+        return gathered
     rank = len(call.spec.shape) - (len(shape) - len(indices))
-    places: list[int] = []
+    dims: list[int] = []
     for size, value in zip(shape, values, strict=False):
         if value is None or value.dtype == torch.bool or value.numel() != size or size == 1:
             return generic(builder, call)
         if not torch.equal(value.flatten(), torch.arange(size)):
             return generic(builder, call)
         lead = rank - value.dim()
-        places.append(lead + next(d for d, n in enumerate(value.shape) if n > 1))
-    if places != sorted(set(places)) or prod(call.spec.shape) != prod(shape):
+        dims.append(lead + next(d for d, n in enumerate(value.shape) if n > 1))
+    if dims != sorted(set(dims)) or prod(call.spec.shape) != prod(shape):
         return generic(builder, call)
     return view_to(builder, call, source, call.spec.shape)
 
 
-def _one_of_each(builder: Builder, call: Call, source: Ref, indices: tuple[Argument, ...]) -> Ref | None:
+def _gathered(builder: Builder, call: Call, source: Ref, indices: tuple[Argument, ...]) -> Ref | None:
     """Return ``x[arange(n), i]``, which picks rows of each sample, as a gather along dim 1, whose samples are independent."""
     index = _rows_of_each(builder, call, source, indices)
     if index is None:
@@ -191,11 +195,11 @@ _SAMPLERS = frozenset(
     ["bernoulli", "binomial", "cauchy", "exponential", "geometric", "log_normal", "multinomial", "normal", "normal_functional",
      "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "uniform"]
 )  # fmt: skip
-"""Operators that draw from a distribution whose gradient torch takes as zero; others (rrelu) pass gradients on."""
+"""Random operators whose gradient torch defines as zero. Others, such as rrelu, have a gradient."""
 
 
 def random_call(builder: Builder, call: Call) -> Value:
-    """The call as it is, cut off from the gradient of its operands where its own is zero."""
+    """Handle an operator that draws random numbers: its operands are detached if its gradient is zero."""
     if call.target.split(".")[1].rstrip("_") not in _SAMPLERS:
         return generic(builder, call)
     args = tuple(detached(builder, call, arg) if isinstance(arg, Ref) else arg for arg in call.args)
@@ -204,10 +208,11 @@ def random_call(builder: Builder, call: Call) -> Value:
 
 
 def swap_norms(model: torch.nn.Module) -> None:
-    """Gives norms of ``model``, a copy made for tracing, a forward that says what theirs does.
+    """Replace the forward of norms that cannot be traced as they are; ``model`` is a copy made for tracing.
 
-    Instance norms write running statistics that no schema tells of. ``momentum=None`` divides by a number of batches that lies in a tensor. ``SyncBatchNorm`` asks for a GPU, and takes the statistics
-    that every batch norm of a plan takes.
+    - Instance norms write running statistics, which the schema of their operator does not declare.
+    - Batch norms with ``momentum=None`` divide by a number of batches, which is stored in a tensor.
+    - ``SyncBatchNorm`` requires a GPU. It becomes a batch norm, because in a plan each batch norm has the statistics of the whole batch.
     """
     for module in model.modules():
         changed: Any = module
@@ -224,12 +229,13 @@ def swap_norms(model: torch.nn.Module) -> None:
 
 
 def _cumulative(norm: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
-    """Running statistics that are the mean of those of all batches: the operator gives the batch's own."""
+    """The forward of a batch norm with ``momentum=None``, whose running statistics are the mean of those of all batches."""
     norm._check_input_dim(x)  # type: ignore[no-untyped-call]
     running = norm.running_mean, norm.running_var
     assert norm.num_batches_tracked is not None
     norm.num_batches_tracked.add_(1)
     before = [value.clone() for value in running if value is not None]
+    # A momentum of 1 replaces the running statistics by those of this batch.
     y = F.batch_norm(x, *running, norm.weight, norm.bias, training=True, momentum=1.0, eps=norm.eps)
     for value, old in zip(running, before, strict=True):
         if value is not None:
@@ -238,20 +244,23 @@ def _cumulative(norm: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
 
 
 def _instance_norm(norm: _InstanceNorm, x: torch.Tensor) -> torch.Tensor:
-    """Normalized by its own statistics; the running ones move to their mean over samples."""
+    """The forward of an instance norm in training.
+
+    Each sample is normalised by its statistics. The running statistics are moving averages of the mean of these over the samples.
+    """
     norm._check_input_dim(x)  # type: ignore[no-untyped-call]
-    places, factor = tuple(range(2, x.dim())), norm.momentum or 0.0
+    dims, momentum = tuple(range(2, x.dim())), norm.momentum or 0.0
     with torch.no_grad():
-        for running, found in ((norm.running_mean, x.mean(places)), (norm.running_var, x.var(places))):
+        for running, statistic in ((norm.running_mean, x.mean(dims)), (norm.running_var, x.var(dims))):
             if running is not None:
-                running.copy_((1.0 - factor) * running + factor * found.mean(0))
-    return F.instance_norm(x, None, None, norm.weight, norm.bias, use_input_stats=True, momentum=factor, eps=norm.eps)
+                running.copy_((1.0 - momentum) * running + momentum * statistic.mean(0))
+    return F.instance_norm(x, None, None, norm.weight, norm.bias, use_input_stats=True, momentum=momentum, eps=norm.eps)
 
 
 def _batch_norm(builder: Builder, call: Call) -> Value:
-    """Batch norm in training: the statistics are of the whole batch, whoever holds its samples.
+    """Emit a batch norm in training, whose statistics are those of the whole batch even if ranks share its samples.
 
-    Nobody may read the statistics that torch hands out for its backward. The running ones are results of the operator.
+    New running statistics are outputs of the operator. The statistics that torch returns for its backward must not be read.
     """
     given = call.bound()
     if given.get("training") is not True:
@@ -259,121 +268,133 @@ def _batch_norm(builder: Builder, call: Call) -> Value:
     args = (given["input"], given["weight"], given["bias"], given["eps"])
     running = (given.get("running_mean"), given.get("running_var"))
     if all(isinstance(ref, Ref) for ref in running):
-        kept = (call.outputs[0], *call.outputs[3:])
-        assert all(spec is not None for spec in kept) and len(kept) == 3
-        made = builder.emit(
+        specs = (call.outputs[0], *call.outputs[3:])
+        assert all(spec is not None for spec in specs) and len(specs) == 3
+        normalized = builder.emit(
             call,
             "autopar.batch_norm_running",
             (given["input"], *running, given["weight"], given["bias"], given["momentum"], given["eps"]),
-            *(spec for spec in kept if spec is not None),
+            *(spec for spec in specs if spec is not None),
         )
-        builder.stop_gradient(made, 1, 2)
-        return (made, None, None, Ref(made.name, 1), Ref(made.name, 2))
+        builder.stop_gradient(normalized, 1, 2)
+        return (normalized, None, None, Ref(normalized.name, 1), Ref(normalized.name, 2))
     return (builder.emit(call, "autopar.batch_norm", args, call.spec), *(None,) * (len(call.outputs) - 1))
 
 
 def _batch_norm_at_rest(builder: Builder, call: Call) -> Value:
-    """Batch norm in ``eval()``, which only reads its running statistics: no sample knows of another."""
+    """Emit a batch norm in ``eval()`` mode, which only reads its running statistics, so that its samples are independent."""
     given = call.bound()
     names = ("input", "weight", "bias", "running_mean", "running_var")
     args = (*(given[name] for name in names), False, given["momentum"], given["eps"], False)
-    made = builder.emit(call, "aten.batch_norm.default", args, call.spec)
-    return (made, *(None,) * (len(call.outputs) - 1))
+    normalized = builder.emit(call, "aten.batch_norm.default", args, call.spec)
+    return (normalized, *(None,) * (len(call.outputs) - 1))
 
 
 _MODES = ("sum", "mean", "max")
+"""Modes of torch's embedding bags by number."""
+
 _DENSE = "embeddings with sparse=True get dense gradients here: train them with an optimizer for such"
 
 
 def _recurrent(builder: Builder, call: Call) -> Value:
-    """A network that drops between its layers: one call for each layer, and between them the dropout that all others are.
+    """Emit a recurrent network. If it has dropout between its layers, each layer becomes a call with ``autopar.dropout`` between them.
 
-    So its random numbers are those of their place, drawn again by recompute, and parts of a batch draw their own.
+    In this form recomputation draws the same random numbers again, and each part of a batch draws independent ones.
     """
     given = call.bound()
     num_layers, dropout = given["num_layers"], given["dropout"]
     assert isinstance(num_layers, int) and isinstance(dropout, float)
     states = given["hx"] if isinstance(given["hx"], tuple) else (given["hx"],)
-    call = _ending_as_begun(builder, call, states)
+    call = _with_state_shapes(builder, call, states)
     if not (dropout and given["train"] and num_layers > 1):
         return generic(builder, replace(call, args=tuple((given | {"dropout": 0.0}).values()), kwargs={}))
     x, parameters = given["input"], given["params"]
     assert isinstance(x, Ref) and isinstance(parameters, tuple)
-    directions, each = 2 if given["bidirectional"] else 1, len(parameters) // num_layers
-    ends: list[list[Ref]] = [[] for _ in states]
+    directions, num_weights = 2 if given["bidirectional"] else 1, len(parameters) // num_layers
+    final_states: list[list[Ref]] = [[] for _ in states]
     for layer in range(num_layers):
         first = layer * directions
-        begin = [s for s in states if isinstance(s, Ref)]
-        own = tuple(slice_of(builder, call, state, 0, first, first + directions) for state in begin)
-        specs = [builder.specs[ref] for ref in own]
-        held = parameters[layer * each : (layer + 1) * each]
-        args = (x, own if len(own) > 1 else own[0], held, given["has_biases"], 1, 0.0, True, directions == 2)
-        made = builder.emit(call, call.target, (*args, given["batch_first"]), call.spec, *specs)
-        for i, end in enumerate(ends):
-            end.append(Ref(made.name, i + 1))
-        x = made
+        initial = [state for state in states if isinstance(state, Ref)]
+        slices = tuple(slice_of(builder, call, state, 0, first, first + directions) for state in initial)
+        specs = [builder.specs[ref] for ref in slices]
+        weights = parameters[layer * num_weights : (layer + 1) * num_weights]
+        args = (
+            x,
+            slices if len(slices) > 1 else slices[0],
+            weights,
+            given["has_biases"],
+            1,
+            0.0,
+            True,
+            directions == 2,
+        )
+        x = builder.emit(call, call.target, (*args, given["batch_first"]), call.spec, *specs)
+        for i, finals in enumerate(final_states):
+            finals.append(Ref(x.name, i + 1))
         if layer < num_layers - 1:
             x = dropped_out(builder, call, x, dropout)
-    return (x, *(builder.make(call, "aten.cat.default", tuple(end), 0) for end in ends))
+    return (x, *(builder.make(call, "aten.cat.default", tuple(finals), 0) for finals in final_states))
 
 
-def _ending_as_begun(builder: Builder, call: Call, states: tuple[Argument, ...]) -> Call:
-    """The states that come out have the shapes of those that go in; an export of torch 2.11 gives them another dim."""
-    ends = [
+def _with_state_shapes(builder: Builder, call: Call, states: tuple[Argument, ...]) -> Call:
+    """Return the call with the shapes of its initial states for its final ones, which an export of torch 2.11 gives another rank."""
+    specs = [
         None if spec is None else replace(spec, shape=builder.shape(state))
         for spec, state in zip(call.outputs[1:], states, strict=True)
         if isinstance(state, Ref)
     ]
-    return replace(call, outputs=(call.outputs[0], *ends))
+    return replace(call, outputs=(call.outputs[0], *specs))
 
 
 def _embedding(builder: Builder, call: Call) -> Value:
-    """A look-up whose gradient is dense: sums over ranks and their parts know no sparse tensors."""
+    """Emit an embedding with a dense gradient, because gradients are summed over ranks and sharded as dense tensors."""
     given = call.bound()
     if not given["sparse"]:
         return generic(builder, call)
-    _say_dense(builder)
+    _note_dense(builder)
     args = tuple(given[key] for key in ("weight", "indices", "padding_idx", "scale_grad_by_freq"))
     return builder.emit(call, call.target, args)
 
 
-def _say_dense(builder: Builder) -> None:
+def _note_dense(builder: Builder) -> None:
+    """Tell the user once that sparse gradients become dense."""
     if _DENSE not in builder.notes:
         builder.notes.append(_DENSE)
 
 
 def _bags(builder: Builder, call: Call) -> Value:
-    """Bags of one length are rows of a table of ids, [bags, length]; others keep their offsets."""
+    """Emit an embedding bag. Bags of one length become the rows of a matrix of ids, [bags, length]; others keep their offsets."""
     given = call.bound()
     weight, ids, offsets, weights = (given[key] for key in ("weight", "indices", "offsets", "per_sample_weights"))
     mode, padding = given["mode"], given["padding_idx"]
     assert isinstance(weight, Ref) and isinstance(ids, Ref) and isinstance(offsets, Ref) and isinstance(mode, int)
     rows = builder.shape(weight)[0]
     if given["sparse"]:
-        _say_dense(builder)
+        _note_dense(builder)
+    # This overload counts a negative padding index from the end. In the others it means that there is none.
     if call.target == "aten.embedding_bag.padding_idx":
-        padding = padding % rows if isinstance(padding, int) else -1  # here from the end; in others negative means none
+        padding = padding % rows if isinstance(padding, int) else -1
     literals = (_MODES[mode], -1 if padding is None else padding, given["scale_grad_by_freq"])
-    length = _length(builder, offsets, builder.shape(ids)[0], call.spec.shape[0])
+    length = _bag_length(builder, offsets, builder.shape(ids)[0], call.spec.shape[0])
     if length:
-        bags = (call.spec.shape[0], length)
-        own = view_to(builder, call, weights, bags) if isinstance(weights, Ref) else None
-        args: tuple[Argument, ...] = (weight, view_to(builder, call, ids, bags), own, *literals)
-        made = builder.emit(call, "autopar.embedding_bag", args, call.spec)
+        shape = (call.spec.shape[0], length)
+        id_weights = view_to(builder, call, weights, shape) if isinstance(weights, Ref) else None
+        args: tuple[Argument, ...] = (weight, view_to(builder, call, ids, shape), id_weights, *literals)
+        bags = builder.emit(call, "autopar.embedding_bag", args, call.spec)
     else:
         args = (weight, ids, offsets, weights, *literals, given["include_last_offset"])
-        made = builder.emit(call, "autopar.embedding_bag_ragged", args, call.spec)
-    return (made, *(None for _ in call.outputs[1:]))
+        bags = builder.emit(call, "autopar.embedding_bag_ragged", args, call.spec)
+    return (bags, *(None for _ in call.outputs[1:]))
 
 
-def _length(builder: Builder, offsets: Ref, count: int, bags: int) -> int:
-    """The one length of all bags; 0 where offsets are not known or bags differ."""
-    known = builder.values.get(offsets)
-    if known is None or not bags or count % bags:
+def _bag_length(builder: Builder, offsets: Ref, num_ids: int, num_bags: int) -> int:
+    """The common length of all bags; 0 if they differ in length or their offsets are not constant."""
+    value = builder.values.get(offsets)
+    if value is None or not num_bags or num_ids % num_bags:
         return 0
-    length = count // bags
-    starts = known.expand(builder.shape(offsets))[:bags]
-    return length if torch.equal(starts, torch.arange(bags, dtype=starts.dtype) * length) else 0
+    length = num_ids // num_bags
+    starts = value.expand(builder.shape(offsets))[:num_bags]
+    return length if torch.equal(starts, torch.arange(num_bags, dtype=starts.dtype) * length) else 0
 
 
 LAYERS: dict[str, Handler] = {
@@ -392,4 +413,4 @@ LAYERS: dict[str, Handler] = {
     "aten.embedding.default": _embedding,
     **dict.fromkeys(aten_targets("embedding_bag.padding_idx embedding_bag.default _embedding_bag.default"), _bags),
 }
-"""By target as traced."""
+"""Handlers by target as traced."""

@@ -1,4 +1,8 @@
-"""Losses and means as sums over samples divided by counts, so that batches can be split and weighted right."""
+"""Handlers of losses, which become sums over samples or tokens divided by counts.
+
+In this form a batch can be split over ranks and micro-batches: sums and counts of its parts add up to those of the batch. Means
+of the means of the parts would weight the parts wrongly if their counts differ.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,13 @@ from autopar.tracing.builder import Builder, Call, Value
 from autopar.tracing.forms.basic import Handler, cast_to, generic, view_to
 
 _NONE, _MEAN, _SUM = 0, 1, 2
+"""The values of the argument ``reduction`` in torch's operators."""
+
 _HALVES = (torch.float16, torch.bfloat16)
 
 
 def _cross_entropy(builder: Builder, call: Call) -> Value:
-    """cross_entropy_loss by class indices -> ``autopar.cross_entropy_sum`` over the count of targets."""
+    """Handle cross_entropy_loss with class indices or with class probabilities as targets."""
     given = call.bound()
     target = given["target"]
     assert isinstance(target, Ref)
@@ -32,42 +38,42 @@ def _cross_entropy(builder: Builder, call: Call) -> Value:
 
 
 def _of_classes(builder: Builder, call: Call, given: dict[str, Argument]) -> Ref:
-    """A cross entropy by class indices, summed or its mean; ``given``: arguments of cross_entropy_loss in order."""
+    """Emit the sum or mean of cross entropies with class indices; ``given`` has the arguments of cross_entropy_loss in order."""
     if isinstance(given["weight"], Ref):
         return _weighted(builder, call, given)
     return _token_loss(builder, call, given)
 
 
 def _soft(builder: Builder, call: Call, given: dict[str, Argument]) -> Value:
-    """A cross entropy with probabilities of classes: what log_softmax gives, weighted by them; a mean is over its rows."""
+    """Emit a cross entropy with class probabilities as targets: the log_softmax weighted by these. A mean is over the rows."""
     logits, target, weight, smoothing = (given[key] for key in ("self", "target", "weight", "label_smoothing"))
     assert isinstance(logits, Ref) and isinstance(target, Ref) and isinstance(smoothing, float)
     shape = builder.shape(logits)
     dim = min(1, len(shape) - 1)
     if smoothing:
-        kept = builder.make(call, "aten.mul.Scalar", target, 1 - smoothing)
-        target = builder.make(call, "aten.add.Scalar", kept, smoothing / shape[dim])
-    logs = builder.make(call, "aten.log_softmax.int", logits, dim)
+        scaled = builder.make(call, "aten.mul.Scalar", target, 1 - smoothing)
+        target = builder.make(call, "aten.add.Scalar", scaled, smoothing / shape[dim])
+    log_probs = builder.make(call, "aten.log_softmax.int", logits, dim)
     if isinstance(weight, Ref):
         factors = view_to(builder, call, weight, (shape[dim], *(1,) * (len(shape) - dim - 1)))
-        logs = builder.make(call, "aten.mul.Tensor", logs, factors)
-    terms = builder.make(call, "aten.mul.Tensor", logs, target)
-    each = builder.make(call, "aten.sum.dim_IntList", terms, (dim,))
-    each = builder.make(call, "aten.neg.default", each, name="each_loss")
-    return each if given["reduction"] == _NONE else _reduced(builder, call, each)
+        log_probs = builder.make(call, "aten.mul.Tensor", log_probs, factors)
+    terms = builder.make(call, "aten.mul.Tensor", log_probs, target)
+    losses = builder.make(call, "aten.sum.dim_IntList", terms, (dim,))
+    losses = builder.make(call, "aten.neg.default", losses, name="each_loss")
+    return losses if given["reduction"] == _NONE else _reduced(builder, call, losses)
 
 
-def _reduced(builder: Builder, call: Call, each: Ref) -> Ref:
-    """The mean or sum of losses, as the call asks for."""
+def _reduced(builder: Builder, call: Call, losses: Ref) -> Ref:
+    """Emit the mean or the sum of losses, as the call's ``reduction`` says."""
     reduction = "aten.mean.default" if call.bound()["reduction"] == _MEAN else "aten.sum.default"
-    return builder.make(call, reduction, each, name="loss")
+    return builder.make(call, reduction, losses, name="loss")
 
 
 def _weighted(builder: Builder, call: Call, given: dict[str, Argument]) -> Ref:
-    """Classes have weights: the summed loss, divided for a mean by the weights of all targets that count.
+    """Emit a cross entropy with class weights: the weighted sum, which a mean divides by the sum of the weights of its targets.
 
-    All of it in the logits' dtype, float32 where that is half: the weights are often a buffer in float32, and sums over tokens
-    are made in no half, as those without weights.
+    It is computed in the dtype of the logits, or in float32 if that is float16 or bfloat16. The weights are often a float32 buffer,
+    and sums over tokens are never computed in half precision, as in the case without weights.
     """
     logits, target, weight = given["self"], given["target"], given["weight"]
     assert isinstance(logits, Ref) and isinstance(target, Ref) and isinstance(weight, Ref)
@@ -80,18 +86,18 @@ def _weighted(builder: Builder, call: Call, given: dict[str, Argument]) -> Ref:
     if given["reduction"] == _SUM:
         return total
     valid = builder.make(call, "aten.ne.Scalar", target, given["ignore_index"], name="valid")
-    nothing = builder.make(call, "aten.zeros_like.default", target)
-    known = builder.make(call, "aten.where.self", valid, target, nothing)
+    zeros = builder.make(call, "aten.zeros_like.default", target)
+    classes = builder.make(call, "aten.where.self", valid, target, zeros)  # the ignored index is no row of the table
     table = view_to(builder, call, weight, (builder.shape(weight)[0], 1))
-    column = builder.make(call, "aten.embedding.default", table, known)
-    found = view_to(builder, call, column, builder.shape(target))
-    counted = builder.make(call, "aten.mul.Tensor", found, valid)
-    count = builder.make(call, "aten.sum.default", counted, name="count")
+    column = builder.make(call, "aten.embedding.default", table, classes)
+    target_weights = view_to(builder, call, column, builder.shape(target))
+    valid_weights = builder.make(call, "aten.mul.Tensor", target_weights, valid)
+    count = builder.make(call, "aten.sum.default", valid_weights, name="count")
     return builder.make(call, "aten.div.Tensor", total, count, name="loss")
 
 
 def _in_one_dtype(builder: Builder, call: Call) -> Call:
-    """The call with the weights of classes in the dtype of its input, as torch asks of the kernels (and not of fake tensors)."""
+    """Return the call with the class weights in the dtype of its input, which torch's kernels require but fake tensors do not."""
     given = call.bound()
     source, weight = given["self"], given["weight"]
     assert isinstance(source, Ref)
@@ -102,7 +108,7 @@ def _in_one_dtype(builder: Builder, call: Call) -> Call:
 
 
 def _nll(builder: Builder, call: Call) -> Value:
-    """nll_loss of log_softmax is the cross entropy of what the log_softmax was taken of, with weights of classes too."""
+    """Handle nll_loss: of a log_softmax it is the cross entropy of the operand of the log_softmax."""
     given = call.bound()
     source = given["self"]
     assert isinstance(source, Ref)
@@ -114,7 +120,7 @@ def _nll(builder: Builder, call: Call) -> Value:
 
 
 def _logits(builder: Builder, call: Call, source: Ref) -> Ref | None:
-    """What ``source`` is the log_softmax of, over classes; rows may have been flattened between."""
+    """Return the operand of the log_softmax over classes that ``source`` is, possibly after a view that flattens rows; else None."""
     shape = builder.shape(source)
     dim = min(1, len(shape) - 1)
     producer = builder.producers.get(source.name)
@@ -132,11 +138,12 @@ def _logits(builder: Builder, call: Call, source: Ref) -> Ref | None:
 
 
 def _token_loss(builder: Builder, call: Call, given: dict[str, Argument]) -> Ref:
+    """Emit a cross entropy without class weights: ``autopar.cross_entropy_sum``, which a mean divides by the count of valid targets."""
     logits, target, ignore, smoothing = (given[key] for key in ("self", "target", "ignore_index", "label_smoothing"))
     assert isinstance(logits, Ref) and isinstance(target, Ref)
     logits, target = _unflattened(builder, *_classes_last(builder, call, logits, target))
-    half = call.spec.dtype in _HALVES
-    scalar = TensorSpec(shape=(), dtype=torch.float32 if half else call.spec.dtype)
+    is_half = call.spec.dtype in _HALVES
+    scalar = TensorSpec(shape=(), dtype=torch.float32 if is_half else call.spec.dtype)
     total = builder.emit(call, "autopar.cross_entropy_sum", (logits, target, ignore, smoothing), scalar)
     if given["reduction"] == _SUM:
         return total
@@ -147,7 +154,7 @@ def _token_loss(builder: Builder, call: Call, given: dict[str, Argument]) -> Ref
 
 
 def _classes_last(builder: Builder, call: Call, logits: Ref, target: Ref) -> tuple[Ref, Ref]:
-    """Logits ``[N, C, d...]`` as ``[N, d..., C]``."""
+    """Return logits ``[N, C, d...]`` as ``[N, d..., C]``, and the unchanged target."""
     shape = builder.shape(logits)
     if len(shape) <= 2:
         return logits, target
@@ -162,7 +169,7 @@ def _classes_last(builder: Builder, call: Call, logits: Ref, target: Ref) -> tup
 
 
 def _unflattened(builder: Builder, logits: Ref, target: Ref) -> tuple[Ref, Ref]:
-    """Both without the views that flatten tokens, where they agree."""
+    """Return logits and target as they were before views that flatten their tokens, if these shapes fit each other."""
     origins = []
     for ref in (logits, target):
         producer = builder.producers.get(ref.name)
@@ -174,7 +181,7 @@ def _unflattened(builder: Builder, logits: Ref, target: Ref) -> tuple[Ref, Ref]:
 
 
 def _elementwise(builder: Builder, call: Call) -> Value:
-    """A loss with a ``reduction``: the losses of all elements (or samples), then mean or sum."""
+    """Emit a loss with a ``reduction`` as the losses of all elements (or samples) followed by their mean or sum."""
     given = call.bound()
     if given["reduction"] == _NONE:
         return generic(builder, call)
@@ -182,71 +189,80 @@ def _elementwise(builder: Builder, call: Call) -> Value:
     if call.target in ("aten.mse_loss.default", "aten.l1_loss.default"):
         error = builder.make(call, "aten.sub.Tensor", given["self"], given["target"], name="error")
         if call.target == "aten.mse_loss.default":
-            each = builder.make(call, "aten.pow.Tensor_Scalar", error, 2, name="squared_error")
+            losses = builder.make(call, "aten.pow.Tensor_Scalar", error, 2, name="squared_error")
         else:
-            each = builder.make(call, "aten.abs.default", error, name="absolute_error")
+            losses = builder.make(call, "aten.abs.default", error, name="absolute_error")
     else:
-        named = {a.name: given.pop(a.name) for a in call.overload._schema.arguments if a.kwarg_only}
-        each = builder.make(call, call.target, *given.values(), name="each_loss", **named)
-    assert builder.specs[each].numel > 0, "a loss over no elements"
-    return _reduced(builder, call, each)
+        kwargs = {a.name: given.pop(a.name) for a in call.overload._schema.arguments if a.kwarg_only}
+        losses = builder.make(call, call.target, *given.values(), name="each_loss", **kwargs)
+    assert builder.specs[losses].numel > 0, "a loss over no elements"
+    return _reduced(builder, call, losses)
 
 
 _SCALES = aten_targets("mul.Tensor mul.Scalar div.Tensor div.Scalar neg.default")
+"""Operators that are linear in one operand, if no other operand depends on samples."""
 _ADDS = aten_targets("add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Scalar")
+"""Operators that are linear in all operands together."""
 
 
 def over_samples(builder: Builder, loss: Ref, inputs: Sequence[Input], batch_size: int) -> Ref:
-    """The same loss as a sum over samples.
+    """Rewrite a loss so that all of its terms are sums or means over samples, and return the new loss.
 
-    Terms that depend on no sample (a penalty on weights, a learned variance, a number) become means of themselves over the batch,
-    of which every micro-batch and every data rank takes its part.
+    A term that depends on no sample, such as a weight penalty, a learned variance or a number, becomes the mean over the batch of
+    equal values, of which each micro-batch and each data rank computes its part.
+
+    Args:
+        builder: Has the operators of the loss; the new operators are appended.
+        loss: The scalar loss.
+        inputs: The inputs of the graph.
+        batch_size: The number of samples in the example batch.
     """
     of_samples = {leaf.name for leaf in inputs if leaf.batch_dim is not None}
     for op in builder.ops:
         if any(ref.name in of_samples for ref in op.operands):
             of_samples.add(op.name)
 
-    def spread(op: Op, term: Argument) -> Argument:
+    def as_mean(op: Op, term: Argument) -> Argument:
+        """The mean over the batch of a term that depends on no sample."""
         spec = TensorSpec(shape=(batch_size,), dtype=op.spec.dtype)
         if isinstance(term, Ref):
-            flows = builder.specs[term].requires_grad
-            each = replace(spec, requires_grad=flows)
-            rows = emit(op, "aten.expand.default", (term, spec.shape), each)
+            requires_grad = builder.specs[term].requires_grad
+            rows = emit(op, "aten.expand.default", (term, spec.shape), replace(spec, requires_grad=requires_grad))
         else:
             assert isinstance(term, int | float | complex), term
-            rows, flows = Ref(builder.unique("term")), False
+            rows, requires_grad = Ref(builder.unique("term")), False
             builder.specs[rows], builder.values[rows] = spec, torch.full((1,), term, dtype=spec.dtype)
-        return emit(op, "aten.mean.default", (rows,), replace(op.spec, requires_grad=flows))
+        return emit(op, "aten.mean.default", (rows,), replace(op.spec, requires_grad=requires_grad))
 
     def emit(op: Op, target: str, args: tuple[Argument, ...], spec: TensorSpec) -> Ref:
         name = builder.unique(op.name)
         return builder.append(replace(op, name=name, target=target, args=args, kwargs=(), outputs=(spec,)))
 
-    def summed(ref: Ref) -> Ref:
+    def rewritten(ref: Ref) -> Ref:
+        """A scalar that depends on samples, with means in place of the terms that do not."""
         op = builder.producers.get(ref.name)
         if op is None or op.spec.shape or op.target not in _ADDS | _SCALES:
             return ref
-        own = [i for i, a in enumerate(op.args[:2]) if isinstance(a, Ref) and a.name in of_samples]
-        if op.target in _SCALES and len(own) > 1:
+        positions = [i for i, a in enumerate(op.args[:2]) if isinstance(a, Ref) and a.name in of_samples]
+        if op.target in _SCALES and len(positions) > 1:
             return ref
         args = list(op.args)
-        for i in own:
-            args[i] = summed(cast("Ref", args[i]))
+        for i in positions:
+            args[i] = rewritten(cast("Ref", args[i]))
         if op.target in _SCALES:
             target = op.target
         else:
             target = op.target.replace(".Scalar", ".Tensor")
-            args[:2] = [a if i in own else spread(op, a) for i, a in enumerate(args[:2])]
+            args[:2] = [a if i in positions else as_mean(op, a) for i, a in enumerate(args[:2])]
         if tuple(args) == op.args:
             return ref
         return builder.append(replace(op, name=builder.unique(op.name), target=target, args=tuple(args)))
 
-    return summed(loss)
+    return rewritten(loss)
 
 
 def _add(builder: Builder, call: Call) -> Value:
-    """Zeros plus x, in the shape and dtype of x, is x."""
+    """Handle an addition: the sum of zeros and x is x if it has the shape and the dtype of x."""
     first, second = call.args[:2]
     if call.kwargs.get("alpha", 1) == 1:
         for zero, other in ((first, second), (second, first)):
@@ -258,7 +274,7 @@ def _add(builder: Builder, call: Call) -> Value:
 
 
 def _scatter_add(builder: Builder, call: Call) -> Value:
-    """Into zeros: ``autopar.scatter_sum``, of which parts of the source are summands."""
+    """Emit scatter_add into zeros as ``autopar.scatter_sum``, to which each part of the source contributes a partial sum."""
     given = call.bound()
     zeros, index, source, dim = given["self"], given["index"], given["src"], given["dim"]
     if not _is_zero(builder, zeros) or not isinstance(dim, int) or not call.spec.shape:
@@ -267,9 +283,10 @@ def _scatter_add(builder: Builder, call: Call) -> Value:
     return builder.emit(call, "autopar.scatter_sum", (index, source, dim % len(shape), shape), call.spec)
 
 
-def _is_zero(builder: Builder, value: Argument) -> bool:
-    known = builder.values.get(value) if isinstance(value, Ref) else None
-    return known is not None and not bool(known.any())
+def _is_zero(builder: Builder, argument: Argument) -> bool:
+    """Whether an argument is a constant tensor of zeros."""
+    value = builder.values.get(argument) if isinstance(argument, Ref) else None
+    return value is not None and not bool(value.any())
 
 
 LOSSES: dict[str, Handler] = {
@@ -288,14 +305,14 @@ LOSSES: dict[str, Handler] = {
     "aten.add.Tensor": _add,
     "aten.scatter_add.default": _scatter_add,
 }
-"""Handlers of losses, and of the sums that losses and means are made of, by target as traced."""
+"""Handlers of losses, and of sums that begin with zeros, by target as traced."""
 
 
 @torch.library.custom_op("autopar::ctc_losses", mutates_args=())
 def _exported(
     log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
 ) -> Tensor:
-    """What stands in an exported graph for :func:`autopar.ops.plain.ctc_losses`."""
+    """Register :func:`autopar.ops.plain.ctc_losses` as an operator, so that an exported program keeps it as one call."""
     return plain.ctc_losses(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
 
 
