@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 from unittest import mock
 
 import torch
@@ -37,6 +37,9 @@ from autopar.tracing.opaque_trials import (
     samples_apart,
 )
 from autopar.util.formatting import some
+
+Examined: TypeAlias = tuple[Region, Any]
+"""A region and an example of what it returns, whose tensors have no elements."""
 
 MAX_BYTES = 2**32
 """The largest size of the parameters of a region that is run while tracing, in bytes (4 GiB)."""
@@ -72,7 +75,7 @@ def may_run(parameters: Sequence[Tensor]) -> bool:
     return sum(p.numel() * p.itemsize for p in parameters) <= MAX_BYTES
 
 
-def examine(subject: Subject, batch_size: int, known: dict[object, Samples]) -> tuple[Region, Any]:
+def examine(subject: Subject, batch_size: int, known: dict[object, Samples]) -> Examined:
     """Return the complete region and an example of what it returns, whose tensors have no elements.
 
     Args:
@@ -116,7 +119,7 @@ def _without_values(output: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda _: torch.empty(0), output)
 
 
-def _on_fake(subject: Subject, why: str) -> tuple[Region, Any]:
+def _on_fake(subject: Subject, why: str) -> Examined:
     """Return what :func:`examine` does for a region that does not run, from its shapes only; ``why`` says why it does not run.
 
     Raises:

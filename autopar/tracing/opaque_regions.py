@@ -28,14 +28,13 @@ from autopar.ops.kernels import FUNCTION, MODULE, Region
 from autopar.ops.opaque import load_function, of_function, stateless
 from autopar.tracing import opaque_probe, opaque_trials
 from autopar.tracing.failures import FAILURES
+from autopar.tracing.opaque_probe import Examined
 from autopar.tracing.opaque_trials import Samples
 from autopar.tracing.side_effects import changed, state_of
 
 _LITERALS = (bool, int, float, str, torch.dtype, torch.device)
 """Types of the arguments and results of a region, besides tensors and None, that its description can hold."""
 
-Examined: TypeAlias = tuple[Region, Any]
-"""A region and an example of what it returns, whose tensors have no elements."""
 _State: TypeAlias = tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]
 """The parameters and the buffers of a module by name; empty for an autograd function."""
 
