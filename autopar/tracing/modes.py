@@ -42,7 +42,7 @@ def cut_off(program: torch.export.ExportedProgram, place_of: Callable[[fx.Node],
         TraceError: an activation with a gradient is written in place where gradients are off.
     """
     trained = {
-        getattr(spec.arg, "name", "")
+        getattr(spec.arg, "name", ""): (spec.target or "").removeprefix("model.")
         for spec in program.graph_signature.input_specs
         if spec.kind == InputKind.PARAMETER
     }
@@ -65,9 +65,9 @@ def written_parameter(name: str, place: str = "") -> TraceError:
 
 
 class _Marker:
-    """One pass over a module and the regions inside."""
+    """One pass over a module and the regions inside; ``parameters``: their names in the model."""
 
-    def __init__(self, place_of: Callable[[fx.Node], str], parameters: set[str]) -> None:
+    def __init__(self, place_of: Callable[[fx.Node], str], parameters: dict[str, str]) -> None:
         self.place_of, self.parameters = place_of, parameters
 
     def walk(self, module: fx.GraphModule, with_gradient: set[str], *, off: bool) -> None:
@@ -85,7 +85,9 @@ class _Marker:
                 arguments = [a for a in node.args if isinstance(a, fx.Node) and a.op != "get_attr"]
                 entering = {p.name for p, a in zip(places, arguments, strict=False) if a.name in with_gradient}
                 self.parameters |= {
-                    p.name for p, a in zip(places, arguments, strict=False) if a.name in self.parameters
+                    p.name: self.parameters[a.name]
+                    for p, a in zip(places, arguments, strict=False)
+                    if a.name in self.parameters
                 }
                 if not is_on and not off:
                     _detach(inner, places)
@@ -98,7 +100,7 @@ class _Marker:
     def _check(self, node: fx.Node, with_gradient: set[str], off: bool) -> None:
         written, detached = root_of(node.args[0])
         if written.op == "placeholder" and written.name in self.parameters:
-            raise written_parameter(written.name, self.place_of(node))
+            raise written_parameter(self.parameters[written.name], self.place_of(node))
         if written.name in with_gradient and (off or detached):
             raise TraceError(
                 f"{node.target} writes in place to {written.name}, which has a gradient, where gradients are off",
