@@ -21,8 +21,7 @@ from autopar.graph.graph import Argument, Buffer, Graph, Op, Parameter, Ref, Ten
 from autopar.graph.operator_kinds import draws_random, without_dropout
 from autopar.ops.kernels import aten_targets
 from autopar.tracing.builder import Builder, Value
-from autopar.tracing.no_grad_regions import region_of
-from autopar.tracing.program_ends import Kept
+from autopar.tracing.program_ends import Kept, region_of
 from autopar.tracing.side_effects import writes
 
 

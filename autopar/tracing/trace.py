@@ -41,11 +41,10 @@ from autopar.tracing.finish import finish
 from autopar.tracing.forms.losses import over_samples
 from autopar.tracing.model_with_loss import LossFunction, ModelWithLoss, check_loss_function, fake_copy
 from autopar.tracing.modes import Selections
-from autopar.tracing.no_grad_regions import detach_in_no_grad
 from autopar.tracing.opaque_operators import notes_of
 from autopar.tracing.opaque_regions import KnownRegions, RegionError, Regions, around, outermost, paths_of
 from autopar.tracing.outputs import Calls, calls_of, counts_samples, cut, kept, needed_nodes, with_counts
-from autopar.tracing.program_ends import declare, loss_output, mutations_of, with_twice
+from autopar.tracing.program_ends import declare, detach_in_no_grad, loss_output, mutations_of, with_twice
 from autopar.tracing.value_branches import Branches, GuardedClamps, limit_each_sample
 
 

@@ -263,7 +263,7 @@ def _seen(module: nn.Module, y: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (_clamped, "p_model_linear_weight is written to in forward"),
+        (_clamped, "The parameter linear.weight is written to in forward"),
         (_normed, r"test_buffers.py:\d+: Forward assigns to .data of a tensor"),
         (_follows, r"test_buffers.py:\d+: Forward assigns to .data of a tensor.*copy_"),
         (_frozen_for_a_while, r"test_buffers.py:\d+: Forward changes requires_grad of a parameter"),
