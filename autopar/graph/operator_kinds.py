@@ -11,7 +11,7 @@ The choice depends only on the graph of one rank, so that the cost model and the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import cast
@@ -21,7 +21,8 @@ import torch
 from autopar.errors import RuleError
 from autopar.graph.aliasing import storage_roots
 from autopar.graph.graph import Block, Graph, Op, Ref
-from autopar.ops.kernels import aten_targets, resolve
+from autopar.ops.kernels import aten_targets, region_of, resolve
+from autopar.util.formatting import some
 
 _NOT_BY_ITSELF = aten_targets("scaled_dot_product_attention.default lstm.input gru.input rnn_tanh.input rnn_relu.input")
 """Operators that torch tags as random although most calls draw nothing. Attention draws if its dropout argument says so, which the lowering
@@ -239,3 +240,42 @@ def _is_cheap(target: str) -> bool:
         return target in _CHEAP
     tags = _tags(target)
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
+# --- opaque regions -------------------------------------------------------------------------------
+
+OPAQUE = "autopar.opaque"
+"""The target of the operator that runs a region of code that is not traced."""
+_OPAQUE_NOTE = "opaque, whole on every rank of tp and cp and of a cost that is known roughly: "
+_MIXED = "; its samples are not known to be apart: "
+"""The beginnings of the parts of a note. :func:`why_opaque` finds the parts by them."""
+
+
+def opaque_notes(graph: Graph, reasons: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a note for all regions that are opaque for the same reason: their names, the reason, and why they mix samples.
+
+    Args:
+        reasons: says for modules, by path, why they are opaque. Regions without an entry are autograd functions.
+    """
+    regions = {
+        r.name: r for op in (*graph.prelude, *graph.ops) if op.target == OPAQUE for r in (region_of(str(op.args[0])),)
+    }
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, region in regions.items():
+        why = reasons.get(
+            name, "an export would drop its own backward, which is not what autograd makes of its forward"
+        )
+        groups.setdefault((why, region.why), []).append(name)
+    return tuple(
+        f"{_OPAQUE_NOTE}{some(names)}; {why}" + (f"{_MIXED}{why_mixed}" if why_mixed else "")
+        for (why, why_mixed), names in groups.items()
+    )
+
+
+def why_opaque(notes: Sequence[str], name: str) -> str:
+    """Return why the region ``name`` is opaque according to the notes of :func:`opaque_notes`; empty if none of them names it."""
+    for note in notes:
+        names, _, why = note.removeprefix(_OPAQUE_NOTE).partition("; ")
+        if note.startswith(_OPAQUE_NOTE) and name in names.split(" and ")[0].split(", "):
+            return why.partition(_MIXED)[0]
+    return ""

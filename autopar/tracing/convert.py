@@ -15,14 +15,14 @@ from torch import fx
 
 from autopar.errors import TraceError, first_line
 from autopar.graph.graph import Argument, Ref, TensorSpec
-from autopar.graph.operator_kinds import draws_random
+from autopar.graph.operator_kinds import OPAQUE, draws_random
+from autopar.ops.kernels import region_of
 from autopar.tracing.builder import Builder, Call, Value
 from autopar.tracing.constants import fold, hint
 from autopar.tracing.failures import FAILURES, NO_VALUES, in_autocast, source_of
 from autopar.tracing.forms.basic import COMPOSITES, HANDLERS, generic
 from autopar.tracing.forms.layers import LAYERS, random_call, strided
 from autopar.tracing.forms.losses import LOSSES
-from autopar.tracing.opaque_operators import opaque_of
 
 _ALL_HANDLERS = HANDLERS | LAYERS | LOSSES
 _DROPPED = ("_assert", "sym_", "_assert_tensor_metadata", "_guards_fn")
@@ -157,7 +157,7 @@ _REPLACE = "Replace the call in the model by torch operators"
 def _apply(builder: Builder, call: Call) -> Value:
     """Fold ``call`` into a constant or add it to the graph in its canonical form, and return its value."""
     if call.target == "autopar.opaque.default":
-        return opaque_of(builder, call)  # never folded, because it runs code of the user
+        return _opaque(builder, call)  # never folded, because it runs code of the user
     folded = fold(builder, call)
     if folded is not None:
         return folded
@@ -165,6 +165,19 @@ def _apply(builder: Builder, call: Call) -> Value:
     value = _ALL_HANDLERS.get(call.target, handler)(builder, call)
     hint(builder, call, value)
     return value
+
+
+def _opaque(builder: Builder, call: Call) -> Value:
+    """Add the operator of a region to the graph and return its results. Gradients flow to those of which the examined region gave them.
+
+    Args:
+        call: is one of ``torch.ops.autopar.opaque``.
+    """
+    args = tuple(call.bound().values())
+    region = region_of(str(args[0]))
+    result = builder.emit(call, OPAQUE, args)
+    builder.stop_gradient(result, *(i for i, (_, _, flows) in enumerate(region.outputs) if not flows))
+    return tuple(Ref(result.name, i) for i in range(len(region.outputs)))
 
 
 def _inner(owner: torch.nn.Module, head: object) -> fx.GraphModule:

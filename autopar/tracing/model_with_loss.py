@@ -1,4 +1,4 @@
-"""The module that is exported: a copy of the user's model on fake tensors, which returns its loss first.
+"""The module that is exported: a copy of the user's model on fake tensors, in which experts are one operator, and which returns its loss first.
 
 :func:`fake_copy` makes the copy, and :class:`ModelWithLoss` calls it and its ``loss_fn`` on a batch whose entries come by name.
 :func:`pick_loss` says which of the values that a model returns is its loss.
@@ -7,18 +7,22 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from autopar import nn
 from autopar.errors import TraceError
+from autopar.ops.kernels import Form
 from autopar.ops.opaque import trained_copy
 from autopar.tracing.batch import arguments
 from autopar.tracing.failures import FAILURES, not_copied
-from autopar.tracing.forms.experts import swap_experts
 from autopar.tracing.forms.layers import swap_norms
 from autopar.tracing.modes import for_products
 from autopar.tracing.program_ends import Kept, written_back
@@ -153,3 +157,140 @@ def fake_copy(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
     swap_experts(copied)
     swap_norms(copied)
     return copied
+
+
+# --- experts of transformers ----------------------------------------------------------------------
+# The operator ``autopar.experts`` replaces the experts of transformers' models, which all have one interface. The module holds
+# ``gate_up_proj`` [E, 2f, h] (or ``up_proj`` [E, f, h]) and ``down_proj`` [E, h, f], where E is the number of experts, h the hidden size and
+# f the intermediate size. The matrices may be transposed, gate and up may be interleaved, and there may be biases. The forward takes hidden
+# states, the experts of each token and their weights. Routers and shared experts are traced as ordinary operators.
+
+_MARKS = (
+    "has_gate",
+    "has_bias",
+    "has_post_expert_norm",
+    "is_transposed",
+    "is_concatenated",
+    "down_proj",
+    "_apply_gate",
+)
+"""Attributes by which a module of experts is recognised."""
+
+_ACTIVATIONS = {
+    "SiLUActivation": "silu",
+    "SiLU": "silu",
+    "GELUActivation": "gelu",
+    "GELU": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "ReLU": "relu",
+    "ReLUSquaredActivation": "relu2",
+    "Sigmoid": "sigmoid",
+    "Tanh": "tanh",
+}
+"""Names of activations in :class:`~autopar.ops.kernels.Form` by the class that computes them."""
+
+
+def swap_experts(model: torch.nn.Module) -> None:
+    """Replace the forward of the known experts of ``model`` by a single operator; ``model`` is a copy made for tracing."""
+    for module in model.modules():
+        form = _form(module)
+        if form is not None:
+            module.forward = partial(_forward, module, form)
+        elif type(module).__name__ == "Llama4TextMoe" and _activation_of(getattr(module.experts, "act_fn", None)):
+            module.forward = partial(_of_scaled_inputs, module)
+
+
+def _form(module: torch.nn.Module) -> Form | None:
+    """The form of a module of experts; None if it is no such module or :func:`autopar.nn.experts` cannot compute it."""
+    if not all(hasattr(module, mark) for mark in _MARKS):
+        return None
+    experts: Any = module
+    if experts.has_post_expert_norm or len(inspect.signature(type(module).forward).parameters) != 4:
+        return None
+    activation = _activation_of(getattr(experts, "act_fn", None))
+    if not experts.has_gate:
+        return None if activation is None else Form(activation=activation, is_transposed=experts.is_transposed)
+    form = _gate_form(experts, activation)
+    return form and replace(form, is_transposed=experts.is_transposed)
+
+
+def _activation_of(act: Any) -> str | None:
+    """The name of an activation, a module or a function; None if it is not known."""
+    name = getattr(act, "__name__", type(act).__name__)
+    if isinstance(act, torch.nn.GELU) and act.approximate == "tanh":
+        name = "GELUTanh"
+    return name if name in ("silu", "relu") else _ACTIVATIONS.get(name)
+
+
+def _gate_form(experts: Any, activation: str | None) -> Form | None:
+    """The form whose gate computes the same function as the gate of these experts; None if no form does.
+
+    The two are compared on random values in float64. The candidates take their limit and slope from the numbers among the
+    attributes of the module, whose names differ from model to model.
+    """
+    if isinstance(getattr(experts, "act_fn", None), torch.nn.Module) and any(experts.act_fn.parameters()):
+        return None
+    numbers = {float(value) for value in vars(experts).values() if type(value) in (int, float)}
+    f, generator = experts.down_proj.shape[1 if experts.is_transposed else 2], torch.Generator().manual_seed(0)
+    small = 3 * torch.randn(1 + _MIN_PROBES // f, 2 * f, generator=generator, dtype=torch.float64, device="cpu")
+    x = torch.cat(
+        (small, small * max(map(abs, numbers), default=1.0))
+    )  # activations differ near 0, limits act far from it
+    try:
+        expected = experts._apply_gate(x.clone())
+    except FAILURES:
+        return None
+    activation = "silu" if activation is None else activation
+    forms = [
+        Form(activation=activation, alpha=alpha, limit=limit, shift=shift, is_interleaved=not experts.is_concatenated)
+        for limit in (math.inf, *sorted(number for number in numbers if number > 0))
+        for alpha in (1.0, *sorted(numbers - {1.0}))
+        for shift in (0.0, 1.0)
+        if alpha == 1.0 or activation == "silu"
+    ]
+    return next(
+        (form for form in forms if torch.allclose(form.between(*_halves(form, x)), expected, rtol=1e-12, atol=1e-12)),
+        None,
+    )
+
+
+def _halves(form: Form, gate_up: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """The outputs of the gate and up projections as :meth:`Form.between` takes them, from the tensor that has both."""
+    if form.is_interleaved:
+        return None, gate_up
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate, up
+
+
+_MIN_PROBES = 512
+"""Minimum number of pairs of values of gate and up on which gates are compared."""
+
+
+def _forward(module: Any, form: Form, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+    """The new forward of a module of experts, whose arguments are bound by position because their names differ between models."""
+    hidden, indices, weights = inspect.signature(type(module).forward).bind(module, *args, **kwargs).args[1:]
+    name, gate, gate_bias = "gate_up_proj" if module.has_gate else "up_proj", None, None
+    up, up_bias = getattr(module, name), getattr(module, f"{name}_bias") if module.has_bias else None
+    if module.has_gate and not form.is_interleaved:
+        gate, up = up.chunk(2, dim=2 if form.is_transposed else 1)
+        gate_bias, up_bias = (None, None) if up_bias is None else up_bias.chunk(2, dim=1)
+    down_bias = module.down_proj_bias if module.has_bias else None
+    return nn.experts(
+        hidden, weights, indices, gate, up, module.down_proj, str(form), gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias
+    )  # fmt: skip
+
+
+def _of_scaled_inputs(module: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The new forward of the experts of Llama 4, whose scores multiply the inputs of experts and not their outputs.
+
+    The original computes all experts for all tokens, as rows [E * tokens, h], which no rank can split by samples. Experts that
+    are not selected get zeros there and return zeros, so that they can be left out.
+    """
+    x = hidden_states.reshape(-1, module.hidden_dim)
+    scores, logits = module.router(x)
+    top_scores, indices = scores.topk(module.top_k)
+    rows, weights = x.unsqueeze(1) * top_scores.unsqueeze(2), torch.ones_like(top_scores).unsqueeze(2)
+    gate, up = module.experts.gate_up_proj.chunk(2, dim=2)
+    form = str(Form(activation=str(_activation_of(module.experts.act_fn)), is_transposed=True))
+    outputs = nn.experts(rows, weights, indices.unsqueeze(2), gate, up, module.experts.down_proj, form)
+    return module.shared_expert(x) + outputs.sum(1), logits

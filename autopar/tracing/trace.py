@@ -22,6 +22,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from autopar.errors import TraceError
 from autopar.graph.elements import Outputs
 from autopar.graph.graph import Graph
+from autopar.graph.operator_kinds import opaque_notes
 from autopar.ops.opaque import notes_of as notes_of_modes
 from autopar.pins.on_modules import pins_of
 from autopar.tracing import repeated_steps, sample_counts, side_effects, value_branches
@@ -41,7 +42,6 @@ from autopar.tracing.finish import finish
 from autopar.tracing.forms.losses import over_samples
 from autopar.tracing.model_with_loss import LossFunction, ModelWithLoss, check_loss_function, fake_copy
 from autopar.tracing.modes import Selections
-from autopar.tracing.opaque_operators import notes_of
 from autopar.tracing.opaque_regions import KnownRegions, RegionError, Regions, around, outermost, paths_of
 from autopar.tracing.outputs import Calls, calls_of, counts_samples, cut, kept, needed_nodes, with_counts
 from autopar.tracing.program_ends import declare, detach_in_no_grad, loss_output, mutations_of, with_twice
@@ -100,7 +100,7 @@ def trace(
         )
     if not exact and not repeats and not sample_counts.are_same(calls, _calls_at_twice(job)):
         sample_counts.check_numbers(graph, _larger(graph, job))
-    notes = (*graph.notes, *notes_of_modes(model), *notes_of(graph, job.reasons))
+    notes = (*graph.notes, *notes_of_modes(model), *opaque_notes(graph, job.reasons))
     return replace(graph, exact=exact, pins=marks, notes=notes, outputs=_counted(graph, job, exact=exact))
 
 

@@ -6,9 +6,7 @@ import pytest
 
 from autopar.errors import InternalError
 from autopar.graph.graph import Graph, Op, Parameter, Ref
-from autopar.lower import check_types as check
 from autopar.lower.check_sums import check_gradients
-from autopar.lower.check_types import typecheck
 from autopar.lower.program import Program, lower
 from autopar.plan.mesh import I, Mesh, R
 from autopar.rules import apply
@@ -18,6 +16,8 @@ from tests.support.graphs_by_hand import graph_of_ops
 from tests.support.lower.chooser import named_typing
 from tests.support.lower.mlp import op, spec
 from tests.support.lower.models import plan_of
+from tools.campaigns import program_types as check
+from tools.campaigns.program_types import typecheck
 
 SAMPLES = 4
 Names = Mapping[str, str]

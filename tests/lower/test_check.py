@@ -12,7 +12,6 @@ from torch import fx
 from autopar.api import estimate
 from autopar.errors import InternalError, UsageError
 from autopar.graph.graph import Graph, Op, Parameter, Ref
-from autopar.lower.check_types import typecheck
 from autopar.lower.program import BlockProgram, Program, lower
 from autopar.plan.mesh import Mesh, P
 from autopar.rules import apply
@@ -25,6 +24,7 @@ from tests.support.lower.models import plan_of, random_program, traced
 from tests.support.lower.ranks import run_ranks
 from tests.support.planner import graphs
 from tools.campaigns.pairs import Pair, check_pair
+from tools.campaigns.program_types import typecheck
 
 CHANGES = ("all_", "reduce_scatter", "shard", "keep_on_first", "invariant_to_replicate")
 

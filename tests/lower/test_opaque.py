@@ -14,7 +14,7 @@ import autopar
 from autopar.errors import AutoparError, TraceError, UsageError
 from autopar.plan.file import load_plan, save_plan
 from autopar.tracing import opaque_trials
-from autopar.tracing.repeated_steps import CountError
+from autopar.tracing.sample_counts import CountError
 from autopar.tracing.trace import trace
 from tests.support.lower import unusual as u
 from tests.support.lower.against_model import check

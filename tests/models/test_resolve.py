@@ -9,10 +9,9 @@ import torch
 import transformers
 
 from autopar.errors import UsageError
-from autopar.models.config_keys import optional_keys
 from autopar.models.inputs import fields_of_config
 from autopar.models.resolve import example_batch_for, resolve_model, without_dropout
-from autopar.models.specs import MeanSquareLoss
+from autopar.models.specs import MeanSquareLoss, optional_keys
 
 GPT = "gpt:layers=2,hidden=32,heads=4,vocab=64"
 

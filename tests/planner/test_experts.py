@@ -9,7 +9,6 @@ from autopar.cost.operators.work import work
 from autopar.errors import InfeasibleError, PlanError, UsageError
 from autopar.graph.graph import Op, Ref, TensorSpec
 from autopar.hardware.cluster import Cluster
-from autopar.lower.check_types import typecheck
 from autopar.lower.program import lower
 from autopar.plan.check import check_plan
 from autopar.plan.file import plan_from_dict, plan_to_dict
@@ -22,6 +21,7 @@ from tests.support.distributed.mixtures import mixture, mixture_graph
 from tests.support.distributed.subjects import HfSubject, graph_of
 from tests.support.example_plans import at_rest
 from tests.support.planner.graphs import mlp
+from tools.campaigns.program_types import typecheck
 
 
 def planned(*pins: str, ranks: int = 4) -> Plan:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.tracing.forms.experts import _form, swap_experts
+from autopar.tracing.model_with_loss import _form, swap_experts
 from tests.support.close import assert_close
 
 FORMS = {

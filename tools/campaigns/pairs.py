@@ -15,7 +15,6 @@ from autopar.errors import RuleError
 from autopar.graph.graph import Graph, Op, Ref
 from autopar.graph.operator_kinds import draws_random
 from autopar.graph.rewrites import compact
-from autopar.lower.check_types import typecheck
 from autopar.lower.program import lower
 from autopar.lower.read_plan import SHARDED_AXES
 from autopar.plan.mesh import I, Mesh, P, R, S, Type
@@ -31,6 +30,7 @@ from tests.support.lower.ranks import interpret, run_ranks, slice_of
 from tools.campaigns.catalogue import UnfitError
 from tools.campaigns.draw import Choose, draw_model, value_of
 from tools.campaigns.modules import draw_traced
+from tools.campaigns.program_types import typecheck
 from tools.campaigns.ranks import Drawn, Result, run_rank
 
 TOLERANCE = 1e-8

@@ -25,7 +25,7 @@ from operator import contains
 
 from autopar.errors import RuleError
 from autopar.graph.graph import Graph, Mutation, Op, Parameter, Ref
-from autopar.graph.operator_kinds import is_attention, is_scores
+from autopar.graph.operator_kinds import is_attention, is_scores, why_opaque
 from autopar.graph.rewrites import Compact, compact
 from autopar.ops.kernels import region_of
 from autopar.plan.mesh import I, P, R, S, Type
@@ -35,7 +35,6 @@ from autopar.planner.sharding.strategy_energy import TypingProblem
 from autopar.rules import table as rules
 from autopar.rules.local_calls import conversion
 from autopar.rules.strategy import ZIGZAG_SAFE, Strategy, Typing
-from autopar.tracing.opaque_operators import reason_of
 
 BATCH = "batch"
 TOTAL_ELEMENTS = 1e12
@@ -278,7 +277,7 @@ def _buffer_error(graph: Graph, mutation: Mutation, types: set[Type]) -> RuleErr
 def _opaque_error(graph: Graph, op: Op) -> RuleError:
     """Return the error for an opaque operator without strategies: a region whose backward is not linear, or not known to be."""
     region = region_of(str(op.args[0]))
-    reason = reason_of(graph.notes, region.name)
+    reason = why_opaque(graph.notes, region.name)
     return RuleError(
         "The samples of this opaque module may depend on each other, and its gradients may not add up",
         where=f"{op.module or op.name}, {op.source}" if op.source else op.module or op.name,

@@ -11,13 +11,13 @@ import autopar
 from autopar import api
 from autopar.graph.graph import Graph, Parameter
 from autopar.graph.interpreter import part_of
-from autopar.lower.check_types import typecheck
 from autopar.lower.program import Program, lower
 from autopar.ops.opaque import Holder
 from autopar.plan.plan import Plan
 from autopar.tracing.model_with_loss import LossFunction, pick_loss
 from tests.support.close import assert_close
 from tests.support.lower.ranks import run_ranks, sharded, slice_of
+from tools.campaigns.program_types import typecheck
 
 
 def check(

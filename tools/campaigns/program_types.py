@@ -1,4 +1,4 @@
-"""Checks the types of a program before it runs: on this machine, for the complete world of ranks, without weights.
+"""Checks the types of a program: on this machine, for the complete world of ranks, without weights.
 
 Every distinct block runs operator by operator on meta tensors, under a fake process group of the full world size.
 ``spmd_types.checker`` infers types, which must agree with those that the program states:
@@ -11,7 +11,11 @@ Every distinct block runs operator by operator on meta tensors, under a fake pro
 
 Operands must have the types that their operator was lowered for, and results the stated shapes. The outputs of blocks are checked too. The
 loss must be I on every axis of the program and a pending sum over samples. Last, gradients are followed from the loss to the parameters
-(:mod:`autopar.lower.check_sums`).
+(:mod:`autopar.lower.check_sums`), as the checker cannot follow operators that it does not know while a pending sum on another axis passes
+through them, nor operators with several outputs.
+
+An operator that is linear in an operand may take each rank's summand of it: its results are summands of the result. The checker knows the
+linear functions of torch. This module lists autopar's linear operators and handles products with a bias.
 """
 
 from __future__ import annotations
@@ -24,16 +28,19 @@ from typing import Any, cast
 import spmd_types
 import torch
 import torch.distributed as dist
+from spmd_types import _checker
 from spmd_types.checker import typecheck as checking
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.errors import InternalError, UsageError
 from autopar.graph.graph import Layout, TensorSpec
-from autopar.lower.check_sums import CHANGES, check_program, linear_call, passes_by, target_name
-from autopar.lower.emit import MICRO_BATCH_WEIGHT, SEED, SHARE, layout_of, str_name
+from autopar.lower.check_sums import check_program
+from autopar.lower.emit import MICRO_BATCH_WEIGHT, SEED, SHARE, TARGETS, layout_of, str_name
 from autopar.lower.program import Program
-from autopar.ops import collectives, plain
+from autopar.ops import collectives, plain, seeded
+from autopar.ops import sequence as sequence_ops
+from autopar.ops import sharded as sharded_ops
 from autopar.ops.opaque import opaque
 from autopar.plan.mesh import DATA_AXES, MESH_AXES, Mesh, Type
 from autopar.rules.apply import BATCH
@@ -374,3 +381,99 @@ def _naming_errors(place: str) -> Iterator[None]:
         raise InternalError(
             "The generated program is inconsistent", where=place, got=str(error).strip().partition("\n")[0]
         ) from error
+
+
+# --- pending sums ---------------------------------------------------------------------------------
+
+CHANGES = frozenset(
+    (
+        collectives.all_gather,
+        collectives.all_reduce,
+        collectives.all_to_all,
+        collectives.invariant_to_replicate,
+        collectives.keep_on_first,
+        collectives.reduce_scatter,
+        collectives.shard,
+    )
+)
+"""Changes of type on one axis. They are linear, so that a pending sum on another axis may pass; the checker does not know this."""
+
+_LINEAR = frozenset(
+    (
+        seeded.dropout,  # all summands share one mask
+        sequence_ops.attention_gathered,  # linear in the values
+        sequence_ops.attention_ring,
+        sharded_ops.change_over_data,
+        sharded_ops.total,
+    )
+)
+"""Other operators of autopar that are linear in the operand that may be a pending sum on another axis."""
+
+_CHOOSE = frozenset((torch.gather, torch.index_select, torch.repeat_interleave))
+"""Operators that are linear in the tensor that they select from; the checker would require that the indices are summands too."""
+
+
+def passes_by(target: Any, call: Callable[..., Any]) -> bool:
+    """Return whether the checker cannot follow a pending sum through an operator that the program states to be linear in it.
+
+    Args:
+        target: the function of the program.
+        call: the function that replaces it in the check (:func:`linear_call`).
+    """
+    return not _is_known(call) or target in _LINEAR or target in CHANGES
+
+
+def _is_known(call: Callable[..., Any]) -> bool:
+    """Return whether the checker can find out if a pending sum may pass."""
+    return call in _checker._OP_REGISTRY or call.__module__ in (
+        "autopar.ops.collectives",
+        "autopar.ops.plain",
+        "autopar.ops.seeded",
+        "autopar.ops.sharded",
+        "autopar.ops.sequence",
+        __name__,
+    )
+
+
+def linear_call(target: Any) -> Callable[..., Any]:
+    """Return the function that replaces ``target`` in the check: a linear function that the checker knows, as it knows no overloads."""
+    name = target_name(target)
+    if name in ("aten.linear.default", "autopar.linear_t"):
+        return _linear_t if name == "autopar.linear_t" else _linear
+    if target is sharded_ops.embedding_vocabulary:
+        return _embedding_product
+    if isinstance(target, torch._ops.OpOverload):
+        public = getattr(torch, target._schema.name.partition("::")[2], None)
+        if public in _checker._OP_REGISTRY and public not in _CHOOSE:
+            return cast("Callable[..., Any]", public)
+    return cast("Callable[..., Any]", target)
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return _linear_t(x, torch.t(weight), bias)
+
+
+def _linear_t(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return ``x @ weight + bias``, in which each rank may have a summand of the bias."""
+    y = torch.matmul(x, weight)
+    if bias is None:
+        return y
+    for axis, kind in spmd_types.get_local_type(bias).items():
+        if kind is spmd_types.P and spmd_types.get_axis_local_type(y, axis) is spmd_types.V:
+            spmd_types.mutate_type(y, axis, src=spmd_types.V, dst=spmd_types.P)
+    return torch.add(y, bias)
+
+
+def _embedding_product(weight: torch.Tensor, ids: torch.Tensor, axis: str, padding_idx: int = -1) -> torch.Tensor:
+    """Return embeddings as the product of one-hot rows and the table, of which ranks on another axis may have summands."""
+    chosen = ids.unsqueeze(-1).expand(*ids.shape, weight.shape[0]).to(weight.dtype)
+    return sharded_ops._pending(torch.matmul(chosen, weight), collectives.group(axis))
+
+
+def target_name(target: Any) -> str:
+    """Return the name that graphs have for the function of a node (``Op.target``)."""
+    if target in TARGETS:
+        return TARGETS[target]
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)  # as graphs name it
+    return f"autopar.{target.__name__}" if callable(target) else str(target)
