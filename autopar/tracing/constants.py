@@ -75,9 +75,8 @@ def is_causal(value: Known, shape: tuple[int, ...]) -> bool:
         value: The compact value of the mask.
         shape: The full shape of the mask, ``[..., queries, keys]``.
     """
-    if len(shape) < 2 or shape[-1] != shape[-2] or shape[-1] == 1 or any(size != 1 for size in value.shape[:-2]):
-        return False
-    if tuple(value.shape[-2:]) != shape[-2:]:
+    is_square = len(shape) >= 2 and shape[-1] == shape[-2] != 1
+    if not is_square or prod(value.shape[:-2]) != 1 or tuple(value.shape[-2:]) != shape[-2:]:
         return False
     columns = torch.arange(shape[-1])
     for low, high in _spans(value, shape[-1]):

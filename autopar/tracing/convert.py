@@ -25,7 +25,7 @@ from autopar.tracing.forms.layers import LAYERS, random_call, strided
 from autopar.tracing.forms.losses import LOSSES
 
 _ALL_HANDLERS = HANDLERS | LAYERS | LOSSES
-_DROPPED = ("_assert", "sym_", "_assert_tensor_metadata", "_guards_fn")
+_DROPPED = ("_assert", "sym_", "_guards_fn")
 """Prefixes of the names of operators that a graph does not contain: they check values or compute with sizes."""
 WRAPPER = "model."
 """Prefix of all names of the user's model in an exported program, because the exported module wraps the model."""
@@ -128,26 +128,25 @@ class Converter:
 
     def _region(self, node: fx.Node, name: str, owner: torch.nn.Module, env: dict[str, Value], grad: bool) -> Value:
         """Inline a region that the program calls as a separate graph module through the higher-order operator ``name``."""
-        args = list(node.args)
+        position = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}.get(name, 0)
+        head, *operands = node.args[position:] or (None,)
+        if not (isinstance(head, fx.Node) and head.op == "get_attr"):
+            raise TraceError(f"'{name}' cannot be traced", where=source_of(node), fix=_REPLACE)
+        inner = operator.attrgetter(str(head.target))(owner)
+        assert isinstance(inner, fx.GraphModule)
+        place = next((source for n in inner.graph.nodes if (source := source_of(n))), "")
         if name == "wrap_with_set_grad_enabled":
-            if args[0] and not grad:
+            if node.args[0] and not grad:
                 raise TraceError(
                     "A torch.enable_grad inside of torch.no_grad cannot be traced",
-                    where=next((place for n in _inner(owner, args[1]).graph.nodes if (place := source_of(n))), ""),
+                    where=place,
                     fix="End the no_grad block first",
                 )
-            grad, args = bool(args[0]) and grad, args[1:]
-        elif name == "wrap_with_autocast":
-            if args[2]:
-                nodes = _inner(owner, args[4]).graph.nodes
-                raise in_autocast(next((place for n in nodes if (place := source_of(n))), ""))
-            args = args[4:]
-        elif not (args and isinstance(args[0], fx.Node) and args[0].op == "get_attr"):
-            raise TraceError(f"'{name}' cannot be traced", where=source_of(node), fix=_REPLACE)
-        head, operands = args[0], args[1:]
-        inner = _inner(owner, head)
-        placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
-        scope = {place.name: _argument(value, env) for place, value in zip(placeholders, operands, strict=False)}
+            grad = bool(node.args[0])
+        elif name == "wrap_with_autocast" and node.args[2]:
+            raise in_autocast(place)
+        placeholders = [n.name for n in inner.graph.nodes if n.op == "placeholder"]
+        scope = {key: _argument(value, env) for key, value in zip(placeholders, operands, strict=False)}
         return tuple(self.run(inner, scope, grad=grad))
 
 
@@ -178,14 +177,6 @@ def _opaque(builder: Builder, call: Call) -> Value:
     result = builder.emit(call, OPAQUE, args)
     builder.stop_gradient(result, *(i for i, (_, _, flows) in enumerate(region.outputs) if not flows))
     return tuple(Ref(result.name, i) for i in range(len(region.outputs)))
-
-
-def _inner(owner: torch.nn.Module, head: object) -> fx.GraphModule:
-    """The region that a ``get_attr`` node reads from ``owner``."""
-    assert isinstance(head, fx.Node)
-    inner = operator.attrgetter(str(head.target))(owner)
-    assert isinstance(inner, fx.GraphModule)
-    return inner
 
 
 def needs_decomposition(module: fx.GraphModule, needed: Collection[str]) -> bool:

@@ -14,18 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from autopar.graph.graph import (
-    Buffer,
-    Graph,
-    Input,
-    Mutation,
-    Op,
-    Parameter,
-    Ref,
-    TensorSpec,
-    digest,
-    map_refs,
-)
+from autopar.graph.graph import Buffer, Graph, Input, Mutation, Op, Parameter, Ref, TensorSpec, digest, map_refs
 from autopar.graph.operator_kinds import draws_random
 from autopar.ops.kernels import aten_targets, region_of
 from autopar.tracing.blocks import find_blocks
@@ -75,8 +64,7 @@ def finish(
     fuse_gelu(builder, roots)
     _drop_identities(builder, roots)
     ops = _alive(builder.ops, roots)
-    if mutations:
-        ops, mutations = _with_totals(builder, ops, mutations, {i.name for i in inputs}, {b.name for b in buffers})
+    ops, mutations = _with_totals(builder, ops, mutations, {i.name for i in inputs}, {b.name for b in buffers})
     ops, constants, mutations = _with_constants(builder, ops, mutations)
     free = {i.name for i in inputs} | {b.name for b in (*buffers, *constants)}
     prelude, live = _split_prelude(ops, free)
@@ -310,8 +298,6 @@ def _merged(
     seen: dict[tuple[object, ...], str] = {}
 
     def current(op: Op) -> Op:
-        if not any(ref.name in renamed for ref in op.operands):
-            return op
         return op.with_operands(tuple(Ref(renamed.get(r.name, r.name), r.index) for r in op.operands))
 
     distinct = []

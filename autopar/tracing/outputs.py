@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 from torch.export.graph_signature import OutputKind
+from torch.utils import _pytree as pytree
 
 from autopar.graph.elements import Leaf, Outputs, same_calls
 from autopar.graph.graph import Argument, Buffer, Graph, Op, Parameter, Ref, TensorSpec, map_refs
@@ -102,7 +103,7 @@ def _read_call(calls: Calls, module: fx.GraphModule, prefix: str, aliases: dict[
         inner_aliases = dict(zip(placeholders, operands, strict=False))
         aliases[node.name] = tuple(_read(calls, region[0], f"{name}.", inner_aliases))
         return
-    specs = tuple(_specs(node.meta.get("val")))
+    specs = _specs(node.meta.get("val"))
     if specs and isinstance(target, torch._ops.OpOverload):
         kwargs = tuple((key, _argument(v, prefix, aliases)) for key, v in node.kwargs.items() if key != "device")
         args = tuple(_argument(value, prefix, aliases) for value in node.args)
@@ -119,14 +120,11 @@ def _argument(value: object, prefix: str, aliases: Mapping[str, Argument]) -> Ar
     return value  # type: ignore[return-value]
 
 
-def _specs(value: object) -> Iterator[TensorSpec]:
-    """Yield the specs of the tensors in the fake result of a call, without those of which a size is not known."""
-    if isinstance(value, torch.Tensor):
-        if all(isinstance(n, int) for n in value.shape):
-            yield TensorSpec(shape=tuple(value.shape), dtype=value.dtype)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _specs(item)
+def _specs(value: object) -> tuple[TensorSpec, ...]:
+    """The specs of the tensors in the fake result of a call, without those of which a size is not known."""
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    known = [tensor for tensor in tensors if all(isinstance(size, int) for size in tensor.shape)]
+    return tuple(TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype) for tensor in known)
 
 
 _SAME = aten_targets(

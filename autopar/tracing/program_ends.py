@@ -126,22 +126,19 @@ def _lifted(builder: Builder, placeholder: str, value: Any, buffers: list[Buffer
     return ref
 
 
-def loss_output(program: torch.export.ExportedProgram, outputs: list[Value], builder: Builder) -> Ref:
-    """Return the value of the loss, which is the first output that is not the new value of a buffer.
+def loss_output(outputs: list[Value], builder: Builder) -> Ref:
+    """Return the value of the loss, which is the last output of a program that computes nothing else than it and new buffers.
 
     Args:
-        program: The exported program.
-        outputs: The values of its outputs, in order.
+        outputs: The values of the program's outputs, in order.
         builder: Has the values of constants.
 
     Raises:
         TraceError: The loss is a constant.
     """
-    for spec, value in zip(program.graph_signature.output_specs, outputs, strict=True):
-        if spec.kind == OutputKind.USER_OUTPUT:
-            if isinstance(value, Ref) and value not in builder.values and value not in builder.lazies:
-                return value
-            break
+    loss = outputs[-1]
+    if isinstance(loss, Ref) and loss not in builder.values and loss not in builder.lazies:
+        return loss
     raise TraceError("The loss is a constant", fix="Return a loss that is computed from the parameters")
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import pickle
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -18,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -253,31 +253,29 @@ def _as_exporting(mode: FakeTensorMode) -> Iterator[None]:
         yield
 
 
-def _random_state() -> tuple[Any, bytes | None]:
-    """The states of the global random generators of Python and, if it is imported, of numpy."""
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else pickle.dumps(numpy.random.get_state(legacy=False))
+def _random_state() -> tuple[Any, bytes]:
+    """The states of the global random generators of Python and of numpy, in a form that can be compared."""
+    return random.getstate(), pickle.dumps(np.random.get_state(legacy=False))
 
 
-def _set_random_state(state: tuple[Any, bytes | None]) -> None:
+def _set_random_state(state: tuple[Any, bytes]) -> None:
     """Restore what :func:`_random_state` returned."""
     random.setstate(state[0])
-    if state[1] is not None:
-        sys.modules["numpy"].random.set_state(pickle.loads(state[1]))
+    np.random.set_state(pickle.loads(state[1]))
 
 
 _NUM_EQUAL_WORDS = 312
 """Half of the 624 words in the state of a Mersenne Twister. The others differ, so that code that draws until a number fits ends."""
 
 
-def _set_next_words(word: int, state: tuple[Any, bytes | None]) -> None:
+def _set_next_words(word: int, state: tuple[Any, bytes]) -> None:
     """Set the next words of both generators to ``word``, :data:`_NUM_EQUAL_WORDS` times, and those after them to words of ``state``."""
-    (version, words, gauss), numpy = state
+    (version, words, gauss), numpy_bytes = state
     random.setstate((version, (*[word] * _NUM_EQUAL_WORDS, *words[_NUM_EQUAL_WORDS:-1], 0), gauss))
-    numpy_state = {} if numpy is None else pickle.loads(numpy)
-    if numpy_state.get("bit_generator") == "MT19937":  # the user may have selected another generator
+    numpy_state = pickle.loads(numpy_bytes)
+    if numpy_state["bit_generator"] == "MT19937":  # the user may have selected another generator
         numpy_state["state"]["key"][:_NUM_EQUAL_WORDS], numpy_state["state"]["pos"] = word, 0
-        sys.modules["numpy"].random.set_state(numpy_state)
+        np.random.set_state(numpy_state)
 
 
 def _notes(model: torch.nn.Module, states: list[memory.State]) -> tuple[str, ...]:

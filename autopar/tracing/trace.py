@@ -232,7 +232,7 @@ def _traced(job: _Job, times: int = 1) -> tuple[Graph, Sequence[sample_counts.Ca
         outputs = converter.run(program.graph_module, converter.env, grad=True)
     except TraceError as error:
         raise _within(error, converter.module) from error
-    loss = over_samples(builder, loss_output(program, outputs, builder), inputs, batch_size)
+    loss = over_samples(builder, loss_output(outputs, builder), inputs, batch_size)
     graph = finish(
         builder,
         name=job.name or type(model).__name__,

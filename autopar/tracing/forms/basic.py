@@ -1,4 +1,4 @@
-"""Handlers that turn traced calls into the canonical operators of a graph: shapes, slices, casts, dropout and attention.
+"""Handlers that turn traced calls into the canonical operators of a graph: shapes, slices and casts.
 
 Several torch operators express the same operation. A handler emits one of them for all, so that the sharding rules and the cost
 model need to know only that one. Losses and layers have modules of their own.
@@ -16,7 +16,7 @@ import torch
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec
 from autopar.ops.kernels import aten_targets
 from autopar.tracing.builder import SKIPPED_KWARGS, Builder, Call, Value
-from autopar.tracing.constants import CONVERSIONS, LOGICAL, allows_all, is_causal
+from autopar.tracing.constants import CONVERSIONS, LOGICAL
 
 Handler: TypeAlias = Callable[[Builder, Call], Value]
 """A function that adds the operators of a call to the graph under construction and returns the value of the call."""
@@ -327,37 +327,6 @@ def _copy(builder: Builder, call: Call) -> Value:
     return _expanded(builder, call, cast_to(builder, call, call.operands[1], call.spec.dtype), call.spec)
 
 
-def _dropout(builder: Builder, call: Call) -> Value:
-    """Emit ``autopar.dropout`` for dropout and native_dropout, or nothing if no element is dropped."""
-    source, p, training = call.args
-    result = source if training is False or p == 0 else dropped_out(builder, call, source, p)
-    return (result, None) if call.target == "aten.native_dropout.default" else result
-
-
-def dropped_out(builder: Builder, call: Call, source: Argument, p: Argument) -> Ref:
-    """Emit ``autopar.dropout(source, p, salt)``. The salt numbers the dropouts of a graph, so that they draw independent numbers."""
-    builder.salts += 1
-    return builder.emit(call, "autopar.dropout", (source, p, builder.salts - 1), call.spec)
-
-
-def _attention(builder: Builder, call: Call) -> Value:
-    """Emit the attention with all arguments given.
-
-    A causal mask becomes ``is_causal=True``, and a mask that allows everything is dropped.
-    """
-    given = call.bound()
-    mask, causal = given["attn_mask"], given["is_causal"]
-    if isinstance(mask, Ref) and not causal:
-        value = builder.lazies.get(mask) or builder.known(mask)
-        if value is not None and mask not in builder.masks:
-            builder.masks[mask] = (is_causal(value, builder.shape(mask)), allows_all(value))
-        causal, is_trivial = builder.masks.get(mask, (False, False))
-        mask = None if causal or is_trivial else mask
-    args = (given["query"], given["key"], given["value"], mask, given["dropout_p"], causal)
-    kwargs = {"scale": given["scale"], "enable_gqa": given["enable_gqa"]}
-    return builder.emit(call, call.target, args, call.spec, kwargs=kwargs)
-
-
 def _with_all_arguments(builder: Builder, call: Call) -> Value:
     """Emit an operator of autopar with all arguments given by position."""
     return builder.emit(call, call.target.removesuffix(".default"), tuple(call.bound().values()))
@@ -420,9 +389,7 @@ HANDLERS: dict[str, Handler] = {
     "aten.mT.default": _last_two,
     "aten.permute.default": _permute,
     "aten.copy.default": _copy,
-    **dict.fromkeys(aten_targets("native_dropout.default dropout.default"), _dropout),
     "aten.square.default": _square,
-    "aten.scaled_dot_product_attention.default": _attention,
     **dict.fromkeys(("autopar.experts.default", "autopar.ctc_losses.default"), _with_all_arguments),
 }
 """Handlers by target as traced. A call without a handler in any module passes through :func:`generic`."""

@@ -1,4 +1,4 @@
-"""Handlers of what layers call: products, indexing, random draws, norms, recurrent networks, embeddings."""
+"""Handlers of what layers call: products, dropout, attention, indexing, random draws, norms, recurrent networks and embeddings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from autopar.errors import TraceError
 from autopar.graph.graph import Argument, Ref, TensorSpec
 from autopar.ops.kernels import aten_targets
 from autopar.tracing.builder import FOLD_LIMIT, Builder, Call, Value
-from autopar.tracing.forms.basic import Handler, detached, dropped_out, generic, put_where, slice_of, view_to
+from autopar.tracing.constants import allows_all, is_causal
+from autopar.tracing.forms.basic import Handler, detached, generic, put_where, slice_of, view_to
 
 
 def _addmm(builder: Builder, call: Call) -> Value:
@@ -85,6 +86,37 @@ def _einsum(builder: Builder, call: Call) -> Value:
         right = "..." + "".join(sorted(c for c in set(used) if used.count(c) == 1))
     explicit = f"{left}->{right}".replace("...", letters)
     return builder.emit(call, call.target, (explicit, operands))
+
+
+def _dropout(builder: Builder, call: Call) -> Value:
+    """Emit ``autopar.dropout`` for dropout and native_dropout, or nothing if no element is dropped."""
+    source, p, training = call.args
+    result = source if training is False or p == 0 else _dropped_out(builder, call, source, p)
+    return (result, None) if call.target == "aten.native_dropout.default" else result
+
+
+def _dropped_out(builder: Builder, call: Call, source: Argument, p: Argument) -> Ref:
+    """Emit ``autopar.dropout(source, p, salt)``. The salt numbers the dropouts of a graph, so that they draw independent numbers."""
+    builder.salts += 1
+    return builder.emit(call, "autopar.dropout", (source, p, builder.salts - 1), call.spec)
+
+
+def _attention(builder: Builder, call: Call) -> Value:
+    """Emit the attention with all arguments given.
+
+    A causal mask becomes ``is_causal=True``, and a mask that allows everything is dropped.
+    """
+    given = call.bound()
+    mask, causal = given["attn_mask"], given["is_causal"]
+    if isinstance(mask, Ref) and not causal:
+        value = builder.lazies.get(mask) or builder.known(mask)
+        if value is not None and mask not in builder.masks:
+            builder.masks[mask] = (is_causal(value, builder.shape(mask)), allows_all(value))
+        causal, is_trivial = builder.masks.get(mask, (False, False))
+        mask = None if causal or is_trivial else mask
+    args = (given["query"], given["key"], given["value"], mask, given["dropout_p"], causal)
+    kwargs = {"scale": given["scale"], "enable_gqa": given["enable_gqa"]}
+    return builder.emit(call, call.target, args, call.spec, kwargs=kwargs)
 
 
 def _index(builder: Builder, call: Call) -> Value:
@@ -265,19 +297,22 @@ def _batch_norm(builder: Builder, call: Call) -> Value:
     given = call.bound()
     if given.get("training") is not True:
         return generic(builder, call)
-    args = (given["input"], given["weight"], given["bias"], given["eps"])
     running = (given.get("running_mean"), given.get("running_var"))
     if all(isinstance(ref, Ref) for ref in running):
-        specs = (call.outputs[0], *call.outputs[3:])
-        assert all(spec is not None for spec in specs) and len(specs) == 3
-        normalized = builder.emit(
-            call,
-            "autopar.batch_norm_running",
-            (given["input"], *running, given["weight"], given["bias"], given["momentum"], given["eps"]),
-            *(spec for spec in specs if spec is not None),
+        specs = [spec for spec in (call.outputs[0], *call.outputs[3:]) if spec is not None]
+        assert len(specs) == 3, call.target
+        args: tuple[Argument, ...] = (
+            given["input"],
+            *running,
+            given["weight"],
+            given["bias"],
+            given["momentum"],
+            given["eps"],
         )
+        normalized = builder.emit(call, "autopar.batch_norm_running", args, *specs)
         builder.stop_gradient(normalized, 1, 2)
         return (normalized, None, None, Ref(normalized.name, 1), Ref(normalized.name, 2))
+    args = (given["input"], given["weight"], given["bias"], given["eps"])
     return (builder.emit(call, "autopar.batch_norm", args, call.spec), *(None,) * (len(call.outputs) - 1))
 
 
@@ -332,7 +367,7 @@ def _recurrent(builder: Builder, call: Call) -> Value:
         for i, finals in enumerate(final_states):
             finals.append(Ref(x.name, i + 1))
         if layer < num_layers - 1:
-            x = dropped_out(builder, call, x, dropout)
+            x = _dropped_out(builder, call, x, dropout)
     return (x, *(builder.make(call, "aten.cat.default", tuple(finals), 0) for finals in final_states))
 
 
@@ -403,6 +438,8 @@ LAYERS: dict[str, Handler] = {
     "aten.linear.default": _linear,
     **dict.fromkeys(aten_targets("_weight_norm.default _weight_norm_interface.default"), _weight_norm),
     "aten.einsum.default": _einsum,
+    **dict.fromkeys(aten_targets("native_dropout.default dropout.default"), _dropout),
+    "aten.scaled_dot_product_attention.default": _attention,
     "aten.index.Tensor": _index,
     "aten.index_put.default": _put_in_each,
     **dict.fromkeys(
