@@ -102,6 +102,7 @@ MISTAKES = (
     (2, f"search MODELS:net {ON} --pin tpp=2", "Unknown pin 'tpp'. Did you mean 'tp'?"),
     (2, f"search MODELS:net {ON} --pin tp", "Write for example tp=4"),
     (2, f"search MODELS:net {ON} --pin tp=two", "The value 'two' of tp is not a whole number"),
+    (2, f"search MODELS:net {ON} --pin tp=1{'0' * 20}", "of tp has more than 18 digits"),
     (2, f"search MODELS:net {ON} --pin schedule=1F1", "Unknown schedule '1F1'. Did you mean '1F1B'?"),
     (3, f"search MODELS:net {ON} --pin tp=3", "tp=3. Drop one of the pins named"),
     (3, "search MODELS:net --cluster cpu:1x4 --global-batch 6 --pin dp_replicate=4", "take another global batch"),

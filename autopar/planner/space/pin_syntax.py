@@ -143,6 +143,10 @@ class ActivationPin:
 Pin = ActivationPin | NumberPin | ChoicePin | RecomputePin | StagePin | ParameterPin | OpaquePin
 
 
+_DIGITS = 18
+"""Of a number: those that every int64 holds, in which candidates are listed."""
+
+
 def parse_pin(text: str) -> Pin:
     """Return the pin of a text.
 
@@ -159,9 +163,10 @@ def parse_pin(text: str) -> Pin:
         )
     name, relation, value = match.groups()
     if name in _NUMBERS:
-        if not value.isdecimal():
+        if not value.isdecimal() or len(value) > _DIGITS:
+            fault = f"has more than {_DIGITS} digits" if value.isdecimal() else "is not a whole number"
             raise UsageError(
-                f"The value '{value}' of {name} is not a whole number",
+                f"The value '{value}' of {name} {fault}",
                 where=f"pin '{text}'",
                 fix=f"Write for example {name}=4",
             )
