@@ -16,10 +16,7 @@ def has_process_group() -> bool:
 
 @pytest.fixture(autouse=True)
 def no_process_group_left() -> Iterator[None]:
-    """What a test has started, as by ``autopar.parallelize``, ends with it; what a fixture of its module has started does not.
-
-    Later tests of the process check programs, or start groups of their own, which cannot be done beside one.
-    """
+    """End with a test what it has started, as by ``autopar.parallelize``; what a fixture of its module has started goes on."""
     was_there = has_process_group()
     yield
     if not was_there and has_process_group():

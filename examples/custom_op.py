@@ -15,7 +15,7 @@ HIDDEN, FFN, LABELS = 64, 256, 10
 
 @torch.library.custom_op("example::fused_mlp", mutates_args=())
 def fused_mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """An MLP in one kernel: x [b, s, k], up [f, k], down [n, f]; gives [b, s, n]."""
+    """Compute an MLP in one kernel: x [b, s, k], up [f, k], down [n, f]; gives [b, s, n]."""
     return torch.relu(x @ up.t()) @ down.t()
 
 
@@ -45,7 +45,7 @@ fused_mlp.register_autograd(_backward, setup_context=_keep)
 # Nothing says how this one is split: autopar runs it on small parts at planning time.
 @torch.library.custom_op("example::squash", mutates_args=())
 def squash(x: Tensor) -> Tensor:
-    """Each element into (-1, 1)."""
+    """Map each element into (-1, 1)."""
     return x * torch.rsqrt(1 + x * x)
 
 
@@ -73,7 +73,7 @@ class Model(nn.Module):
 
 
 def main() -> autopar.Plan:
-    """Declares the rule, which is checked by execution, and plans the model on two ranks with tp=2."""
+    """Declare the rule, which is checked by execution, and plan the model on two ranks with tp=2."""
     # b, s and n are split freely; f+ is summed over, so that up split by rows and down by columns is one strategy
     # (Megatron's MLP); k^ stays whole, since the result is not linear in it.
     autopar.register_rule("example::fused_mlp", "b s k^, f+ k^, n f+ -> b s n; linear 2")

@@ -21,7 +21,7 @@ RANKS, STEPS, WARM_UP = 4, 60, 5
 
 
 def search_plan() -> autopar.Plan:
-    """A plan for this machine, measured."""
+    """Return a plan for this machine, measured."""
     cluster = autopar.Cluster.detect(num_ranks=RANKS)
     batch = train_gpt2.make_batch(0)
     return autopar.search(
@@ -40,7 +40,7 @@ def train_parallel(plan: Path, record: Path) -> dict[str, list[float]]:
 
 
 def train_alone() -> list[float]:
-    """The same steps by the model itself in this process, without autopar."""
+    """Train the same steps by the model itself in this process, without autopar."""
     model = train_gpt2.build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=train_gpt2.LEARNING_RATE, fused=True)
     losses = []
@@ -55,7 +55,7 @@ def train_alone() -> list[float]:
 
 
 def main() -> int:
-    """The demo; 0 when both runs agree and the loss falls."""
+    """Run the demo; return 0 when both runs agree and the loss falls."""
     print(f"1. Measuring this machine, searching a plan for {RANKS} ranks")
     plan = search_plan()
     print(plan)

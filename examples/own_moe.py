@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 
 def main() -> autopar.Plan:
-    """A plan whose experts stand on four data ranks, two on each."""
+    """Return a plan whose experts stand on four data ranks, two on each."""
     ids = torch.randint(0, 256, (2, 32))
     with torch.device("meta"):
         model = Model()

@@ -17,14 +17,14 @@ TOKENS = torch.tensor(list(TEXT.encode()))
 
 
 def make_batch(step: int) -> dict[str, torch.Tensor]:
-    """The global batch of a step, the same on every rank: each takes its part of it."""
+    """Return the global batch of a step, the same on every rank: each takes its part of it."""
     starts = torch.randint(len(TOKENS) - SEQUENCE, (BATCH,), generator=torch.Generator().manual_seed(step))
     ids = torch.stack([TOKENS[start : start + SEQUENCE] for start in starts])
     return {"input_ids": ids, "labels": ids}
 
 
 def build_model() -> GPT2LMHeadModel:
-    """The same weights on every rank."""
+    """Make the model with the same weights on every rank."""
     torch.manual_seed(0)
     sizes = {"n_layer": 4, "n_embd": 128, "n_head": 4, "n_positions": SEQUENCE, "vocab_size": 256}
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}

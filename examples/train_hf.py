@@ -28,7 +28,7 @@ class Windows(Dataset):
 
 
 def accuracy(found: EvalPrediction) -> dict[str, float]:
-    """How many characters are foretold."""
+    """Return how many characters are foretold."""
     return {"accuracy": float((found.predictions[:, :-1].argmax(-1) == found.label_ids[:, 1:]).mean())}
 
 

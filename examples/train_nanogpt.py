@@ -68,7 +68,7 @@ class GPT(nn.Module):
 
 
 def make_batch(number: int) -> dict[str, Tensor]:
-    """The global batch of this number, the same on every rank."""
+    """Return the global batch of this number, the same on every rank."""
     starts = torch.randint(len(TOKENS) - LENGTH - 1, (BATCH,), generator=torch.Generator().manual_seed(number))
     windows = torch.stack([TOKENS[start : start + LENGTH + 1] for start in starts])
     return {"ids": windows[:, :-1], "targets": windows[:, 1:]}

@@ -155,7 +155,7 @@ BATCH = 8
 """Plans whose steps take turns, so that other load of the machine affects all of them."""
 
 Launch = Callable[[Job | LinkTask], Sequence[Mapping[str, Mapping[str, Any]]]]
-"""Runs a job on all its ranks, and returns what :func:`autopar.benchmark.rank_runs.run` returns on each."""
+"""Runs a job on all its ranks, and return what :func:`autopar.benchmark.rank_runs.run` returns on each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

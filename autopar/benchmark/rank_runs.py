@@ -1,4 +1,4 @@
-"""The program of each rank: it builds several plans, runs their steps in turns, and returns times, memory and categories.
+"""The program of each rank: it builds several plans, runs their steps in turns, and return times, memory and categories.
 
 Under torchrun on other machines: ``torchrun ... autopar/benchmark/rank_runs.py JOB RESULT``, where JOB is a pickled :class:`Job`, and
 RESULT will be a JSON list with the result of :func:`run` on each rank.

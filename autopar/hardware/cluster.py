@@ -52,11 +52,11 @@ class NodeGroup:
         return self.num_nodes * self.devices_per_node
 
     def with_memory(self, num_bytes: int) -> NodeGroup:
-        """The same nodes with so many bytes of memory on every device, as the user states."""
+        """Return the same nodes with so many bytes of memory on every device, as the user states."""
         return replace(self, device=self.device.with_memory(num_bytes, "stated by the user"))
 
     def to_dict(self) -> dict[str, Any]:
-        """The group as plain data: a complete ``[[group]]`` of a cluster file."""
+        """Return the group as plain data: a complete ``[[group]]`` of a cluster file."""
         return asdict(self) | {"device": self.device.to_dict()}
 
 
@@ -98,7 +98,7 @@ class Cluster:
 
     @classmethod
     def parse(cls, text: str, *, cache_dir: Path | None = None) -> Cluster:
-        """A cluster from ``DEVICE:NODESxPER_NODE``, ``local`` or the path of a TOML file.
+        """Return a cluster from ``DEVICE:NODESxPER_NODE``, ``local`` or the path of a TOML file.
 
         The first two take options as in ``cpu:1x4?memory=1e9&cores=2``: ``memory`` (bytes of one device, ``80GB`` or
         ``80GiB``), ``host_memory`` (of its host, for offloading), ``nics`` (cards of a node), ``nic_bandwidth`` (bytes/s of one), ``cores`` (of a node of CPU ranks: more ranks than cores share
@@ -116,14 +116,14 @@ class Cluster:
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
-        """A cluster from a TOML file, whose schema is in ``profiles/README.md``. :meth:`parse` reads such files too."""
+        """Return a cluster from a TOML file, whose schema is in ``profiles/README.md``. :meth:`parse` reads such files too."""
         from autopar.hardware import read as store
 
         return store.load_cluster(Path(path))
 
     @classmethod
     def detect(cls, *, num_ranks: int | None = None, cache_dir: Path | None = None, refresh: bool = False) -> Cluster:
-        """Measures this machine in a few seconds: matmul, memory, and the link between two local ranks.
+        """Measure this machine in a few seconds: matmul, memory, and the link between two local ranks.
 
         Args:
             num_ranks: devices to plan for; ``None`` for the number of GPUs, or of CPU cores if there are none.
@@ -173,29 +173,29 @@ class Cluster:
         return tuple(sorted(different.values()))
 
     def reordered(self, order: tuple[int, ...]) -> Cluster:
-        """The same nodes, with ranks counted through the groups in one of :attr:`orders`."""
+        """Return the same nodes, with ranks counted through the groups in one of :attr:`orders`."""
         return replace(self, groups=tuple(self.groups[i] for i in order))
 
     def group_of(self, rank: int) -> NodeGroup:
-        """The group of the rank's node."""
+        """Return the group of the rank's node."""
         return self._locate(rank)[0]
 
     def device_of(self, rank: int) -> Device:
-        """The rank's device."""
+        """Return the rank's device."""
         return self._locate(rank)[0].device
 
     def node_of(self, rank: int) -> int:
-        """The rank's node, counted over all groups."""
+        """Return the rank's node, counted over all groups."""
         return self._locate(rank)[1]
 
     def tier_of(self, ranks: Iterable[int]) -> str:
-        """The innermost tier that holds all ranks: ``device``, ``node``, the name of a :class:`Tier`, or ``network``."""
+        """Return the innermost tier that holds all ranks: ``device``, ``node``, the name of a :class:`Tier`, or ``network``."""
         from autopar.hardware import topology  # it reads clusters
 
         return topology.Fabric(self).tier_of(ranks)
 
     def link_between(self, rank: int, other: int) -> Link:
-        """The link that limits a single message from ``rank`` to ``other``: the narrowest on the path, with the sum of the delays."""
+        """Return the link that limits a single message from ``rank`` to ``other``: the narrowest on the path, with the sum of the delays."""
         from autopar.hardware import topology
 
         return topology.Fabric(self).link_between(rank, other)
@@ -207,7 +207,7 @@ class Cluster:
         return topology.topology(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """The cluster as plain data without references to profiles; written as TOML it is a cluster file."""
+        """Return the cluster as plain data without references to profiles; written as TOML it is a cluster file."""
         return {
             "name": self.name,
             "group": [group.to_dict() for group in self.groups],
@@ -217,7 +217,7 @@ class Cluster:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object], *, place: str = "cluster") -> Cluster:
-        """Reads the result of :meth:`to_dict`.
+        """Read the result of :meth:`to_dict`.
 
         Args:
             place: the name of the source in errors.
@@ -230,7 +230,7 @@ class Cluster:
         return store.cluster_from_table(Table(data, file=place))
 
     def with_groups(self, change: Callable[[NodeGroup], NodeGroup]) -> Cluster:
-        """The same cluster with ``change`` applied to each group of nodes."""
+        """Return the same cluster with ``change`` applied to each group of nodes."""
         return replace(self, groups=tuple(map(change, self.groups)))
 
     def _locate(self, rank: int) -> tuple[NodeGroup, int]:

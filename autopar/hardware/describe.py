@@ -28,7 +28,7 @@ _OPTIONS = ("memory", "host_memory", "nics", "nic_bandwidth", "cores", "ranks", 
 
 
 def parse_cluster(text: str, *, cache_dir: Path | None = None) -> Cluster:
-    """Implements :meth:`Cluster.parse`."""
+    """Implement :meth:`Cluster.parse`."""
     base, _, query = text.partition("?")
     options = _options(text, query)
     if base == "local":
@@ -66,7 +66,7 @@ def parse_cluster(text: str, *, cache_dir: Path | None = None) -> Cluster:
 
 
 def machine_of(text: str, *, cache_dir: Path | None = None) -> MachineProfile:
-    """The machine that a cluster's description names, at full speed and with all of its memory.
+    """Return the machine that a cluster's description names, at full speed and with all of its memory.
 
     Raises:
         UsageError: as :func:`parse_cluster`; of a cluster's file the first group is used.
@@ -111,7 +111,7 @@ def _overridden(cluster: Cluster, text: str, options: dict[str, str]) -> Cluster
 
 
 def _with_host_memory(group: NodeGroup, num_bytes: int, text: str) -> NodeGroup:
-    """The same nodes with so much host memory for every device.
+    """Return the same nodes with so much host memory for every device.
 
     Raises:
         UsageError: the device's profile has no link to a host.
@@ -162,7 +162,7 @@ def _bytes(text: str, key: str, value: str) -> int:
 def _with_links(
     cluster: Cluster, change: Callable[[Link], Link], *, node: bool = True, network: bool = True
 ) -> Cluster:
-    """The cluster with changed links inside nodes, and changed cards and uplinks."""
+    """Return the cluster with changed links inside nodes, and changed cards and uplinks."""
     changed = cluster.with_groups(
         lambda group: replace(
             group,
@@ -184,7 +184,7 @@ def _links(field: str, *, node: bool = True, network: bool = True) -> Callable[[
 
 
 def _latency(cluster: Cluster, factor: float) -> Cluster:
-    """Delays are stated in links or in steps of the collective library: both are scaled."""
+    """Delay are stated in links or in steps of the collective library: both are scaled."""
     cluster = _links("latency_s")(cluster, factor)
     steps = ("base_s", "intra_step_s", "inter_step_s")
     algorithms = tuple(times(algorithm, factor, *steps) for algorithm in cluster.library.algorithms)
@@ -243,7 +243,7 @@ def scaled(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
 
 
 def with_free_links(cluster: Cluster) -> Cluster:
-    """The same devices, with links whose time is negligible."""
+    """Return the same devices, with links whose time is negligible."""
 
     def free(link: Link) -> Link:
         return replace(
@@ -281,7 +281,7 @@ _MEMORY_SPREAD = 0.08
 
 
 def shipped_profile_name(device_name: str, memory_bytes: int | None = None) -> str | None:
-    """The shipped profile of a GPU; None if no shipped profile is certain to be of this device.
+    """Return the shipped profile of a GPU; None if no shipped profile is certain to be of this device.
 
     Args:
         device_name: as its driver reports it.
@@ -301,19 +301,19 @@ def shipped_profile_name(device_name: str, memory_bytes: int | None = None) -> s
 
 @cache
 def _fits(name: str, memory_bytes: int | None) -> bool:
-    """Whether a device with so much memory can be the one of the profile."""
+    """Return whether a device with so much memory can be the one of the profile."""
     if memory_bytes is None:
         return name not in _NEEDS_MEMORY
     return has_memory(memory_bytes, load_profile(name).device.memory_bytes)
 
 
 def has_memory(memory_bytes: int, of_bytes: int) -> bool:
-    """Whether devices that report these sizes of memory can be equal."""
+    """Return whether devices that report these sizes of memory can be equal."""
     return abs(memory_bytes / of_bytes - 1.0) <= _MEMORY_SPREAD
 
 
 def multiplies_in_tf32() -> bool:
-    """Whether GPUs compute products of float32 in TF32, by whichever of torch's two interfaces (since 2.9) it was set."""
+    """Return whether GPUs compute products of float32 in TF32, by whichever of torch's two interfaces (since 2.9) it was set."""
     import torch
 
     matmul: Any = torch.backends.cuda.matmul
@@ -321,7 +321,7 @@ def multiplies_in_tf32() -> bool:
 
 
 def convolves_in_tf32() -> bool:
-    """Whether cuDNN computes convolutions of float32 in TF32: a separate mode, which is on by default."""
+    """Return whether cuDNN computes convolutions of float32 in TF32: a separate mode, which is on by default."""
     import torch  # to list devices needs none
 
     cudnn: Any = torch.backends.cudnn
@@ -333,18 +333,18 @@ DTYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float1
 
 
 def shipped_devices() -> tuple[Device, ...]:
-    """The devices of the shipped profiles, by name."""
+    """Return the devices of the shipped profiles, by name."""
     return tuple(load_profile(name).device for name in known_devices())
 
 
 def peaks(device: Device) -> dict[str, float]:
-    """Published dense peaks of products by precision, in FLOP/s; of a CPU the measured rate of one core."""
+    """Return published dense peaks of products by precision, in FLOP/s; of a CPU the measured rate of one core."""
     rates = {rate.dtype: rate.datasheet_flops_per_s for rate in device.matmul}
     return {name: rates[dtype] for name, dtype in DTYPES.items() if dtype in rates}
 
 
 def render_devices(devices: Sequence[Device]) -> str:
-    """A text table with a row for each device."""
+    """Return a text table with a row for each device."""
     head = ("device", "memory", *(f"{name} TFLOP/s" for name in DTYPES))
     rows = [
         (device.name, num_bytes(device.memory_bytes), *(_tera(peaks(device).get(name)) for name in DTYPES))
@@ -354,7 +354,7 @@ def render_devices(devices: Sequence[Device]) -> str:
 
 
 def devices_summary(devices: Sequence[Device]) -> dict[str, Any]:
-    """The devices as JSON values."""
+    """Return the devices as JSON values."""
     return {device.name: {"memory_bytes": device.memory_bytes, "peak_flops_per_s": peaks(device)} for device in devices}
 
 

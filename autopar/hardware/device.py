@@ -81,7 +81,7 @@ class Overheads:
         return self.action_s, self.message_s
 
     def scaled(self, factor: float, note: str) -> Overheads:
-        """The overheads times ``factor``."""
+        """Return the overheads times ``factor``."""
         times = {name: getattr(self, name) * factor for name in self.__slots__ if name != "provenance"}
         return Overheads(**times, provenance=self.provenance + note)
 
@@ -139,7 +139,7 @@ class Device:
     host: HostLink | None = None
 
     def function(self, name: str) -> FunctionRate | None:
-        """The measured rate of an elementwise function, or None."""
+        """Return the measured rate of an elementwise function, or None."""
         return next((rate for rate in self.functions if rate.name == name), None)
 
     @property
@@ -160,7 +160,7 @@ class Device:
         return sum(reserve.num_bytes for reserve in self.reserves)
 
     def rate(self, dtype: str) -> MatmulRate:
-        """The matmul rate of ``dtype`` (``"bfloat16"``).
+        """Return the matmul rate of ``dtype`` (``"bfloat16"``).
 
         Raises:
             UsageError: the profile has no number for this dtype.
@@ -176,7 +176,7 @@ class Device:
         )
 
     def multiplying(self, dtype: str, products: str) -> Device:
-        """The same device, whose products of ``dtype`` have the rate of ``products`` in the profile.
+        """Return the same device, whose products of ``dtype`` have the rate of ``products`` in the profile.
 
         Raises:
             UsageError: the profile has no such rate.
@@ -187,12 +187,12 @@ class Device:
         return replace(self, matmul=(*others, replace(self.rate(products), dtype=dtype)))
 
     def with_memory(self, num_bytes: int, provenance: str) -> Device:
-        """The same device with this much memory."""
+        """Return the same device with this much memory."""
         notes = {**dict(self.provenance), "memory": provenance}
         return replace(self, memory_bytes=num_bytes, provenance=tuple(notes.items()))
 
     def at_best(self) -> Device:
-        """A device on which parts of a product together take no less time than the product; see :meth:`MatmulRate.at_best`.
+        """Return a device on which parts of a product together take no less time than the product; see :meth:`MatmulRate.at_best`.
 
         It is this device if that already holds.
         """
@@ -200,7 +200,7 @@ class Device:
         return self if best == self.matmul else replace(self, matmul=best)
 
     def to_dict(self) -> dict[str, Any]:
-        """The ``[device]`` table of the profile, as plain data."""
+        """Return the ``[device]`` table of the profile, as plain data."""
         notes = dict(self.provenance)
         measured = {} if self.operators is None else {"operators": asdict(self.operators)}
         host = {} if self.host is None else {"host": self.host.to_dict()}
@@ -221,7 +221,7 @@ class Device:
 
     @classmethod
     def from_table(cls, table: Table) -> Device:
-        """Reads the result of :meth:`to_dict`.
+        """Read the result of :meth:`to_dict`.
 
         Raises:
             UsageError: a key is missing, unknown or has a wrong value; names file, line and key.
@@ -282,12 +282,12 @@ class HostLink:
     provenance: str
 
     def to_dict(self) -> dict[str, Any]:
-        """The table ``[device.host]``."""
+        """Return the table ``[device.host]``."""
         known = {} if self.memory_bytes is None else {"num_bytes": self.memory_bytes}
         return {**{name: getattr(self, name) for name in _RATES}, **known, "provenance": self.provenance}
 
     @classmethod
     def from_table(cls, table: Table) -> HostLink:
-        """Reads the result of :meth:`to_dict`."""
+        """Read the result of :meth:`to_dict`."""
         memory = table.integer("num_bytes") if table.has("num_bytes") else None
         return table.record(cls, may_be_zero=("launch_s", "latency_s"), memory_bytes=memory)

@@ -39,7 +39,7 @@ class OperatorTable:
 
     @classmethod
     def from_table(cls, table: Table) -> OperatorTable:
-        """Reads the result of ``asdict``, or the ``file`` next to the profile that the table names.
+        """Read the result of ``asdict``, or the ``file`` next to the profile that the table names.
 
         Raises:
             UsageError: a key is missing or unknown; the file is missing or damaged.
@@ -70,7 +70,7 @@ def _operator_time(row: Table) -> OperatorTime:
 
 
 def load_json(path: Path) -> dict[str, Any]:
-    """An object from a JSON file.
+    """Return an object from a JSON file.
 
     Raises:
         UsageError: the file cannot be read or holds something else.
@@ -235,7 +235,7 @@ class CollectiveLibrary:
     measured: tuple[CollectiveTime, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The library as plain data."""
+        """Return the library as plain data."""
         return {
             "name": self.name,
             "implemented_as": dict(self.implemented_as),
@@ -246,7 +246,7 @@ class CollectiveLibrary:
 
     @classmethod
     def from_table(cls, table: Table) -> CollectiveLibrary:
-        """Reads the result of :meth:`to_dict`; numbers left out of an algorithm are zero, its fraction is one."""
+        """Read the result of :meth:`to_dict`; numbers left out of an algorithm are zero, its fraction is one."""
         implemented = table.table("implemented_as") if table.has("implemented_as") else None
         library = cls(
             name=table.text("name"),

@@ -45,7 +45,7 @@ _ASSUMED = "assumed"
 def detect(
     *, num_ranks: int | None = None, cores: int | None = None, cache_dir: Path | None = None, refresh: bool = False
 ) -> Cluster:
-    """Implements :meth:`autopar.hardware.cluster.Cluster.detect`.
+    """Implement :meth:`autopar.hardware.cluster.Cluster.detect`.
 
     Args:
         cores: cores of all ranks together; None for those that were measured.
@@ -63,7 +63,7 @@ def detect(
 
 
 def _check_alike() -> None:
-    """Checks that all GPUs that this process sees are of one kind.
+    """Check that all GPUs that this process sees are of one kind.
 
     Raises:
         UsageError: they are not; names the kinds.
@@ -79,7 +79,7 @@ def _check_alike() -> None:
 
 
 def machine_profile(*, cache_dir: Path | None = None, refresh: bool = False) -> MachineProfile:
-    """The profile of this machine, from the cache or measured now; a GPU with a shipped profile is not measured."""
+    """Return the profile of this machine, from the cache or measured now; a GPU with a shipped profile is not measured."""
     shipped = _shipped_here()
     if shipped is not None:
         return load_profile(shipped)
@@ -100,7 +100,7 @@ def machine_profile(*, cache_dir: Path | None = None, refresh: bool = False) -> 
 
 
 def profile_path(cache_dir: Path | None = None) -> Path | None:
-    """The cache file of :func:`machine_profile`; None if it uses a shipped profile."""
+    """Return the cache file of :func:`machine_profile`; None if it uses a shipped profile."""
     if _shipped_here() is not None:
         return None
     return (cache_dir or default_cache_dir()) / f"machine-{fingerprint()}.toml"
@@ -111,7 +111,7 @@ def _shipped_here() -> str | None:
 
 
 def device_name() -> str:
-    """The GPU's name, or the processor's if there is no GPU."""
+    """Return the GPU's name, or the processor's if there is no GPU."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
 
 
@@ -123,7 +123,7 @@ def device_bytes() -> int:
 
 
 def identity() -> str:
-    """The device and the software, to which measured times belong."""
+    """Return the device and the software, to which measured times belong."""
     mode = ""
     if torch.cuda.is_available():
         mode += ", products in TF32" if multiplies_in_tf32() else ""
@@ -132,7 +132,7 @@ def identity() -> str:
 
 
 def fingerprint() -> str:
-    """A hash that identifies a measurement: machine, processor, cores, torch; and for GPUs the number that its links joined."""
+    """Return a hash that identifies a measurement: machine, processor, cores, torch; and for GPUs the number that its links joined."""
     parts: tuple[object, ...] = (platform.node(), device_name(), num_cores(), torch.__version__, _CACHE_VERSION)
     if torch.cuda.is_available():
         parts += (torch.cuda.device_count(), multiplies_in_tf32(), convolves_in_tf32())
@@ -140,7 +140,7 @@ def fingerprint() -> str:
 
 
 def profile_dict(measured: dict[str, Any]) -> dict[str, Any]:
-    """The profile file, from the measurements of the workers."""
+    """Return the profile file, from the measurements of the workers."""
     cuda = torch.cuda.is_available()
     where = f"measured {time.strftime('%Y-%m-%d')} on {device_name()}, torch {torch.__version__}"
     loopback = {"name": "loopback", "provenance": f"{where}: gloo all-reduce over two local processes"}
@@ -196,7 +196,7 @@ def profile_dict(measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gpu_links(measured: dict[str, Any], where: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The links inside the node as NCCL was timed with two or more GPUs; otherwise, and between nodes, those of :data:`STAND_IN`."""
+    """Return the links inside the node as NCCL was timed with two or more GPUs; otherwise, and between nodes, those of :data:`STAND_IN`."""
     stand_in = load_profile(STAND_IN)
     intra_node, nic = (
         {**asdict(link), "provenance": f"{_ASSUMED}, not measured here: as of {STAND_IN}, {link.provenance}"}
@@ -214,7 +214,7 @@ def _gpu_links(measured: dict[str, Any], where: str) -> tuple[dict[str, Any], di
 
 
 def measured_host(rates: dict[str, float], where: str) -> dict[str, Any]:
-    """The table ``[device.host]`` from the result of ``measure.host_link``; the memory is divided among the node's devices."""
+    """Return the table ``[device.host]`` from the result of ``measure.host_link``; the memory is divided among the node's devices."""
     share = host_memory_bytes() // torch.cuda.device_count()
     note = (
         f"{where}: copies of 256 MiB, page-locked, one device and one thread of the host at a time; its memory divided"
@@ -238,7 +238,7 @@ def _reserves(cuda: bool) -> list[dict[str, Any]]:
 
 
 def _rate(points: list[dict[str, float]], where: str) -> dict[str, Any]:
-    """The efficiency curve, made monotonic, so that a disturbed sample cannot make a larger matmul slower than a smaller one."""
+    """Return the efficiency curve, made monotonic, so that a disturbed sample cannot make a larger matmul slower than a smaller one."""
     ceiling = max(point["flops_per_s"] for point in points)
     best, best_backward, curve = 0.0, 0.0, []
     for point in points:
@@ -255,7 +255,7 @@ def _rate(points: list[dict[str, float]], where: str) -> dict[str, Any]:
 
 
 def _attention(points: list[dict[str, float]], measured: list[list[float]]) -> dict[str, float]:
-    """The fraction of the ceiling and the half width of a head, from two widths; see ``MatmulRate.attention_flops_per_s``."""
+    """Return the fraction of the ceiling and the half width of a head, from two widths; see ``MatmulRate.attention_flops_per_s``."""
     if len(measured) != 2:
         return {}
     ceiling = max(point["flops_per_s"] for point in points)
@@ -281,7 +281,7 @@ def _processor() -> str:
 
 
 def num_workers() -> int:
-    """The number of measuring processes: one for each GPU, which measure their links together; on a CPU one for each core, at least two.
+    """Return the number of measuring processes: one for each GPU, which measure their links together; on a CPU one for each core, at least two.
 
     On a CPU all compute at once, as ranks do in training: a single busy core has a higher clock, and caches and memory for itself.
     """
@@ -289,12 +289,12 @@ def num_workers() -> int:
 
 
 def num_cores() -> int:
-    """The number of cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _measure() -> dict[str, Any]:
-    """Starts the workers, waits at most ``TIMEOUT_S``, and reads the result of rank 0."""
+    """Start the workers, wait at most ``TIMEOUT_S``, and read the result of rank 0."""
     count = num_workers()
     with tempfile.TemporaryDirectory(prefix="autopar-detect-") as name:
         folder = Path(name)

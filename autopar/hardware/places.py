@@ -52,7 +52,7 @@ class Place:
 
 
 def place_here() -> Place:
-    """The place of this rank, whose device must have been chosen."""
+    """Return the place of this rank, whose device must have been chosen."""
     try:
         boot = _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
@@ -62,14 +62,14 @@ def place_here() -> Place:
 
 
 def gathered_places() -> tuple[Place, ...]:
-    """The places of all ranks of the default process group, in order; all ranks call this."""
+    """Return the places of all ranks of the default process group, in order; all ranks call this."""
     places: list[Place | None] = [None] * dist.get_world_size()
     dist.all_gather_object(places, place_here())
     return tuple(place for place in places if place is not None)
 
 
 def cluster_at(places: Sequence[Place], *, cache_dir: Path | None = None) -> Cluster:
-    """The cluster of ranks at ``places``. It is called on the first of them, whose machine is measured if it has no shipped profile.
+    """Return the cluster of ranks at ``places``. It is called on the first of them, whose machine is measured if it has no shipped profile.
 
     Args:
         cache_dir: where the measurement is kept; None for the user's cache directory.
@@ -105,7 +105,7 @@ def cluster_at(places: Sequence[Place], *, cache_dir: Path | None = None) -> Clu
 
 
 def _nodes(places: Sequence[Place]) -> list[list[Place]]:
-    """The ranks of each node, node by node.
+    """Return the ranks of each node, node by node.
 
     Raises:
         RuntimeMismatchError: see :func:`cluster_at`.

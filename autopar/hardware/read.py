@@ -85,7 +85,7 @@ def _joined(num_nodes: int, devices_per_node: int, link_domain: int) -> int:
 
 
 def profile_to_dict(profile: MachineProfile) -> dict[str, Any]:
-    """The profile as the tables of its file."""
+    """Return the profile as the tables of its file."""
     cores = {} if profile.num_cores is None else {"num_cores": profile.num_cores}
     return {
         "library": profile.library,
@@ -104,7 +104,7 @@ def profile_to_dict(profile: MachineProfile) -> dict[str, Any]:
 
 
 def _slowed_link(link: Link, share: float) -> Link:
-    """The link if several ranks share a core: messages between processes of one node are work of its cores."""
+    """Return the link if several ranks share a core: messages between processes of one node are work of its cores."""
     if share == 1.0:
         return link
     return replace(
@@ -116,7 +116,7 @@ def _slowed_link(link: Link, share: float) -> Link:
 
 
 def slowed(device: Device, share: float, why: str = "the cores that each rank has") -> Device:
-    """The device at a fraction ``share`` of its speed, as several ranks share a core."""
+    """Return the device at a fraction ``share`` of its speed, as several ranks share a core."""
     if share == 1.0:
         return device
     note = f"; times {share:.3g}, {why}"
@@ -142,12 +142,12 @@ def slowed(device: Device, share: float, why: str = "the cores that each rank ha
 
 
 def known_devices() -> tuple[str, ...]:
-    """The names of the shipped machine profiles."""
+    """Return the names of the shipped machine profiles."""
     return tuple(data_files("profiles"))
 
 
 def load_profile(name: str, *, relative_to: Path | None = None) -> MachineProfile:
-    """A shipped profile by name, or a profile file by path (it ends in ``.toml``).
+    """Return a shipped profile by name, or a profile file by path (it ends in ``.toml``).
 
     Raises:
         UsageError: the name is unknown (with the closest known one), or the file is malformed.
@@ -162,7 +162,7 @@ def load_profile(name: str, *, relative_to: Path | None = None) -> MachineProfil
 
 @cache
 def load_library(name: str) -> CollectiveLibrary:
-    """A shipped collective library.
+    """Return a shipped collective library.
 
     Raises:
         UsageError: the name is unknown.
@@ -191,7 +191,7 @@ def profile_from_table(table: Table) -> MachineProfile:
 
 
 def load_cluster(path: Path) -> Cluster:
-    """A cluster from a TOML file.
+    """Return a cluster from a TOML file.
 
     Raises:
         UsageError: names file, line and key.
@@ -200,7 +200,7 @@ def load_cluster(path: Path) -> Cluster:
 
 
 def cluster_from_table(table: Table, *, folder: Path | None = None, default_name: str | None = None) -> Cluster:
-    """Reads a cluster file or the result of :meth:`Cluster.to_dict`; devices and the library may be names of profiles."""
+    """Read a cluster file or the result of :meth:`Cluster.to_dict`; devices and the library may be names of profiles."""
     groups, libraries = [], []
     for item in table.tables("group"):
         group, library = _group(item, folder)
@@ -232,7 +232,7 @@ def with_links(cluster: Cluster, path: Path) -> Cluster:
 
 
 def _group(table: Table, folder: Path | None) -> tuple[NodeGroup, str | None]:
-    """A group, and the library of the profile that it names, or None."""
+    """Return a group, and the library of the profile that it names, or None."""
     num_nodes, per_node, library = table.integer("num_nodes"), table.integer("devices_per_node"), None
     if isinstance(table.raw("device"), str):
         try:
@@ -260,7 +260,7 @@ def _group(table: Table, folder: Path | None) -> tuple[NodeGroup, str | None]:
 
 
 def _check_tiers(table: Table, tiers: Sequence[Tier]) -> None:
-    """Checks that tiers are a tree of switches with distinct names.
+    """Check that tiers are a tree of switches with distinct names.
 
     Raises:
         UsageError: they are not.
@@ -316,7 +316,7 @@ class Links:
 
     @classmethod
     def load(cls, path: Path) -> Links:
-        """Reads a file with the result of ``asdict``.
+        """Read a file with the result of ``asdict``.
 
         Raises:
             UsageError: names file, line and key.
@@ -330,6 +330,6 @@ class Links:
         )
 
     def on(self, cluster: Cluster) -> Cluster:
-        """The cluster with these links and collectives, and the shipped library that ran."""
+        """Return the cluster with these links and collectives, and the shipped library that ran."""
         linked = cluster.with_groups(lambda group: replace(group, intra_node=self.intra_node, nic=self.nic))
         return replace(linked, library=replace(load_library(self.library), measured=self.measured))

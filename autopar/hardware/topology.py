@@ -94,7 +94,7 @@ class Fabric:
         return tuple(found)
 
     def tier_of(self, ranks: Iterable[int]) -> str:
-        """The innermost tier that holds all ranks: ``device``, ``node``, the name of a tier of switches, or ``network``."""
+        """Return the innermost tier that holds all ranks: ``device``, ``node``, the name of a tier of switches, or ``network``."""
         members = set(ranks)
         nodes = [self.cluster.node_of(rank) for rank in members]
         if len(nodes) <= 1:
@@ -102,7 +102,7 @@ class Fabric:
         return next((level.name for level in self.levels if len(set(level.domains[nodes].tolist())) == 1), NETWORK)
 
     def link_between(self, rank: int, other: int) -> Link:
-        """The link that limits a single message from ``rank`` to ``other``: the narrowest on the path, with the sum of the delays."""
+        """Return the link that limits a single message from ``rank`` to ``other``: the narrowest on the path, with the sum of the delays."""
         ours, theirs = self.cluster.node_of(rank), self.cluster.node_of(other)
         if ours == theirs:
             return self.cluster.group_of(rank).intra_node
@@ -116,7 +116,7 @@ class Fabric:
 
 
 def _level(name: str, domains: NDArray[np.int64], up: Sequence[tuple[Link, int]]) -> Level:
-    """A tier of these domains, each with a number of equal uplinks."""
+    """Return a tier of these domains, each with a number of equal uplinks."""
     links = [link for link, _ in up]
     return Level(
         name=name,

@@ -69,7 +69,7 @@ class Profiling:
     def shared_operators(
         self, store: Store, rank: int, world: int, calls_of: Callable[[], list[str]]
     ) -> dict[str, Any] | None:
-        """Time each rank's share of the operators; rank 0 writes them all and returns a summary. The devices are assumed to be equal.
+        """Time each rank's share of the operators; rank 0 writes them all and return a summary. The devices are assumed to be equal.
 
         Args:
             store: a store of all ranks.
@@ -135,7 +135,7 @@ class Profiling:
     # --- links
 
     def links(self, job: LinkJob) -> dict[str, Any] | None:
-        """Measure links; rank 0 fits them, writes them and returns a summary, the others return None."""
+        """Measure links. Rank 0 fits them, writes them and returns a summary; the others return None."""
         path = self.output.with_suffix(".points.json")
         points = measure_links(job, path, progress=self.advance)
         return None if points is None else self._links_written(points, path)

@@ -42,7 +42,7 @@ spmd_types.register_local_autograd_function(_ContiguousGradient)
 
 @contextmanager
 def on_meshes(meshes: Sequence[DeviceMesh]) -> Iterator[None]:
-    """Sets the meshes whose axes emitted code names.
+    """Set the meshes whose axes emitted code names.
 
     Args:
         meshes: the mesh of the job is the last one; the others divide the same ranks in other ways.
@@ -54,7 +54,7 @@ def on_meshes(meshes: Sequence[DeviceMesh]) -> Iterator[None]:
 
 
 def group(axis: str) -> dist.ProcessGroup:
-    """Returns the process group of this rank on an axis of the current mesh. Axes of experts are found in a mesh that was set before it.
+    """Return the process group of this rank on an axis of the current mesh. Axes of experts are found in a mesh that was set before it.
 
     Raises:
         RuntimeError: no mesh is set on this thread, or it has no such axis.
@@ -137,10 +137,10 @@ _TYPES = {"I": spmd_types.I, "R": spmd_types.R}
 
 
 def _backward(x: Tensor) -> dict[str, torch.dtype] | None:
-    """Returns the options of a backward that sums gradients in the dtype in which they arrive; spmd-types requires a dtype."""
+    """Return the options of a backward that sums gradients in the dtype in which they arrive; spmd-types requires a dtype."""
     return {"op_dtype": x.dtype} if x.requires_grad else None
 
 
 def _dense_gradient(x: Tensor) -> Tensor:
-    """Returns ``x`` with a contiguous gradient, if it has one."""
+    """Return ``x`` with a contiguous gradient, if it has one."""
     return cast("Tensor", _ContiguousGradient.apply(x)) if x.requires_grad else x  # type: ignore[no-untyped-call]

@@ -45,20 +45,20 @@ class _Weights(NamedTuple):
     def of(
         cls, gate: Tensor | None, up: Tensor, down: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, text: str
     ) -> _Weights:
-        """Returns the weights from the arguments of an operator; ``text`` is the form."""
+        """Return the weights from the arguments of an operator; ``text`` is the form."""
         form = Form.parse(text)
         if form.is_transposed:
             gate, up, down = None if gate is None else gate.mT, up.mT, down.mT
         return cls(gate, up, down, gate_bias, up_bias, form)
 
     def each(self) -> Iterator[_Weights]:
-        """Yields the weights of one expert after the other."""
+        """Yield the weights of one expert after the other."""
         tensors = [repeat(None) if weight is None else weight.unbind(0) for weight in self[:5]]
         for gate, up, down, gate_bias, up_bias in zip(*tensors, strict=False):
             yield _Weights(gate, up, down, gate_bias, up_bias, self.form)
 
     def applied(self, rows: Tensor, product: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> Tensor:
-        """Returns the output of the experts for ``rows``; ``product`` multiplies rows by a weight and adds a bias."""
+        """Return the output of the experts for ``rows``; ``product`` multiplies rows by a weight and adds a bias."""
         gate = None if self.gate is None else product(rows, self.gate, self.gate_bias)
         return product(self.form.between(gate, product(rows, self.up, self.up_bias)), self.down, None)
 
@@ -74,7 +74,7 @@ def experts(  # noqa: PLR0913, PLR0917  the arguments of the operator
     up_bias: Tensor | None,
     form: str,
 ) -> Tensor:
-    """All experts on one rank.
+    """Return all experts on one rank.
 
     If ``gate``, ``up``, ``down`` and the biases are split along f, the result is a summand.
 
@@ -102,7 +102,7 @@ def experts_split(  # noqa: PLR0913, PLR0917  the arguments of the operator, and
     axis: str,
     num_experts: int,
 ) -> Tensor:
-    """The contribution of this rank's experts; ``gate``, ``up`` and ``down`` are S(0) on ``axis``, the other tensors R.
+    """Return the contribution of this rank's experts; ``gate``, ``up`` and ``down`` are S(0) on ``axis``, the other tensors R.
 
     Args:
         axis: the axis over which experts are split.
@@ -136,7 +136,7 @@ def experts_dispatch(  # noqa: PLR0913, PLR0917  the arguments of the operator, 
     axis: str,
     num_experts: int,
 ) -> Tensor:
-    """Sends tokens to the ranks of their experts and back, by an all-to-all in each direction.
+    """Send tokens to the ranks of their experts and back, by an all-to-all in each direction.
 
     Args:
         hidden, weights, indices: the tokens of this rank, S of one leading dim.
@@ -170,7 +170,7 @@ def experts_dispatch_split(  # noqa: PLR0913, PLR0917  the arguments of the oper
     inner: str,
     parts: int,
 ) -> Tensor:
-    """Does what :func:`experts_dispatch` does over ``axis``, for the experts of each rank that this rank of ``inner`` has.
+    """Do what :func:`experts_dispatch` does over ``axis``, for the experts of each rank that this rank of ``inner`` has.
 
     Args:
         hidden, weights, indices: the tokens of this rank on ``axis``; R on ``inner``.
@@ -196,7 +196,7 @@ def experts_dispatch_split(  # noqa: PLR0913, PLR0917  the arguments of the oper
 
 
 def _run_on_owners(hidden: Tensor, tokens: Tensor, ends: Tensor, weights: _Weights, pg: dist.ProcessGroup) -> Tensor:
-    """Sends rows to their experts on the ranks of ``pg``, runs the experts, and sends the results back.
+    """Send rows to their experts on the ranks of ``pg``, run the experts, and send the results back.
 
     Args:
         hidden: the tokens of this rank.
@@ -225,7 +225,7 @@ def _run_on_owners(hidden: Tensor, tokens: Tensor, ends: Tensor, weights: _Weigh
 
 
 def _sorted(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Returns the order of choices by expert, and where those of each expert end (int32).
+    """Return the order of choices by expert, and where those of each expert end (int32).
 
     ``chosen`` is the expert of each choice, or ``num_experts`` for a choice of none of these.
     """
@@ -235,24 +235,24 @@ def _sorted(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 
 def _inverse(order: Tensor) -> Tensor:
-    """Returns the inverse of a permutation."""
+    """Return the inverse of a permutation."""
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.shape[0], device=order.device)
     return inverse
 
 
 def _read(counts: Tensor) -> Any:
-    """Returns integers on the device as nested lists. This is the only place where the host waits for it."""
+    """Return integers on the device as nested lists. This is the only place where the host waits for it."""
     return counts.tolist()
 
 
 def _counts(ends: Tensor) -> list[int]:
-    """Returns the number of rows of each expert."""
+    """Return the number of rows of each expert."""
     return [end - begin for begin, end in pairwise([0, *_read(ends)])]
 
 
 def _run_experts(rows: Tensor, ends: Tensor, counts: list[int] | None, weights: _Weights) -> Tensor:
-    """Runs experts on rows that are sorted by expert; returns [rows, h].
+    """Run experts on rows that are sorted by expert; return [rows, h].
 
     Args:
         rows: the rows.
@@ -279,7 +279,7 @@ _GROUPED_ALIGNMENT, _MOST_GROUPS = 8, 1023
 
 
 def _is_grouped(weight: Tensor) -> bool:
-    """Returns whether torch multiplies rows by the weights [E, out, in] of all experts in one kernel, with offsets on the device.
+    """Return whether torch multiplies rows by the weights [E, out, in] of all experts in one kernel, with offsets on the device.
 
     It does in bfloat16 on NVIDIA GPUs of compute capability 9 and 10. Elsewhere ``_grouped_mm`` copies its offsets to the host and loops,
     as this module does. The kernel loads 16 bytes at a time.
@@ -324,12 +324,12 @@ class _Product(torch.autograd.Function):
 
 
 def _leaves_empty(device: torch.device) -> bool:
-    """Returns whether the gradients of experts without rows must be set to zero, which is a pass over all weights."""
+    """Return whether the gradients of experts without rows must be set to zero, which is a pass over all weights."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= _FILLS_EMPTY_FROM
 
 
 def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
-    """Returns the products of rows and weights of their experts, with the biases added."""
+    """Return the products of rows and weights of their experts, with the biases added."""
     product = cast("Tensor", _Product.apply(rows.contiguous(), weight, ends))  # type: ignore[no-untyped-call]
     if bias is None:
         return product
@@ -338,14 +338,14 @@ def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) ->
 
 
 def _scattered_sum(rows: Tensor, choices: Tensor, weights: Tensor, hidden: Tensor) -> Tensor:
-    """Returns the weighted sum over the experts of each token that are on this rank, from the rows of ``choices``."""
+    """Return the weighted sum over the experts of each token that are on this rank, from the rows of ``choices``."""
     rows = rows * weights.reshape(-1)[choices].unsqueeze(-1)
     total = torch.zeros_like(hidden.reshape(-1, hidden.shape[-1]), dtype=rows.dtype)
     return total.index_add(0, choices // weights.shape[-1], rows).to(hidden.dtype).view(hidden.shape)
 
 
 def _weighted_sum(rows: Tensor, order: Tensor, weights: Tensor, hidden: Tensor) -> Tensor:
-    """Returns the weighted sum over the experts of each token, from rows in the order ``order`` of (token, choice)."""
+    """Return the weighted sum over the experts of each token, from rows in the order ``order`` of (token, choice)."""
     weighted = rows * weights.reshape(-1)[order].unsqueeze(-1)
     k = weights.shape[-1]
     return weighted[_inverse(order)].view(-1, k, rows.shape[-1]).sum(1).to(hidden.dtype).view(hidden.shape)
@@ -366,7 +366,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(rows: Tensor, sent: list[int], received: list[int], pg: dist.ProcessGroup) -> Tensor:
-    """Sends rows to the ranks of a group, and returns those received, both in rank order."""
+    """Send rows to the ranks of a group, and return those received, both in rank order."""
     result = rows.new_empty((sum(received), *rows.shape[1:]))
     _all_to_all(result, rows.contiguous(), received, sent, pg)
     return result
@@ -375,7 +375,7 @@ def _exchange(rows: Tensor, sent: list[int], received: list[int], pg: dist.Proce
 def _all_to_all(
     result: Tensor, rows: Tensor, received: list[int] | None, sent: list[int] | None, pg: dist.ProcessGroup
 ) -> None:
-    """Runs ``dist.all_to_all_single``. Among fake ranks, which send nothing, this rank receives what it sends.
+    """Run ``dist.all_to_all_single``. Among fake ranks, which send nothing, this rank receives what it sends.
 
     Counts are then defined, and are as even over ranks as the routing of the tokens of this rank.
     """
@@ -386,7 +386,7 @@ def _all_to_all(
 
 
 def _is_fake(pg: dist.ProcessGroup) -> bool:
-    """Returns whether the ranks of a group are fake."""
+    """Return whether the ranks of a group are fake."""
     try:
         return bool(dist.get_backend(pg) == "fake")
     except ValueError:  # a group among threads, which torch.distributed does not know

@@ -35,7 +35,7 @@ Heads wider than the first number are refused, except those wider than the secon
 
 
 def takes(q: Tensor, v: Tensor, *, drops: bool = False) -> bool:
-    """Returns whether there is a fused kernel for these tensors on their device, with dropout (on GPUs only) or without."""
+    """Return whether there is a fused kernel for these tensors on their device, with dropout (on GPUs only) or without."""
     width = q.shape[-1]
     if q.ndim != 4 or not takes_shapes(q.device.type, q.dtype, width, v.shape[-1]):
         return False
@@ -47,7 +47,7 @@ def takes(q: Tensor, v: Tensor, *, drops: bool = False) -> bool:
 
 
 def rows_after(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float) -> Tensor:
-    """Returns the attention of queries that are the last rows of all columns, on GPUs; dropout draws from torch's default generator.
+    """Return the attention of queries that are the last rows of all columns, on GPUs; dropout draws from torch's default generator.
 
     If there are fewer rows than columns, "causal" means the lower right triangle to this kernel (``torch.nn.attention.bias`` relies on it).
     """
@@ -57,7 +57,7 @@ def rows_after(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float) 
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool) -> tuple[Tensor, Tensor, RngState]:
-    """Returns the output, the log-sum-exp, and the state of a generator that :func:`backward` requires.
+    """Return the output, the log-sum-exp, and the state of a generator that :func:`backward` requires.
 
     Args:
         q, k, v: one block.
@@ -89,7 +89,7 @@ def backward(  # noqa: PLR0913  what the kernels take
     *,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of q, k and v of one block, from the output and the log-sum-exp of all blocks."""
+    """Return the gradients of q, k and v of one block, from the output and the log-sum-exp of all blocks."""
     if q.device.type == "cpu":
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, is_causal, scale=scale
@@ -116,7 +116,7 @@ def backward(  # noqa: PLR0913  what the kernels take
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> None:
-    """Checks shapes, which the kernels do not: they would access memory out of bounds."""
+    """Check shapes, which the kernels do not: they would access memory out of bounds."""
     (batch, heads, rows, width), (key_batch, key_heads, columns, _) = q.shape, k.shape
     fits = k.shape == v.shape and batch == key_batch and width == k.shape[-1] and not heads % max(key_heads, 1)
     if not fits or (is_causal and rows != columns):
@@ -125,7 +125,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> None:
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, block_lse: Tensor) -> None:
-    """Merges one more block of the same rows into ``out`` and the log-sum-exp ``lse``, in place."""
+    """Merge one more block of the same rows into ``out`` and the log-sum-exp ``lse``, in place."""
     out.lerp_(part.to(out.dtype), torch.sigmoid(block_lse - lse).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, block_lse))
 

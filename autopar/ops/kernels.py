@@ -22,7 +22,7 @@ KERNELS = ("collectives", "plain", "seeded", "sharded", "experts", "sequence", "
 
 @cache
 def resolve(target: str) -> Callable[..., Any]:
-    """Returns the function that a graph's target names: ``aten.linear.default`` or ``autopar.NAME``.
+    """Return the function that a graph's target names: ``aten.linear.default`` or ``autopar.NAME``.
 
     Raises:
         RuleError: this torch or this autopar has nothing of that name.
@@ -47,7 +47,7 @@ def resolve(target: str) -> Callable[..., Any]:
 
 
 def aten_targets(names: str) -> frozenset[str]:
-    """Returns the targets of torch's operators from their names, which spaces separate."""
+    """Return the targets of torch's operators from their names, which spaces separate."""
     return frozenset(f"aten.{name}" for name in names.split())
 
 
@@ -60,7 +60,7 @@ _WIDEST, _MULTIPLE = 256, 8
 
 
 def takes_shapes(kind: str, dtype: torch.dtype, width: int, value_width: int) -> bool:
-    """Returns whether torch has a fused attention kernel for a kind of device, whatever the model of the device is.
+    """Return whether torch has a fused attention kernel for a kind of device, whatever the model of the device is.
 
     Args:
         kind: an ``autopar.hardware.device.KernelKind``.
@@ -111,32 +111,32 @@ class Region:
     numel: int = 1
 
     def dumps(self) -> str:
-        """Returns the region as text, which is a literal of the graph."""
+        """Return the region as text, which is a literal of the graph."""
         return json.dumps(asdict(self), default=_encoded)
 
 
 def _encoded(value: object) -> object:
-    """Returns a JSON object for a dtype or a device."""
+    """Return a JSON object for a dtype or a device."""
     if isinstance(value, torch.dtype | torch.device):
         return {type(value).__name__: str(value).removeprefix("torch.")}
     raise TypeError(f"{type(value).__name__} among the arguments")
 
 
 def _decoded(item: dict[str, Any]) -> object:
-    """Returns the dtype or device that :func:`_encoded` wrote; any other object is returned as it is."""
+    """Return the dtype or device that :func:`_encoded` wrote; any other object is returned as it is."""
     if item.keys() == {"dtype"}:
         return getattr(torch, item["dtype"])
     return torch.device(item["device"]) if item.keys() == {"device"} else item
 
 
 def _tuples(value: Any) -> Any:
-    """Returns nested lists as nested tuples."""
+    """Return nested lists as nested tuples."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 @cache
 def region_of(text: str) -> Region:
-    """Returns the region that :meth:`Region.dumps` wrote."""
+    """Return the region that :meth:`Region.dumps` wrote."""
     return Region(**{name: _tuples(value) for name, value in json.loads(text, object_hook=_decoded).items()})
 
 
@@ -179,7 +179,7 @@ class Form:
     @classmethod
     @cache
     def parse(cls, text: str) -> Form:
-        """Parses the text that :meth:`__str__` writes.
+        """Parse the text that :meth:`__str__` writes.
 
         >>> str(Form.parse("silu limit=7.0 is_transposed"))
         'silu limit=7.0 is_transposed'
@@ -209,7 +209,7 @@ class Form:
         return " ".join([self.activation, *(name if value is True else f"{name}={value}" for name, value in changed)])
 
     def between(self, gate: Tensor | None, up: Tensor) -> Tensor:
-        """Returns the input of down from the outputs of gate and up.
+        """Return the input of down from the outputs of gate and up.
 
         Args:
             gate: the output of gate; None if there is none or ``up`` contains it.

@@ -32,7 +32,7 @@ Copied = TypeVar("Copied", bound=nn.Module)
 
 
 def deep_copy(module: Copied, memo: dict[int, Any] | None = None) -> Copied:
-    """Returns ``copy.deepcopy`` of a module, in which closures refer to the copy.
+    """Return ``copy.deepcopy`` of a module, in which closures refer to the copy.
 
     Python does not copy functions. A hook or an activation like ``lambda x: x * self.scale`` would still read the parameters of the
     original ``module``, and a hook that collects values would collect them there.
@@ -60,14 +60,14 @@ def deep_copy(module: Copied, memo: dict[int, Any] | None = None) -> Copied:
 
 
 def _copied(value: object, memo: Mapping[int, Any]) -> object:
-    """Returns the copy of a value in a closure: itself, unless it is a part of what was copied, or a method of such a part."""
+    """Return the copy of a value in a closure: itself, unless it is a part of what was copied, or a method of such a part."""
     if isinstance(value, types.MethodType) and id(value.__self__) in memo:
         return types.MethodType(value.__func__, memo[id(value.__self__)])
     return memo.get(id(value), value)
 
 
 def _functions(value: object) -> Iterator[types.FunctionType]:
-    """Yields the functions with a closure in ``value``: in containers, partial calls and the closures of others."""
+    """Yield the functions with a closure in ``value``: in containers, partial calls and the closures of others."""
     queue, seen = [value], set[int]()
     while queue:
         item = queue.pop()
@@ -108,7 +108,7 @@ def trained_copy(
 
 
 def notes_of(model: nn.Module) -> tuple[str, ...]:
-    """Returns a sentence that names the outermost modules in ``eval()`` of a model in ``train()``, if there are any."""
+    """Return a sentence that names the outermost modules in ``eval()`` of a model in ``train()``, if there are any."""
     outermost: list[str] = []
     for path, module in model.named_modules() if model.training else ():
         if not module.training and not any(path.startswith(f"{outer}.") for outer in outermost):
@@ -120,7 +120,7 @@ def notes_of(model: nn.Module) -> tuple[str, ...]:
 def _exported(
     region: str, inputs: Sequence[Tensor], parameters: Sequence[Tensor], buffers: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The operator that represents a region in an exported graph."""
+    """Return the operator that represents a region in an exported graph."""
     raise RuntimeError("an opaque region runs in a program, not in an exported graph")
 
 
@@ -141,12 +141,12 @@ class Holder(nn.Module):
         self._call: Callable[..., Any] | None = None
 
     def bind(self, model: nn.Module, device: torch.device | None = None) -> None:
-        """Takes the module of the region from ``model``, as a copy on meta whose tensors are passed with each call."""
+        """Take the module of the region from ``model``, as a copy on meta whose tensors are passed with each call."""
         if self.kind == MODULE:
             self._call = stateless(model.get_submodule(self.name), model, device)
 
     def train(self, mode: bool = True) -> Holder:
-        """Sets the mode of this module and of the user's code."""
+        """Set the mode of this module and of the user's code."""
         super().train(mode)
         if isinstance(self._call, Stateless):
             self._call.module.eval()
@@ -155,7 +155,7 @@ class Holder(nn.Module):
         return self
 
     def call(self) -> Callable[..., Any]:
-        """Returns the user's code as ``call(state, args, kwargs)``.
+        """Return the user's code as ``call(state, args, kwargs)``.
 
         Raises:
             InternalError: the module is not bound.
@@ -169,7 +169,7 @@ class Holder(nn.Module):
 
 
 def load_function(name: str) -> type[torch.autograd.Function]:
-    """Returns the class that ``package.module:Class`` names.
+    """Return the class that ``package.module:Class`` names.
 
     Raises:
         RuntimeMismatchError: this process has no such class.
@@ -190,7 +190,7 @@ def load_function(name: str) -> type[torch.autograd.Function]:
 
 
 def of_function(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Returns an autograd function in the form of :meth:`Holder.call`."""
+    """Return an autograd function in the form of :meth:`Holder.call`."""
     return lambda state, args, kwargs: function.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
@@ -207,7 +207,7 @@ class Stateless:
     trained: tuple[bool, ...]
 
     def __call__(self, state: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the output of the module; ``state`` has its tensors by name."""
+        """Return the output of the module; ``state`` has its tensors by name."""
         return torch.func.functional_call(self.module, state, args, kwargs, tie_weights=True, strict=False)
 
 
@@ -252,7 +252,7 @@ def opaque(
     seed: int = 0,
     axes: Sequence[str] = (),
 ) -> tuple[Tensor, ...]:
-    """Runs a region; its random numbers are from the stream that :func:`autopar.ops.seeded.dropout` describes.
+    """Run a region; its random numbers are from the stream that :func:`autopar.ops.seeded.dropout` describes.
 
     Args:
         holder: the user's code.
@@ -301,5 +301,5 @@ def run(
 
 
 def tensors_of(output: Any) -> tuple[Tensor, ...]:
-    """Returns the tensors in what a module returns, in order."""
+    """Return the tensors in what a module returns, in order."""
     return tuple(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))

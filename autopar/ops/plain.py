@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 
 def local(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns the part of a parameter that this rank holds. Its gradient is stored as it arrives: pending sums remain pending.
+    """Return the part of a parameter that this rank holds. Its gradient is stored as it arrives: pending sums remain pending.
 
     Args:
         parameter: the parameter, a DTensor or a plain tensor.
@@ -25,7 +25,7 @@ def local(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def wide(x: Tensor) -> Tensor:
-    """Returns ``x`` in float32, or in float64 if that is its dtype, so that sums lose no precision."""
+    """Return ``x`` in float32, or in float64 if that is its dtype, so that sums lose no precision."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -47,7 +47,7 @@ spmd_types.register_local_autograd_function(_Unknown)
 
 
 def unknown(shape: Sequence[int], *operands: Tensor | None) -> Tensor:
-    """Returns an empty tensor for an operator on meta tensors that reads values, such as indices, to do its work.
+    """Return an empty tensor for an operator on meta tensors that reads values, such as indices, to do its work.
 
     Args:
         shape: the shape of the result.
@@ -57,7 +57,7 @@ def unknown(shape: Sequence[int], *operands: Tensor | None) -> Tensor:
 
 
 def linear_t(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Returns ``x @ weight + bias``: x [..., in], weight [in, out], bias [out]; the result is [..., out]."""
+    """Return ``x @ weight + bias``: x [..., in], weight [in, out], bias [out]; the result is [..., out]."""
     return F.linear(x, weight.t(), bias)
 
 
@@ -103,7 +103,7 @@ spmd_types.register_local_autograd_function(_RealClasses)
 def cross_entropy_sum(
     logits: Tensor, target: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0, classes: int = 0
 ) -> Tensor:
-    """Returns the summed cross entropy, a scalar in fp32 or better.
+    """Return the summed cross entropy, a scalar in fp32 or better.
 
     Args:
         logits: [..., classes].
@@ -127,7 +127,7 @@ def cross_entropy_sum(
 def ctc_losses(
     log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
 ) -> Tensor:
-    """Returns the loss of connectionist temporal classification of each sample, [N]: log_probs [T, N, C], targets [N, S], lengths [N].
+    """Return the loss of connectionist temporal classification of each sample, [N]: log_probs [T, N, C], targets [N, S], lengths [N].
 
     If a target is not a class, torch's kernels read memory out of bounds; here the loss of such a sample is nan.
     """
@@ -138,5 +138,5 @@ def ctc_losses(
 
 
 def scatter_sum(index: Tensor, source: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
-    """Returns zeros of ``shape``, to which ``source`` is added along ``dim`` at the positions in ``index``."""
+    """Return zeros of ``shape``, to which ``source`` is added along ``dim`` at the positions in ``index``."""
     return source.new_zeros(tuple(shape)).scatter_add(dim, index, source)

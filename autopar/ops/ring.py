@@ -44,7 +44,7 @@ class RingWork:
     seed: int
 
     def visible(self, owner: int, rows: int, columns: int) -> tuple[slice, slice]:
-        """Returns the rows and columns of a block that a causal mask does not hide completely.
+        """Return the rows and columns of a block that a causal mask does not hide completely.
 
         All rows see the first half of a block of an earlier rank. The second half of the rows sees all of a block of a later rank.
         """
@@ -55,7 +55,7 @@ class RingWork:
         return slice(rows // 2, rows), slice(0, columns)
 
     def scores(self, q: Tensor, k: Tensor, mask: Tensor | None, owner: int, rows: slice, columns: slice) -> Tensor:
-        """Returns the scores of the visible part of a block: [batch, key heads, repeats, rows, columns]."""
+        """Return the scores of the visible part of a block: [batch, key heads, repeats, rows, columns]."""
         scores = torch.matmul(q[..., rows, :], k[..., columns, :].transpose(-1, -2)) * self.scale
         if self.is_causal and owner == self.rank:
             n = scores.shape[-1]  # the chunks of one rank are in ascending order
@@ -68,25 +68,25 @@ class RingWork:
         return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
 
     def add_to_mask(self, gradient: Tensor, score_gradient: Tensor, owner: int, rows: slice, columns: slice) -> None:
-        """Adds the gradients of the scores of a block to the gradient of the mask, summed where the mask broadcasts."""
+        """Add the gradients of the scores of a block to the gradient of the mask, summed where the mask broadcasts."""
         index = self.columns(torch.arange(gradient.shape[-1], device=gradient.device), owner)[columns]
         target = gradient if gradient.shape[-2] == 1 else gradient[..., rows, :]
         target.index_add_(-1, index, score_gradient.sum_to_size((*target.shape[:-1], len(index))))
 
     def columns(self, mask: Tensor, owner: int) -> Tensor:
-        """Returns the columns of a mask that belong to the block of ``owner``, in the order in which that rank has them."""
+        """Return the columns of a mask that belong to the block of ``owner``, in the order in which that rank has them."""
         chunks = mask.chunk(2 * self.ranks, -1)
         return torch.cat([chunks[owner], chunks[2 * self.ranks - 1 - owner]], -1)
 
     def dropout_factors(self, like: Tensor, owner: int) -> Tensor:
-        """Returns the factors by which dropout multiplies the probabilities of a block; they are equal in forward and backward."""
+        """Return the factors by which dropout multiplies the probabilities of a block; they are equal in forward and backward."""
         generator = torch.Generator(like.device)
         generator.manual_seed((self.seed + owner * 0x9E3779B97F4A7C15) % (1 << 63))
         mask = torch.empty_like(like).bernoulli_(1.0 - self.dropout_p, generator=generator)
         return mask / (1.0 - self.dropout_p) if self.dropout_p < 1.0 else mask
 
     def rounds(self, pair: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yields the blocks of all ranks with their owners, first that of this rank. A block is sent on while it is computed with."""
+        """Yield the blocks of all ranks with their owners, first that of this rank. A block is sent on while it is computed with."""
         for step in range(self.ranks):
             next_pair, sent = self.pass_on(pair) if step < self.ranks - 1 else (pair, None)
             yield (self.rank - step) % self.ranks, pair
@@ -95,7 +95,7 @@ class RingWork:
             pair = next_pair
 
     def pass_on(self, x: Tensor) -> tuple[Tensor, dist.Work]:
-        """Begins to send a tensor to the next rank and to receive one from the previous rank; returns the latter and the handle."""
+        """Begin to send a tensor to the next rank and to receive one from the previous rank; return the latter and the handle."""
         received = torch.empty_like(x)
         counts_in, counts_out = [0] * self.ranks, [0] * self.ranks
         counts_in[(self.rank - 1) % self.ranks] = counts_out[(self.rank + 1) % self.ranks] = x.numel()
@@ -157,7 +157,7 @@ spmd_types.register_local_autograd_function(FlashRing)
 
 
 def _views(pair: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns k and v from the tensor that is sent, in the shapes that their owner has."""
+    """Return k and v from the tensor that is sent, in the shapes that their owner has."""
     return pair[: key.numel()].view(key.shape), pair[key.numel() :].view(value.shape)
 
 
@@ -237,7 +237,7 @@ _TINY = 1e-30
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, block_lse: Tensor) -> None:
-    """Merges a normalised block into ``out`` in place. A log-sum-exp is -inf for a row that sees nothing."""
+    """Merge a normalised block into ``out`` in place. A log-sum-exp is -inf for a row that sees nothing."""
     merged_lse = torch.logaddexp(lse, block_lse)
     finite_lse = torch.where(merged_lse == -math.inf, 0.0, merged_lse)
     out.mul_((lse - finite_lse).exp()).add_(part * (block_lse - finite_lse).exp())
@@ -245,7 +245,7 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, block_lse: Tensor) -> None:
 
 
 def _prepared(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns q by groups of heads in the dtype of the computation, k and v as one tensor to send, and the mask by groups of heads."""
+    """Return q by groups of heads in the dtype of the computation, k and v as one tensor to send, and the mask by groups of heads."""
     heads, groups = query.shape[1], key.shape[1]
     q = wide(query).reshape(query.shape[0], groups, heads // groups, *query.shape[2:])
     pair = torch.cat([key.reshape(-1), value.reshape(-1)])
@@ -258,6 +258,6 @@ def _prepared(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) ->
 
 
 def _unpacked(pair: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns k and v with a dim for the heads that share them; they are views if the dtype is the same."""
+    """Return k and v with a dim for the heads that share them; they are views if the dtype is the same."""
     k, v = _views(pair, key, value)
     return k.to(dtype).unsqueeze(2), v.to(dtype).unsqueeze(2)

@@ -23,7 +23,7 @@ _MASK64 = (1 << 64) - 1
 
 
 def dropout(x: Tensor, p: float, salt: Salt = 0, seed: int = 0, axes: Sequence[str] = ()) -> Tensor:
-    """Sets elements to zero with probability ``p`` and scales the others by 1 / (1 - p).
+    """Set elements to zero with probability ``p`` and scales the others by 1 / (1 - p).
 
     The random stream is a function of ``seed`` (of a step and micro-batch), ``salt`` (of the operator) and the coordinate of this rank on
     ``axes`` (those that split ``x``). Ranks with the same data therefore drop the same elements, ranks with different parts draw
@@ -66,7 +66,7 @@ def draw(
     device: torch.device | None = None,
     **kwargs: object,
 ) -> Any:
-    """Calls a random operator of torch by name, with the stream that :func:`dropout` describes.
+    """Call a random operator of torch by name, with the stream that :func:`dropout` describes.
 
     Args:
         target: the name of the operator.
@@ -87,14 +87,14 @@ _DEFAULT_GENERATOR = Lock()
 
 @contextmanager
 def drawing(device: torch.device, salt: Salt, seed: int, axes: Sequence[str]) -> Iterator[None]:
-    """A context for one operator that draws from torch's default generator of ``device``; see :func:`seeded`. Other threads wait."""
+    """Enter a context for one operator that draws from torch's default generator of ``device``; see :func:`seeded`. Other threads wait."""
     with _DEFAULT_GENERATOR, seeded((device,), salt, seed, axes):
         yield
 
 
 @contextmanager
 def seeded(devices: Sequence[torch.device], salt: Salt, seed: int, axes: Sequence[str]) -> Iterator[None]:
-    """A context that sets torch's default generators of ``devices`` to the stream that :func:`dropout` describes, and restores them.
+    """Enter a context that sets torch's default generators of ``devices`` to the stream that :func:`dropout` describes, and restores them.
 
     Generators of other devices are not touched. States are in host memory, so that nothing waits for a device.
     """
@@ -113,7 +113,7 @@ def seeded(devices: Sequence[torch.device], salt: Salt, seed: int, axes: Sequenc
 
 
 def stream_seed(salt: Salt, seed: int, axes: Sequence[str]) -> int:
-    """Returns a seed in [0, 2**63) that differs, except by improbable collisions, for different arguments and coordinates."""
+    """Return a seed in [0, 2**63) that differs, except by improbable collisions, for different arguments and coordinates."""
     words = (seed, *((salt,) if isinstance(salt, int) else salt), *(dist.get_rank(group(a)) for a in axes))
     state = 0x9E3779B97F4A7C15
     for word in words:  # splitmix64's finaliser, once for each word

@@ -112,7 +112,7 @@ def zigzag_all_to_all(x: Tensor, axis: str, split_dim: int, gathered_dim: int) -
 
 
 def _ranks(axis: str) -> int:
-    """Returns the number of ranks on an axis."""
+    """Return the number of ranks on an axis."""
     return dist.get_world_size(collectives.group(axis))
 
 

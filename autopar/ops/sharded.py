@@ -23,7 +23,7 @@ from autopar.plan.mesh import DATA_AXES, parse_type
 
 
 def embedding_vocabulary(weight: Tensor, ids: Tensor, axis: str, padding_idx: int = -1) -> Tensor:
-    """Looks up ids in a table whose rows are split over ``axis``; rows of other ranks give zeros.
+    """Look up ids in a table whose rows are split over ``axis``; rows of other ranks give zeros.
 
     Args:
         weight: the rows of this rank, [rows, width], S(0).
@@ -51,7 +51,7 @@ def embedding_bag(
     padding_idx: int = -1,
     scale_grad_by_freq: bool = False,
 ) -> Tensor:
-    """Computes the sum, mean or maximum of the rows of a table for each bag, in one kernel.
+    """Compute the sum, mean or maximum of the rows of a table for each bag, in one kernel.
 
     Args:
         weight: [rows, width].
@@ -77,7 +77,7 @@ def embedding_bag_ragged(
     scale_grad_by_freq: bool = False,
     include_last_offset: bool = False,
 ) -> Tensor:
-    """Does what :func:`embedding_bag` does for bags of different lengths: ids and weights are [count], bags begin at ``offsets``."""
+    """Do what :func:`embedding_bag` does for bags of different lengths: ids and weights are [count], bags begin at ``offsets``."""
     padding = None if padding_idx < 0 else padding_idx
     factors = None if weights is None else weights.to(weight.dtype)
     return F.embedding_bag(
@@ -126,7 +126,7 @@ def cross_entropy_vocabulary(
     label_smoothing: float = 0.0,
     num_classes: int = 0,
 ) -> Tensor:
-    """Summed cross entropy of logits whose classes are split over ``axis`` (the vocabulary-parallel loss of Megatron).
+    """Return summed cross entropy of logits whose classes are split over ``axis`` (the vocabulary-parallel loss of Megatron).
 
     Forward has two all-reduces, for each token: the maximum; then the sum of exponentials, the logit of the target and, under label
     smoothing, the sum of logits. Backward sends nothing.
@@ -194,12 +194,12 @@ spmd_types.register_local_autograd_function(_ExponentialSums)
 
 
 def _pending(x: Tensor, pg: dist.ProcessGroup) -> Tensor:
-    """Returns a value of this rank as one summand of a pending sum."""
+    """Return a value of this rank as one summand of a pending sum."""
     return cast("Tensor", spmd_types.reinterpret(x, pg, src=spmd_types.V, dst=spmd_types.P))
 
 
 def _maximum(local: Tensor, pg: dist.ProcessGroup) -> Tensor:
-    """Returns the maximum over the group, without gradient, R."""
+    """Return the maximum over the group, without gradient, R."""
     result = _pending(local.contiguous(), pg)
     dist.all_reduce(result, op=dist.ReduceOp.MAX, group=pg)
     return result
@@ -214,7 +214,7 @@ def partial_mean(
     *,
     share: float = 1.0,
 ) -> Tensor:
-    """One rank's summand of a mean over dims of which some are split: the local sum over the global count.
+    """Return one rank's summand of a mean over dims of which some are split: the local sum over the global count.
 
     Args:
         x: the part of this rank.
@@ -244,7 +244,7 @@ def batch_norm(
     share: float = 1.0,
     micro_batch_weight: float = 1.0,
 ) -> Tensor:
-    """Normalises every channel by its mean and variance over all samples and all space, on all ranks of ``axes``.
+    """Normalise every channel by its mean and variance over all samples and all space, on all ranks of ``axes``.
 
     Args:
         x: [samples, channels, *space]; samples or space are split evenly over one axis of ``axes`` after the other.
@@ -274,7 +274,7 @@ def batch_norm_running(  # noqa: PLR0913  operands and numbers of emitted code
     share: float = 1.0,
     micro_batch_weight: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Does what :func:`batch_norm` does, and returns the new running mean and (unbiased) variance too: [channels], equal on all ranks."""
+    """Do what :func:`batch_norm` does, and return the new running mean and (unbiased) variance too: [channels], equal on all ranks."""
     if not axes:
         mean, variance = running_mean.clone(), running_var.clone()
         return F.batch_norm(x, mean, variance, weight, bias, True, momentum, eps), mean, variance
@@ -316,7 +316,7 @@ def _normalised(
     share: float,
     micro_batch_weight: float,
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Returns the normalised x, mean and variance [1, channels, ...] over all ranks of ``axes``, and the number of elements of each."""
+    """Return the normalised x, mean and variance [1, channels, ...] over all ranks of ``axes``, and the number of elements of each."""
     dims = [d for d in range(x.dim()) if d != 1]
     count = round(x.numel() // x.shape[1] * prod(group(axis).size() for axis in axes) * share)
     mean = _total(wide(x).sum(dims, keepdim=True), axes, micro_batch_weight) / count
@@ -332,17 +332,17 @@ def _normalised(
 
 
 def total(x: Tensor, *axes: str, micro_batch_weight: float = 1.0) -> Tensor:
-    """Returns the sum over all ranks of ``axes`` of a tensor without gradient (P to R); without axes the tensor itself."""
+    """Return the sum over all ranks of ``axes`` of a tensor without gradient (P to R); without axes the tensor itself."""
     return _total(x, axes, micro_batch_weight)
 
 
 def _counted(part: Tensor, micro_batch_weight: float) -> Tensor:
-    """Returns a sum over a micro-batch in which each sample may occur several times, as if each occurred once."""
+    """Return a sum over a micro-batch in which each sample may occur several times, as if each occurred once."""
     return part if micro_batch_weight == 1.0 else part * micro_batch_weight
 
 
 def _total(part: Tensor, axes: Sequence[str], micro_batch_weight: float) -> Tensor:
-    """Returns the weighted sum over all axes, one after the other, R on each: its gradient is a pending sum."""
+    """Return the weighted sum over all axes, one after the other, R on each: its gradient is a pending sum."""
     result = _counted(part, micro_batch_weight)
     for axis in axes:
         result = collectives.all_reduce(_pending(result, group(axis)), axis, "R")
@@ -350,7 +350,7 @@ def _total(part: Tensor, axes: Sequence[str], micro_batch_weight: float) -> Tens
 
 
 def change_over_data(x: Tensor, source: str, target: str, *, micro_batch_weight: float = 1.0) -> Tensor:
-    """Changes a type over both data axes; samples are in the order of the ranks, with the inner axis last.
+    """Change a type over both data axes; samples are in the order of the ranks, with the inner axis last.
 
     Args:
         x: the part of this rank.

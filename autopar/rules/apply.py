@@ -1,4 +1,4 @@
-"""Applies a typing of one axis: takes the graph that is common to all ranks of the axis and returns the graph of one of them.
+"""Applies a typing of one axis: takes the graph that is common to all ranks of the axis and return the graph of one of them.
 
 Every tensor gets the shape of one rank. Where an operator reads an operand in another type than it has, a change of type becomes an
 operator of its own (:mod:`autopar.rules.local_calls`). The cost model and the search rely on where these stand:
@@ -49,7 +49,7 @@ def shard(
     micro_batch_size: int | None = None,
     whole: bool = False,
 ) -> Graph:
-    """Returns the graph of one rank on ``typing.axis``.
+    """Return the graph of one rank on ``typing.axis``.
 
     Args:
         graph: the graph, to which earlier axes are already applied.
@@ -103,7 +103,7 @@ class _Sharding:
         self.pending: set[str] = set()
 
     def run(self, micro_batch_size: int | None) -> Graph:
-        """Returns the graph of one rank; see :func:`shard`."""
+        """Return the graph of one rank; see :func:`shard`."""
         graph = self.graph
         inputs = tuple(self._input(leaf) for leaf in graph.inputs)
         for buffer in graph.buffers:
@@ -141,7 +141,7 @@ class _Sharding:
         return replace(leaf, spec=self.specs[ref])
 
     def _used_as_replicated(self) -> set[str]:
-        """Returns the names of the parameters that are I at rest and that every live operator reads as R."""
+        """Return the names of the parameters that are I at rest and that every live operator reads as R."""
         kinds_of: dict[str, set[str]] = {}
         for op in self.graph.ops:
             for ref, wanted in zip(op.operands, self._strategy(op).inputs, strict=True):
@@ -217,7 +217,7 @@ class _Sharding:
         raise InternalError(f"The operator has no strategy on axis {self.axis}", where=f"{op.name} ({op.target})")
 
     def _loss(self, section: _Section) -> None:
-        """Makes the loss P over samples and I on any other axis: one number, which is differentiated once."""
+        """Make the loss P over samples and I on any other axis: one number, which is differentiated once."""
         loss = self.graph.loss
         current = self.types[loss]
         if self.whole:
@@ -235,7 +235,7 @@ class _Sharding:
             self.renamed[loss] = self._change(loss, I, section, place=str(loss))
 
     def _new_value(self, ref: Ref, section: _Section) -> None:
-        """Makes the new value of a buffer complete: the same on every rank and for all samples."""
+        """Make the new value of a buffer complete: the same on every rank and for all samples."""
         current = self.types[ref]
         if self.whole or current.kind in ("R", "I"):
             return
@@ -247,7 +247,7 @@ class _Sharding:
     # --- changes of type
 
     def _converted(self, ref: Ref, wanted: Type, op: Op, section: _Section) -> Ref:
-        """Returns the operand ``ref`` of ``op`` in type ``wanted``, and emits the change of type if there is none yet."""
+        """Return the operand ``ref`` of ``op`` in type ``wanted``, and emits the change of type if there is none yet."""
         current = self.types[ref]
         if self.whole:
             return ref
@@ -267,7 +267,7 @@ class _Sharding:
         return self._changed(ref, wanted, owner, place)
 
     def _changed(self, ref: Ref, wanted: Type, owner: _Section, place: str, source: Ref | None = None) -> Ref:
-        """Returns the change of ``ref`` that the consumers in ``owner`` share, and emits it if there is none yet.
+        """Return the change of ``ref`` that the consumers in ``owner`` share, and emits it if there is none yet.
 
         Args:
             ref: the value.
@@ -281,18 +281,18 @@ class _Sharding:
         return owner.changed[ref, wanted]
 
     def _is_leaf_part(self, ref: Ref, current: Type) -> bool:
-        """Returns whether the value is a part of a leaf beside ring attention, which no operator may read as it is."""
+        """Return whether the value is a part of a leaf beside ring attention, which no operator may read as it is."""
         return self.is_zigzag and current.is_split and self.graph.producer(ref) is None
 
     def _from_checkpoint_order(self, ref: Ref, wanted: Type, owner: _Section, place: str) -> Ref:
-        """Returns a part of a leaf in type ``wanted``. A split one is in zig-zag order, and is cut from the complete tensor."""
+        """Return a part of a leaf in type ``wanted``. A split one is in zig-zag order, and is cut from the complete tensor."""
         if not wanted.is_split:
             return self._changed(ref, wanted, owner, place)
         complete = self._changed(ref, I if self.specs[ref].requires_grad else R, owner, place)
         return self._changed(ref, wanted, owner, place, complete)
 
     def _change(self, ref: Ref, wanted: Type, section: _Section, place: str, origin: Ref | None = None) -> Ref:
-        """Emits a change of type.
+        """Emit a change of type.
 
         Args:
             ref: the tensor whose type changes.
@@ -333,11 +333,11 @@ class _Sharding:
     # --- bookkeeping
 
     def _set(self, ref: Ref, kind: Type, spec: TensorSpec) -> None:
-        """Records the type and the local spec of a leaf, whose parts are in the order of the checkpoint."""
+        """Record the type and the local spec of a leaf, whose parts are in the order of the checkpoint."""
         self.types[ref], self.specs[ref] = kind, self._part(spec, kind, ref.name)
 
     def _local(self, spec: TensorSpec, kind: Type, place: str) -> TensorSpec:
-        """Returns the local spec of a value that an operator produces."""
+        """Return the local spec of a value that an operator produces."""
         if self.is_zigzag and kind.is_split and kind.dim < len(spec.shape):
             check_part(spec, kind, int(self.typing.size), place, axis=self.axis)
         return self._part(spec, kind, place)
@@ -359,5 +359,5 @@ class _Sharding:
 
 
 def crosses_samples(graph: Graph) -> tuple[Op, ...]:
-    """Returns the changes of type over samples in a local graph. If there are any, each data rank has one micro-batch."""
+    """Return the changes of type over samples in a local graph. If there are any, each data rank has one micro-batch."""
     return tuple(op for op in (*graph.prelude, *graph.ops) if op.target == OVER_DATA)

@@ -64,7 +64,7 @@ def verify_rule(
     seed: int = 0,
     zigzag: bool = False,
 ) -> list[str]:
-    """Runs every strategy of a call on ``size`` ranks and compares it with one device.
+    """Run every strategy of a call on ``size`` ranks and compares it with one device.
 
     Args:
         op: the call. Its ``outputs`` may be empty, as they are taken from the run.
@@ -103,7 +103,7 @@ def verify_rule(
 
 
 def call(op: Op, operands: Sequence[Tensor], axis: tuple[str, object] | None = None) -> tuple[Tensor, ...]:
-    """Runs one operator on tensors for its operands.
+    """Run one operator on tensors for its operands.
 
     Args:
         op: the call.
@@ -141,7 +141,7 @@ def _run_dense(op: Op, operands: Sequence[Tensor], generator: torch.Generator) -
 def _gradients(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor], cotangents: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """Returns the gradient of each input that requires one, zeros if the outputs do not depend on it, and None for other inputs."""
+    """Return the gradient of each input that requires one, zeros if the outputs do not depend on it, and None for other inputs."""
     pairs = [(y, g) for y, g in zip(outputs, cotangents, strict=True) if g is not None]
     wanted = [x for x in inputs if x.requires_grad]
     if not pairs or not wanted:
@@ -152,7 +152,7 @@ def _gradients(
 
 
 def _is_zigzag_safe(strategy: Strategy, dense: _Dense, size: int) -> bool:
-    """Returns whether a strategy is possible beside ring attention, for these shapes."""
+    """Return whether a strategy is possible beside ring attention, for these shapes."""
     try:
         check_strategy(strategy, "")
         tensors, types = (*dense.operands, *dense.outputs), (*strategy.inputs, *strategy.outputs)
@@ -167,7 +167,7 @@ def _is_zigzag_safe(strategy: Strategy, dense: _Dense, size: int) -> bool:
 def _check(
     op: Op, dense: _Dense, strategy: Strategy, axis: str, size: int, generator: torch.Generator, *, zigzag: bool
 ) -> str:
-    """Returns what is wrong with one strategy; empty if nothing is."""
+    """Return what is wrong with one strategy; empty if nothing is."""
     operands = [_parts(x, t, size, generator, zigzag) for x, t in zip(dense.operands, strategy.inputs, strict=True)]
     cotangents = [
         [None] * size if g is None else _parts(g, t.gradient, size, generator, zigzag)
@@ -215,7 +215,7 @@ def _check(
 
 
 def _parts(x: Tensor, kind: Type, size: int, generator: torch.Generator, zigzag: bool) -> list[Tensor]:
-    """Returns the part of a full tensor on each rank, in zig-zag order if ``zigzag`` is set."""
+    """Return the part of a full tensor on each rank, in zig-zag order if ``zigzag`` is set."""
     from autopar.ops.sequence import zigzag as in_zigzag  # kernels are slow to import
 
     full = x.detach()
@@ -231,14 +231,14 @@ def _parts(x: Tensor, kind: Type, size: int, generator: torch.Generator, zigzag:
 
 
 def _random_like(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns random numbers of the shape and dtype of ``x``."""
+    """Return random numbers of the shape and dtype of ``x``."""
     if x.dtype.is_floating_point or x.dtype.is_complex:
         return torch.randn(x.shape, dtype=x.dtype, generator=generator)
     return torch.randint(-9, 10, x.shape, dtype=x.dtype, generator=generator)
 
 
 def difference(parts: Sequence[Tensor], kind: Type, dense: Tensor, zigzag: bool = False) -> str:
-    """Returns how the parts of all ranks, joined as their type says, differ from the full tensor; empty if they do not."""
+    """Return how the parts of all ranks, joined as their type says, differ from the full tensor; empty if they do not."""
     from autopar.ops.sequence import zigzag as in_zigzag
 
     parts = [part.detach() for part in parts]
@@ -265,14 +265,14 @@ def difference(parts: Sequence[Tensor], kind: Type, dense: Tensor, zigzag: bool 
 
 @contextmanager
 def _same_random_numbers() -> Iterator[None]:
-    """Makes every rank, and the run of one device, draw the same random numbers."""
+    """Make every rank, and the run of one device, draw the same random numbers."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # torch.manual_seed would query every kind of device
         yield
 
 
 def _in_threads(rank: Any, size: int) -> None:
-    """Runs ``rank(index, group)`` on threads that form a gloo group.
+    """Run ``rank(index, group)`` on threads that form a gloo group.
 
     No rank begins before all are connected: a rank that has finished closes its connections, and others might still wait for them.
     """
@@ -303,7 +303,7 @@ def _in_threads(rank: Any, size: int) -> None:
 
 
 def _gloo(store: Any, rank: int, size: int, name: str) -> dist.ProcessGroup:
-    """Returns a group among threads of this process; only the registry of functional collectives knows it."""
+    """Return a group among threads of this process; only the registry of functional collectives knows it."""
     kind = _C10D.ProcessGroup.BackendType.GLOO
     options = _C10D.ProcessGroupGloo._Options()
     options._devices = [_C10D.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
@@ -323,7 +323,7 @@ _UNIT = 8
 
 
 def check_rule(target: str, line: str, example: Sequence[object] | None = None) -> None:
-    """Runs every strategy of a rule; see :func:`autopar.rules.table.register_rule`.
+    """Run every strategy of a rule; see :func:`autopar.rules.table.register_rule`.
 
     Raises:
         RuleError: in the cases of ``register_rule``.
@@ -360,7 +360,7 @@ def check_rule(target: str, line: str, example: Sequence[object] | None = None) 
 
 
 def made_example(line: str) -> list[Tensor]:
-    """Returns random operands in float64 for a rule line: equal labels have equal lengths, different labels have different ones.
+    """Return random operands in float64 for a rule line: equal labels have equal lengths, different labels have different ones.
 
     >>> [tuple(x.shape) for x in made_example("b... k+, n k+ -> b... n")]
     [(8, 16), (24, 16)]
@@ -378,7 +378,7 @@ def made_example(line: str) -> list[Tensor]:
 
 
 def _with_refs(value: object, numbers: Iterator[int]) -> Argument:
-    """Returns an argument with a numbered :class:`Ref` in place of every tensor."""
+    """Return an argument with a numbered :class:`Ref` in place of every tensor."""
     if isinstance(value, Tensor):
         return Ref(f"x{next(numbers)}")
     if isinstance(value, tuple | list):

@@ -95,7 +95,7 @@ class Line:
 
 @lru_cache(maxsize=4096)
 def parse(text: str) -> Line:
-    """Parses a rule line.
+    """Parse a rule line.
 
     Raises:
         RuleError: the line is malformed, or a label of the operands is neither in the outputs nor marked.
@@ -132,7 +132,7 @@ def parse(text: str) -> Line:
 
 
 def _tensor(text: str, line: str) -> tuple[Dim, ...]:
-    """Parses the dims of one tensor of a rule ``line``."""
+    """Parse the dims of one tensor of a rule ``line``."""
     dims = []
     for token in text.split():
         match = _TOKEN.match(token)
@@ -148,7 +148,7 @@ def _tensor(text: str, line: str) -> tuple[Dim, ...]:
 
 
 def _clauses(clauses: list[str], operands: int, text: str) -> tuple[tuple[tuple[tuple[int, bool], ...], ...], bool]:
-    """Parses the clauses after the dims; returns ``linear`` and ``random`` of :class:`Line`."""
+    """Parse the clauses after the dims; return ``linear`` and ``random`` of :class:`Line`."""
     linear: list[tuple[tuple[int, bool], ...]] = []
     random = False
     for clause in clauses:
@@ -168,7 +168,7 @@ def _clauses(clauses: list[str], operands: int, text: str) -> tuple[tuple[tuple[
 
 
 def bind(line: Line, shapes: tuple[tuple[int, ...] | None, ...], outputs: tuple[tuple[int, ...], ...]) -> Pattern:
-    """Matches a rule line with the shapes of one call.
+    """Match a rule line with the shapes of one call.
 
     Args:
         line: a parsed rule.
@@ -213,7 +213,7 @@ def bind(line: Line, shapes: tuple[tuple[int, ...] | None, ...], outputs: tuple[
 
 
 def pattern_of(line: str, op: Op, operands: tuple[TensorSpec, ...]) -> Pattern:
-    """Returns the pattern of one call by a rule line. A None among the arguments stands for an absent operand.
+    """Return the pattern of one call by a rule line. A None among the arguments stands for an absent operand.
 
     Raises:
         RuleError: the line is malformed, or the call does not fit it.
@@ -222,7 +222,7 @@ def pattern_of(line: str, op: Op, operands: tuple[TensorSpec, ...]) -> Pattern:
 
 
 def _positional(op: Op, operands: tuple[TensorSpec, ...]) -> tuple[tuple[int, ...] | None, ...]:
-    """Returns the shapes of the operands by their position in the rule; a None among the arguments is an absent operand."""
+    """Return the shapes of the operands by their position in the rule; a None among the arguments is an absent operand."""
     shapes: list[tuple[int, ...] | None] = []
     remaining = iter(operands)
     for argument in (*op.args, *(value for _, value in op.kwargs)):
@@ -238,7 +238,7 @@ def _positional(op: Op, operands: tuple[TensorSpec, ...]) -> tuple[tuple[int, ..
 
 
 def _numbered(marked: frozenset[str], sizes: dict[str, int]) -> frozenset[str]:
-    """Returns the marked labels as they occur in ``sizes``, where the dims of ``name...`` are numbered."""
+    """Return the marked labels as they occur in ``sizes``, where the dims of ``name...`` are numbered."""
     return frozenset(label for label in sizes if label in marked or label.partition(".")[0] in marked)
 
 
@@ -249,7 +249,7 @@ def _labels(
     sizes: dict[str, int],
     widths: dict[str, int],
 ) -> Labels:
-    """Returns the labels of one tensor; the dims of ``name...`` are called ``name.0``, ``name.1`` and so on, aligned to the right.
+    """Return the labels of one tensor; the dims of ``name...`` are called ``name.0``, ``name.1`` and so on, aligned to the right.
 
     Args:
         line: the rule, for messages.
@@ -291,7 +291,7 @@ def _misfit(line: Line, shapes: object, outputs: object) -> RuleError:
 def enumerate_strategies(
     pattern: Pattern, operands: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], size: Fraction
 ) -> Iterator[Strategy]:
-    """Yields all strategies of a pattern on one axis; docs/adr/0001-types.md describes the types.
+    """Yield all strategies of a pattern on one axis; docs/adr/0001-types.md describes the types.
 
     Args:
         pattern: the labels of the call.
@@ -319,25 +319,25 @@ def enumerate_strategies(
 
 
 def divides(length: int, size: Fraction) -> bool:
-    """Returns whether a dim of this length splits evenly on an axis of this size; a dim of length 1 is never split."""
+    """Return whether a dim of this length splits evenly on an axis of this size; a dim of length 1 is never split."""
     return length > 1 and length * size.denominator % size.numerator == 0
 
 
 def invariant(operands: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> Strategy:
-    """Returns the strategy under which every rank repeats the work and has complete gradients; tensors without gradient are R."""
+    """Return the strategy under which every rank repeats the work and has complete gradients; tensors without gradient are R."""
     inputs, results = (tuple([I if spec.requires_grad else R for spec in specs]) for specs in (operands, outputs))
     return Strategy(name="invariant", inputs=inputs, outputs=results)
 
 
 def replicate(operands: Sequence[object], outputs: Sequence[object]) -> Strategy:
-    """Returns the strategy under which every rank repeats the work and gradients are pending sums."""
+    """Return the strategy under which every rank repeats the work and gradients are pending sums."""
     return Strategy(name="replicate", inputs=(R,) * len(operands), outputs=(R,) * len(outputs))
 
 
 def _splittable(
     pattern: Pattern, operands: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], size: Fraction
 ) -> list[str]:
-    """Returns the labels whose dims all divide, in order of appearance. A label that occurs twice in one tensor is never split."""
+    """Return the labels whose dims all divide, in order of appearance. A label that occurs twice in one tensor is never split."""
     is_splittable: dict[str, bool] = {}
     for labels, spec in (*zip(pattern.inputs, operands, strict=True), *zip(pattern.outputs, outputs, strict=True)):
         for position, label in enumerate(labels):
@@ -351,7 +351,7 @@ def _splittable(
 
 
 def _split(pattern: Pattern, label: str, work: Fraction) -> Strategy:
-    """Returns the strategy that splits the dims of one label."""
+    """Return the strategy that splits the dims of one label."""
     added: set[int] = set()
     contracted = label in pattern.contracted
     if contracted:

@@ -27,7 +27,7 @@ Localizer = Callable[[Op, Strategy, Local], Op]
 
 
 def localize(op: Op, strategy: Strategy, local: Local, layouts: tuple[Layout, ...] = ()) -> Op:
-    """Returns the call that one rank makes under ``strategy``.
+    """Return the call that one rank makes under ``strategy``.
 
     Args:
         op: the call before the axis is applied; its operands are kept.
@@ -44,7 +44,7 @@ def localize(op: Op, strategy: Strategy, local: Local, layouts: tuple[Layout, ..
 
 
 def _shape_at(position: int, name: str) -> Localizer:
-    """Returns a localizer for calls that give the shape of the output as a literal, by position or by name."""
+    """Return a localizer for calls that give the shape of the output as a literal, by position or by name."""
 
     def write(op: Op, strategy: Strategy, local: Local) -> Op:
         shape = local.outputs[0].shape
@@ -56,7 +56,7 @@ def _shape_at(position: int, name: str) -> Localizer:
 
 
 def _slice(op: Op, strategy: Strategy, local: Local) -> Op:
-    """Moves the end of a slice along a split dim. Such a slice takes the complete dim, as no other one may be split."""
+    """Move the end of a slice along a split dim. Such a slice takes the complete dim, as no other one may be split."""
     dim = cast("int", argument(op, 1, "dim", 0)) % len(local.operands[0].shape)
     before, after = op.spec.shape[dim], local.outputs[0].shape[dim]
     if before == after:
@@ -65,30 +65,30 @@ def _slice(op: Op, strategy: Strategy, local: Local) -> Op:
 
 
 def _as_view(op: Op, strategy: Strategy, local: Local) -> Op:
-    """Gives the local shape of the output: a dim of length one may be so only on this rank, and given sizes are of the full shape."""
+    """Give the local shape of the output: a dim of length one may be so only on this rank, and given sizes are of the full shape."""
     return replace(op, target="aten.view.default", args=(op.args[0], local.outputs[0].shape), kwargs=())
 
 
 def _embedding_vocabulary(op: Op, strategy: Strategy, local: Local) -> Op:
-    """Passes the axis over which the rows of the table are split."""
+    """Pass the axis over which the rows of the table are split."""
     padding = argument(op, 2, "padding_idx", -1)
     return replace(op, args=(op.args[0], op.args[1], local.axis, padding), kwargs=())
 
 
 def _bag_vocabulary(op: Op, strategy: Strategy, local: Local) -> Op:
-    """Passes the axis over which the rows of the table are split."""
+    """Pass the axis over which the rows of the table are split."""
     weight, ids, weights, mode, padding = op.args[:5]
     return replace(op, args=(weight, ids, local.axis, weights, mode, padding), kwargs=())
 
 
 def _cross_entropy_vocabulary(op: Op, strategy: Strategy, local: Local) -> Op:
-    """Passes the axis over which the classes are split."""
+    """Pass the axis over which the classes are split."""
     ignore, smoothing = argument(op, 2, "ignore_index", -100), argument(op, 3, "label_smoothing", 0.0)
     return replace(op, args=(op.args[0], op.args[1], local.axis, ignore, smoothing, *op.args[4:]), kwargs=())
 
 
 def _split_experts(op: Op, strategy: Strategy, local: Local) -> Op:
-    """Passes the axis over which experts are split, and their number over all ranks.
+    """Pass the axis over which experts are split, and their number over all ranks.
 
     Experts that an earlier axis split over data ranks (``experts_dispatch``) are split again: their tokens travel over both axes at once
     (:data:`autopar.plan.mesh.EXPERT_AXIS`), or over the earlier one only.
@@ -104,7 +104,7 @@ def _split_experts(op: Op, strategy: Strategy, local: Local) -> Op:
 
 
 def _partial_mean(op: Op, strategy: Strategy, local: Local) -> Op:
-    """Passes the number of elements of the full tensor. A partial mean that is split again keeps its count."""
+    """Pass the number of elements of the full tensor. A partial mean that is split again keeps its count."""
     shape = local.operands[0].shape
     dims, keepdim = dims_of(op, 1, "dim", len(shape)), argument(op, 2, "keepdim", False)
     count = prod(shape[dim] for dim in dims) * local.size * local.count_scale
@@ -116,13 +116,13 @@ def _partial_mean(op: Op, strategy: Strategy, local: Local) -> Op:
 
 
 def _attention(op: Op, strategy: Strategy, local: Local) -> Op:
-    """Passes the axis over which the sequence is split, and the number of its ranks to a ring."""
+    """Pass the axis over which the sequence is split, and the number of its ranks to a ring."""
     ranks: tuple[tuple[str, Argument], ...] = (("ranks", int(local.size)),) if strategy.target == RING else ()
     return replace(op, kwargs=(*op.kwargs, ("axis", local.axis), *ranks))
 
 
 def _batch_norm(op: Op, strategy: Strategy, local: Local) -> Op:
-    """Passes the axes whose ranks share the statistics. On axis ``batch`` these are both data axes."""
+    """Pass the axes whose ranks share the statistics. On axis ``batch`` these are both data axes."""
     axes = DATA_AXES if local.axis == BATCH else (local.axis,)
     return replace(op, args=(*op.args, *axes))
 
@@ -171,7 +171,7 @@ _CHOOSE_ANOTHER = "Choose another degree, or another strategy here"
 
 
 def layout_before(graph: Graph, ref: Ref) -> Layout:
-    """Returns the types of a value on the axes that are applied already, as operators read it.
+    """Return the types of a value on the axes that are applied already, as operators read it.
 
     A parameter whose gradient is summed later is read as R.
     """
@@ -188,7 +188,7 @@ def layout_before(graph: Graph, ref: Ref) -> Layout:
 
 
 def part_of(spec: TensorSpec, kind: Type, size: Fraction, place: str, *, axis: str) -> TensorSpec:
-    """Returns the spec of the part of a tensor that one rank of an axis has.
+    """Return the spec of the part of a tensor that one rank of an axis has.
 
     Args:
         spec: the spec of the full tensor.
@@ -251,7 +251,7 @@ _TABLE: dict[tuple[str, str], Conversion] = {
 
 
 def conversion(source: Type, target: Type, *, requires_grad: bool) -> Conversion | None:
-    """Returns the change from ``source`` to ``target``; None if there is none (R to I with a gradient, S to P).
+    """Return the change from ``source`` to ``target``; None if there is none (R to I with a gradient, S to P).
 
     Equal types give a conversion that does nothing.
 
@@ -268,7 +268,7 @@ def conversion(source: Type, target: Type, *, requires_grad: bool) -> Conversion
 
 
 def emitted_arguments(axis: str, source: Type, target: Type) -> tuple[str | int, ...]:
-    """Returns the arguments after the tensor in emitted code: the axis, then dims, then a type where the operator needs one.
+    """Return the arguments after the tensor in emitted code: the axis, then dims, then a type where the operator needs one.
 
     shard(x, axis, dim, from), all_gather(x, axis, dim, to), reduce_scatter(x, axis, dim),
     all_to_all(x, axis, split_dim_after, gathered_dim), all_reduce(x, axis, to),
@@ -307,18 +307,18 @@ SAMPLES = "samples"
 
 
 def expert_counts(graph: Graph) -> tuple[int, ...]:
-    """Returns the number of experts of each mixture that can be spread."""
+    """Return the number of experts of each mixture that can be spread."""
     return tuple(graph.spec(op.operands[-1]).shape[0] for op in graph.ops if can_spread(graph, op))
 
 
 def can_spread(graph: Graph, op: Op) -> bool:
-    """Returns whether ``op`` is a mixture of experts whose weights are parameters that nothing else reads."""
+    """Return whether ``op`` is a mixture of experts whose weights are parameters that nothing else reads."""
     weights = op.operands[3:]
     return op.target == EXPERTS and all(graph.is_parameter(ref) and len(graph.users(ref)) == 1 for ref in weights)
 
 
 def spread(graph: Graph, size: int, only: Collection[str] | None = None) -> Graph:
-    """Returns the graph of one data rank with the experts of mixtures split over ``size`` data ranks.
+    """Return the graph of one data rank with the experts of mixtures split over ``size`` data ranks.
 
     Args:
         graph: the graph of one micro-batch on one data rank (axis ``batch`` applied, and no other).

@@ -40,7 +40,7 @@ _RANKS = 2
 
 
 def discover_rule(op: Op, operands: Sequence[Tensor]) -> str:
-    """Returns the rule line of an operator, for operands of these ranks.
+    """Return the rule line of an operator, for operands of these ranks.
 
     Args:
         op: a call of it; literals are kept.
@@ -80,7 +80,7 @@ def discover_rule(op: Op, operands: Sequence[Tensor]) -> str:
 def _splits(
     op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor]
 ) -> Iterator[tuple[Sequence[Type], Sequence[Type]]]:
-    """Yields the types of operands and outputs of every split that holds; splits of more operands come first, because they say more."""
+    """Yield the types of operands and outputs of every split that holds; splits of more operands come first, because they say more."""
     choices = [[R, *(S(d) for d, n in enumerate(x.shape) if n > 1 and n % _RANKS == 0)] for x in operands]
     num_combinations = prod(map(len, choices))
     if num_combinations > MAX_COMBINATIONS:
@@ -99,7 +99,7 @@ def _splits(
 def _output_types(
     op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor], inputs: Sequence[Type]
 ) -> list[Type] | None:
-    """Returns how the outputs of the parts make up those of the full operands, S or P; None if an output is neither."""
+    """Return how the outputs of the parts make up those of the full operands, S or P; None if an output is neither."""
     parts = [
         x.detach().chunk(_RANKS, kind.dim) if kind.is_split else (x,) * _RANKS
         for x, kind in zip(operands, inputs, strict=True)
@@ -119,13 +119,13 @@ def _output_types(
 
 
 def _is_right(op: Op, operands: Sequence[Tensor], inputs: Iterable[Type], outputs: Iterable[Type]) -> bool:
-    """Returns whether the strategy of these types gives what one device gives, on two ranks."""
+    """Return whether the strategy of these types gives what one device gives, on two ranks."""
     strategy = Strategy(name="found", inputs=tuple(inputs), outputs=tuple(outputs))
     return not verify_rule(op, operands, size=_RANKS, strategies=[strategy])
 
 
 def _linear(op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor]) -> str:
-    """Returns the clause of operands in which the operator is linear: in each alone, or in all together."""
+    """Return the clause of operands in which the operator is linear: in each alone, or in all together."""
     groups = [(i,) for i in range(len(operands))] + ([tuple(range(len(operands)))] if len(operands) > 1 else [])
     linear_groups = []
     for group in groups:
@@ -139,7 +139,7 @@ def _linear(op: Op, operands: Sequence[Tensor], dense: Sequence[Tensor]) -> str:
 def _line(
     input_labels: list[list[str]], output_labels: list[list[str]], contracted: set[str], free_labels: Iterator[str]
 ) -> str:
-    """Returns the text of a rule from its labels; dims without a label get one of ``free_labels``, marked ``^``."""
+    """Return the text of a rule from its labels; dims without a label get one of ``free_labels``, marked ``^``."""
 
     def text(row: list[str]) -> str:
         return " ".join(f"{n}+" if n in contracted else n or f"{next(free_labels)}^" for n in row)
@@ -174,7 +174,7 @@ class Found:
 
 
 def complete(graph: Graph, *, cache_dir: Path | None = None, table: RuleTable | None = None) -> tuple[Found, ...]:
-    """Finds rules for the operators of a graph that have none, and adds them to the table.
+    """Find rules for the operators of a graph that have none, and add them to the table.
 
     Args:
         graph: the traced graph.
@@ -211,7 +211,7 @@ def complete(graph: Graph, *, cache_dir: Path | None = None, table: RuleTable | 
 
 
 def extra_rules(graph: Graph, *, table: RuleTable | None = None) -> dict[str, Rule]:
-    """Returns the rules of a graph's operators that are not shipped, by target: those that a user declared, or that execution found."""
+    """Return the rules of a graph's operators that are not shipped, by target: those that a user declared, or that execution found."""
     rules, shipped = (table or default_table()).rules, torch_rules()
     calls: dict[str, set[str]] = {}
     for op in (*graph.prelude, *graph.ops):
@@ -230,13 +230,13 @@ def extra_rules(graph: Graph, *, table: RuleTable | None = None) -> dict[str, Ru
 
 
 def adopt(rules: Mapping[str, Rule], *, table: RuleTable | None = None) -> None:
-    """Adds rules that :func:`extra_rules` returned in another process, without checking them again."""
+    """Add rules that :func:`extra_rules` returned in another process, without checking them again."""
     for target, rule in rules.items():
         (table or default_table()).put(target, rule)
 
 
 def key_of(op: Op, operands: Sequence[TensorSpec]) -> str:
-    """Returns a key that is equal for calls that share a found rule: equal literals, ranks, dtypes, dims of length one and gradients."""
+    """Return a key that is equal for calls that share a found rule: equal literals, ranks, dtypes, dims of length one and gradients."""
     arguments = without_refs(op.args), without_refs(op.kwargs)
     operand_kinds = [(len(s.shape), [n == 1 for n in s.shape], str(s.dtype), s.requires_grad) for s in operands]
     return f"{op.target} {digest(repr((arguments, operand_kinds, [len(s.shape) for s in op.outputs])))}"
@@ -256,7 +256,7 @@ class _RulesByCall:
     by_lengths: dict[str, Found] = field(default_factory=dict)
 
     def adopted(self, key: str) -> Found | None:
-        """Returns the entry of another process for a kind of call; None if there is none."""
+        """Return the entry of another process for a kind of call; None if there is none."""
         return None if any(full.startswith(key) for full in self.by_lengths) else self.found.get(key)
 
     def __call__(self, op: Op, operands: tuple[TensorSpec, ...]) -> Pattern:
@@ -267,7 +267,7 @@ class _RulesByCall:
 
 
 def _find(op: Op, operands: tuple[TensorSpec, ...], key: str, file: _RuleFile, key_with_lengths: str) -> Found:
-    """Returns the entry of a kind of call: the line of the file if it still holds, otherwise one that is found by execution."""
+    """Return the entry of a kind of call: the line of the file if it still holds, otherwise one that is found by execution."""
     reason = "its tensors are too large to try"
     if operands and not any(spec.shape for spec in operands):  # which a line cannot tell from no operand at all
         return Found(target=op.target, key=key, line="", why="no operand has a dim")
@@ -289,7 +289,7 @@ def _find(op: Op, operands: tuple[TensorSpec, ...], key: str, file: _RuleFile, k
 
 
 def _small_shapes(operands: tuple[TensorSpec, ...]) -> list[list[tuple[int, ...]]]:
-    """Returns the shapes to try: first every length becomes another multiple of eight; then the original shapes, if they are short."""
+    """Return the shapes to try: first every length becomes another multiple of eight; then the original shapes, if they are short."""
     lengths = sorted({n for spec in operands for n in spec.shape if n > 1})
     small_length = {n: 8 * (i + 1) for i, n in enumerate(lengths)} | {1: 1, 0: 0}
     candidates = [[tuple(small_length[n] for n in spec.shape) for spec in operands]]
@@ -299,7 +299,7 @@ def _small_shapes(operands: tuple[TensorSpec, ...]) -> list[list[tuple[int, ...]
 
 
 def _draws(op: Op, operands: tuple[TensorSpec, ...], shapes: Sequence[tuple[int, ...]]) -> list[list[Tensor]]:
-    """Returns an example with positive operands and one with both signs, if the operator takes it and its results are informative.
+    """Return an example with positive operands and one with both signs, if the operator takes it and its results are informative.
 
     Raises:
         RuleError: none is informative.
@@ -326,7 +326,7 @@ def _draws(op: Op, operands: tuple[TensorSpec, ...], shapes: Sequence[tuple[int,
 
 
 def _example(spec: TensorSpec, shape: tuple[int, ...], seed: int, *, is_signed: bool) -> Tensor:
-    """Returns one operand; every operand has another ``seed``, as the distance of equal ones is zero, and zeros add up along any dim.
+    """Return one operand; every operand has another ``seed``, as the distance of equal ones is zero, and zeros add up along any dim.
 
     With ``is_signed`` an operand without gradient has elements 1 and -1, as the targets of margin losses do.
     """
@@ -342,7 +342,7 @@ def _example(spec: TensorSpec, shape: tuple[int, ...], seed: int, *, is_signed: 
 
 
 def _is_informative(result: Tensor) -> bool:
-    """Returns whether a result is finite and depends on the operands.
+    """Return whether a result is finite and depends on the operands.
 
     Zeros, or copies of one number, can be put together from parts in any way.
     """
@@ -354,7 +354,7 @@ def _is_informative(result: Tensor) -> bool:
 
 
 def _verified_line(op: Op, draws: Sequence[Sequence[Tensor]]) -> str:
-    """Returns the line that is found for two ranks, without what fails on more ranks or other draws."""
+    """Return the line that is found for two ranks, without what fails on more ranks or other draws."""
     line = discover_rule(op, draws[0])
     for _ in range(1 + line.count(" ")):
         failed = _failures(op, draws, line)
@@ -369,7 +369,7 @@ def _verified_line(op: Op, draws: Sequence[Sequence[Tensor]]) -> str:
 
 
 def _failures(op: Op, draws: Sequence[Sequence[Tensor]], line: str) -> list[str]:
-    """Returns the failures of a line on two and four ranks, and on as many ranks as a dim is long, where parts have length one."""
+    """Return the failures of a line on two and four ranks, and on as many ranks as a dim is long, where parts have length one."""
     table = RuleTable(rules={op.target: Rule(line=line)})
     bare = replace(op, outputs=())
     return [
@@ -395,6 +395,6 @@ class _RuleFile:
         self.saved = dict(self.lines)
 
     def save(self) -> None:
-        """Writes the file if there are new rules, completely or not at all."""
+        """Write the file if there are new rules, completely or not at all."""
         if self.path is not None and self.lines != self.saved:
             write_text(self.path, json.dumps(self.lines, indent=1, sort_keys=True) + "\n", make_folder=True)

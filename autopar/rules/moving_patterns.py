@@ -27,19 +27,19 @@ NAMES: Labels = tuple(f"d{i}" for i in range(64))
 
 
 def argument(op: Op, position: int, name: str, default: Argument = None) -> Argument:
-    """Returns an argument of a call by position or by name."""
+    """Return an argument of a call by position or by name."""
     if position < len(op.args):
         return op.args[position]
     return next((value for key, value in op.kwargs if key == name), default)
 
 
 def integer(op: Op, position: int, name: str, default: int = 0) -> int:
-    """Returns an integer argument of a call by position or by name."""
+    """Return an integer argument of a call by position or by name."""
     return cast("int", argument(op, position, name, default))
 
 
 def dims_of(op: Op, position: int, name: str, rank: int, default: Argument = None) -> tuple[int, ...]:
-    """Returns a dim or a list of dims among the arguments, as numbers from 0; all dims if it is None or empty."""
+    """Return a dim or a list of dims among the arguments, as numbers from 0; all dims if it is None or empty."""
     value = argument(op, position, name, default)
     if value is None or value == ():
         return tuple(range(rank))
@@ -48,7 +48,7 @@ def dims_of(op: Op, position: int, name: str, rank: int, default: Argument = Non
 
 
 def same_dims(op: Op, operands: Specs, frozen: Iterable[int] = (), *, linear: bool = True) -> Pattern:
-    """Returns the pattern of a call whose operands and outputs all have the same dims.
+    """Return the pattern of a call whose operands and outputs all have the same dims.
 
     Without further arguments it is that of ``autopar.total``, and of pixel_shuffle and pixel_unshuffle, where a label is the outermost part
     of a dim.
@@ -69,7 +69,7 @@ def same_dims(op: Op, operands: Specs, frozen: Iterable[int] = (), *, linear: bo
 
 
 def aligned(labels: Labels, shape: tuple[int, ...]) -> Labels:
-    """Returns the labels of a tensor that broadcasts: they are aligned to the right, and a dim of size 1 has the empty label."""
+    """Return the labels of a tensor that broadcasts: they are aligned to the right, and a dim of size 1 has the empty label."""
     return tuple(
         label if length > 1 else "" for label, length in zip(labels[len(labels) - len(shape) :], shape, strict=True)
     )
@@ -208,13 +208,13 @@ def paste(op: Op, operands: Specs) -> Pattern:
 
 
 def change_over_data(op: Op, operands: Specs) -> Pattern:
-    """A change of type over the data axes: it is linear, and other axes do not split the dims that it splits or gathers."""
+    """Return a change of type over the data axes: it is linear, and other axes do not split the dims that it splits or gathers."""
     kinds = (parse_type(cast("str", argument(op, i, ""))) for i in (1, 2))
     return same_dims(op, operands, [kind.dim for kind in kinds if kind.is_split])
 
 
 def pad(op: Op, operands: Specs) -> Pattern:
-    """Padding, also constant_pad_nd: dims that are padded are not split."""
+    """Read padding, also constant_pad_nd: dims that are padded are not split."""
     constant = op.target.startswith("aten.constant_pad_nd")
     rank = len(operands[0].shape)
     widths = cast("tuple[int, ...]", argument(op, 1, "pad"))

@@ -47,14 +47,14 @@ def cross_entropy_vocabulary(op: Op, operands: Specs, axis: str, size: Fraction)
 
 
 def _vocabulary(target: str, operands: Specs, dim: int, output: Type, axis: str, size: Fraction) -> Iterator[Strategy]:
-    """The strategy that splits the vocabulary, which is ``dim`` of the first operand, and calls ``target``."""
+    """Yield the strategy that splits the vocabulary, which is ``dim`` of the first operand, and calls ``target``."""
     if axis != BATCH and divides(operands[0].shape[dim], size):
         inputs = (S(dim), *(R for _ in operands[1:]))
         yield Strategy(name="vocabulary", inputs=inputs, outputs=(output,), work=1 / size, target=target)
 
 
 def opaque(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
-    """A region of untraced code, which runs on complete tensors, or on axis ``batch`` on a part of the samples if these are independent.
+    """Yield a region of untraced code, which runs on complete tensors, or on axis ``batch`` on a part of the samples if these are independent.
 
     If its backward is not linear (because it clips gradients, for example), pending sums of gradients must not pass through it.
     """
@@ -81,7 +81,7 @@ def opaque(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strat
 
 
 def partial_mean(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
-    """A mean over a split dim: the local sum over the global count, which is a pending sum."""
+    """Yield a mean over a split dim: the local sum over the global count, which is a pending sum."""
     pattern = reduction(op, operands)
     for position, label in enumerate(pattern.inputs[0]):
         if label in pattern.frozen and divides(operands[0].shape[position], size):
@@ -95,7 +95,7 @@ def partial_mean(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator
 
 
 def experts_pattern(op: Op, operands: Specs) -> Pattern:
-    """A mixture of experts (hidden, weights, indices, gate, up, down, gate_bias, up_bias, form): its inner width f is contracted.
+    """Return a mixture of experts (hidden, weights, indices, gate, up, down, gate_bias, up_bias, form): its inner width f is contracted.
 
     If gate and up are interleaved in one tensor, :func:`experts` splits their pairs instead.
     """
@@ -109,7 +109,7 @@ def experts_pattern(op: Op, operands: Specs) -> Pattern:
 
 
 def experts(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
-    """A mixture of experts with split experts, or with split pairs of interleaved gate and up.
+    """Yield a mixture of experts with split experts, or with split pairs of interleaved gate and up.
 
     Under *experts* every rank has all tokens and computes what its experts contribute, a pending sum. Under *dispatch d* tokens are split
     along dim d and travel to the ranks of their experts and back: k rows for each token in both directions, and as many for gradients.
@@ -233,7 +233,7 @@ def channel_norm(op: Op, operands: Specs) -> Pattern:
 
 
 def total_statistics(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
-    """A sum over samples, pending over all data ranks, each of which has all its samples in one micro-batch."""
+    """Yield a sum over samples, pending over all data ranks, each of which has all its samples in one micro-batch."""
     if axis == BATCH and operands[0].dtype.is_floating_point:
         yield Strategy(name="statistics", inputs=(P,), outputs=(R,), target="autopar.total")
 

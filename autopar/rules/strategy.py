@@ -96,12 +96,12 @@ FORM_AT, AXIS_AT, COUNT_AT, PARTS_AT = 8, 9, 10, 12
 
 
 def is_zigzag(strategies: Iterable[Strategy]) -> bool:
-    """Returns whether the strategies of one axis put its split dims in zig-zag order: one of them is ring attention."""
+    """Return whether the strategies of one axis put its split dims in zig-zag order: one of them is ring attention."""
     return any(strategy.target == RING for strategy in strategies)
 
 
 def check_strategy(strategy: Strategy, place: str) -> None:
-    """Refuses a strategy that cannot run in zig-zag order.
+    """Refuse a strategy that cannot run in zig-zag order.
 
     Raises:
         RuleError: the strategy depends on the part of a split dim that its rank holds.
@@ -115,7 +115,7 @@ def check_strategy(strategy: Strategy, place: str) -> None:
 
 
 def check_part(spec: TensorSpec, kind: Type, size: int, place: str, *, axis: str) -> None:
-    """Refuses a split dim that does not consist of 2 n equal chunks on n ranks.
+    """Refuse a split dim that does not consist of 2 n equal chunks on n ranks.
 
     Raises:
         RuleError: twice ``size`` does not divide the dim.
@@ -143,7 +143,7 @@ class SampleSums:
     read_as_partial: dict[Ref, str] = field(default_factory=dict)
 
     def crosses(self, ref: Ref, current: Type, wanted: Type, *, same: bool) -> bool:
-        """Returns whether a value changes its type within the step, so that samples of different data ranks meet.
+        """Return whether a value changes its type within the step, so that samples of different data ranks meet.
 
         This is a sum over samples that the model itself reads as a total, a complete value that becomes a summand, or any change of type if
         ``Graph.mixing`` is set. Totals of the prelude are not among these, as they are summed before the step.
@@ -161,7 +161,7 @@ class SampleSums:
         return bool(self.graph.mixing) or (P in (current, wanted) and not current.is_split and not wanted.is_split)
 
     def check(self, ref: Ref, current: Type, wanted: Type, op: Op, *, same: bool) -> None:
-        """Checks that ``op`` can read a value that does not change its type within the step, and records the sum if it is one.
+        """Check that ``op`` can read a value that does not change its type within the step, and record the sum if it is one.
 
         Raises:
             RuleError: the samples of the batch depend on each other.
@@ -189,7 +189,7 @@ class SampleSums:
             raise InternalError(f"The sum {ref} over samples is read both as a total and as a part", where=place)
 
     def new_value(self, ref: Ref, current: Type, *, in_prelude: bool) -> None:
-        """Records that the new value of a buffer, which is not complete on a rank, becomes a sum over all samples.
+        """Record that the new value of a buffer, which is not complete on a rank, becomes a sum over all samples.
 
         Raises:
             RuleError: the value is not such a sum.

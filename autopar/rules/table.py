@@ -53,7 +53,7 @@ class RuleTable:
     _cache: dict[object, tuple[Strategy, ...]] = field(default_factory=dict)
 
     def register(self, target: str, line: str) -> None:
-        """Adds or replaces a rule; see :mod:`autopar.rules.grammar`.
+        """Add or replaces a rule; see :mod:`autopar.rules.grammar`.
 
         Args:
             target: ``mylib::fused_mlp``, ``mylib::fused_mlp.overload``, or the name that torch prints.
@@ -66,13 +66,13 @@ class RuleTable:
         self.put(full_target(target), Rule(line=line))
 
     def put(self, target: str, rule: Rule) -> None:
-        """Adds or replaces a rule, by the target as graphs name it."""
+        """Add or replaces a rule, by the target as graphs name it."""
         self.rules[target] = rule
         self.version += 1
         self._cache.clear()
 
     def pattern(self, op: Op, operands: tuple[TensorSpec, ...]) -> Pattern:
-        """Returns the labels of one call.
+        """Return the labels of one call.
 
         Raises:
             RuleError: there is no rule, or the call does not fit it.
@@ -94,7 +94,7 @@ class RuleTable:
     def strategies(
         self, op: Op, operands: tuple[TensorSpec, ...], *, axis: str, size: Fraction, fallback: bool = False
     ) -> tuple[Strategy, ...]:
-        """Returns all ways to run one operator on one mesh axis.
+        """Return all ways to run one operator on one mesh axis.
 
         Args:
             op: the call. Literals matter; names and layouts do not.
@@ -133,7 +133,7 @@ class RuleTable:
 
 
 def full_target(target: str) -> str:
-    """Returns a target as graphs name it.
+    """Return a target as graphs name it.
 
     >>> full_target("mylib::fused_mlp")
     'mylib.fused_mlp.default'
@@ -146,7 +146,7 @@ _ANY_REF = Ref("")
 
 
 def without_refs(value: tuple[Argument, ...] | tuple[tuple[str, Argument], ...]) -> tuple[object, ...]:
-    """Returns arguments with one mark in place of every tensor, so that calls that differ in operands only become equal."""
+    """Return arguments with one mark in place of every tensor, so that calls that differ in operands only become equal."""
     return tuple(
         [_ANY_REF if type(item) is Ref else without_refs(item) if type(item) is tuple else item for item in value]
     )
@@ -178,12 +178,12 @@ _BINARY = (
 
 
 def _full(name: str) -> str:
-    """Returns the target of an operator of torch; its overload is ``default`` if the name has none."""
+    """Return the target of an operator of torch; its overload is ``default`` if the name has none."""
     return f"aten.{name}" if "." in name else f"aten.{name}.default"
 
 
 def _lines() -> dict[str, str]:
-    """Returns the rules that one line describes, by target."""
+    """Return the rules that one line describes, by target."""
     lines = {_full(name): "x... -> x..." for name in _UNARY.split()}
     lines |= {_full(name): "x... -> x...; random" for name in _RANDOM.split()}
     lines |= {_full(name): "x... -> x...; linear 0" for name in _LINEAR_UNARY.split()}
@@ -281,7 +281,7 @@ _OPERATORS_OF: dict[PatternMaker, str] = {
 
 
 def _functions() -> dict[str, PatternMaker]:
-    """Returns the functions for operators whose pattern depends on literals of the call, by target."""
+    """Return the functions for operators whose pattern depends on literals of the call, by target."""
     makers = {
         name if name.startswith("autopar.") else _full(name): make
         for make, names in _OPERATORS_OF.items()
@@ -311,7 +311,7 @@ _FURTHER_STRATEGIES: dict[str, MoreStrategies] = {
 
 
 def torch_rules() -> dict[str, Rule]:
-    """Returns a new copy of the rules for the operators of torch and autopar."""
+    """Return a new copy of the rules for the operators of torch and autopar."""
     rules = {target: Rule(line=line, more=_FURTHER_STRATEGIES.get(target)) for target, line in _lines().items()}
     rules |= {target: Rule(make=make, more=_FURTHER_STRATEGIES.get(target)) for target, make in _functions().items()}
     return rules | {"autopar.opaque": Rule(more=other_kernels.opaque)}
@@ -319,12 +319,12 @@ def torch_rules() -> dict[str, Rule]:
 
 @cache
 def default_table() -> RuleTable:
-    """Returns the table that is used by default, and that :func:`register_rule` extends."""
+    """Return the table that is used by default, and that :func:`register_rule` extends."""
     return RuleTable(rules=torch_rules())
 
 
 def has_rule(target: str, *, table: RuleTable | None = None) -> bool:
-    """Returns whether the table has a declared rule for a target; a rule that was found by execution is not declared."""
+    """Return whether the table has a declared rule for a target; a rule that was found by execution is not declared."""
     rule = (default_table() if table is None else table).rules.get(target)
     return rule is not None and not rule.found
 
@@ -337,7 +337,7 @@ def register_rule(
     check: bool = True,
     table: RuleTable | None = None,
 ) -> None:
-    """Adds a rule for an operator in one line: ``register_rule("mylib::fused_mlp", "b s k+, f k+ -> b s f")``.
+    """Add a rule for an operator in one line: ``register_rule("mylib::fused_mlp", "b s k+, f k+ -> b s f")``.
 
     The rule is checked by execution before it is added: every strategy runs forward and backward on two and on four ranks and is
     compared with one device. See :mod:`autopar.rules.grammar` for the language.

@@ -36,17 +36,17 @@ from autopar.runtime.world import World
 
 
 def uses_fsdp(plan: Plan) -> bool:
-    """Whether the plan uses FSDP, which does the sharding of ZeRO and the casts of mixed precision."""
+    """Return whether the plan uses FSDP, which does the sharding of ZeRO and the casts of mixed precision."""
     return plan.mesh.dp_shard > 1 or is_mixed(plan.precision)
 
 
 def is_mixed(precision: Precision) -> bool:
-    """Whether parameters are stored, computed with or reduced in different dtypes."""
+    """Return whether parameters are stored, computed with or reduced in different dtypes."""
     return len({precision.compute, precision.storage, precision.reduce}) > 1
 
 
 def fsdp_mesh(plan: Plan, device_mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh for FSDP: one dim if parameters are only sharded, two (replicated, sharded) for HSDP."""
+    """Return the mesh for FSDP: one dim if parameters are only sharded, two (replicated, sharded) for HSDP."""
     if plan.mesh.dp_replicate > 1:
         return device_mesh["dp_replicate", "dp_shard"]
     return device_mesh["dp_shard"]
@@ -60,7 +60,7 @@ def shard_block(
     keep_gathered: bool = False,
     ignored: set[nn.Parameter] | None = None,
 ) -> None:
-    """Makes ``module`` one FSDP unit, whose parameters are gathered and whose gradients are reduced together.
+    """Make ``module`` one FSDP unit, whose parameters are gathered and whose gradients are reduced together.
 
     Args:
         keep_gathered: keeps parameters gathered between forward and backward, whatever the plan says (for what backward needs first).
@@ -83,7 +83,7 @@ def shard_block(
 
 
 def _shard_dim(parameter: nn.Parameter, size: int) -> Shard | None:
-    """The dim that FSDP shards if it is not the first: that of a tensor-parallel shard whose first dim ``size`` does not divide."""
+    """Return the dim that FSDP shards if it is not the first: that of a tensor-parallel shard whose first dim ``size`` does not divide."""
     if not isinstance(parameter, DTensor) or parameter.to_local().shape[0] % size == 0:
         return None
     if not any(placement.is_shard(0) for placement in parameter.placements):
@@ -93,19 +93,19 @@ def _shard_dim(parameter: nn.Parameter, size: int) -> Shard | None:
 
 
 def sum_gradients(stage: StageModule) -> None:
-    """Makes FSDP sum gradients, without a division before or after."""
+    """Make FSDP sum gradients, without a division before or after."""
     for module in fsdp_modules(stage):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
 
 def fsdp_modules(stage: nn.Module) -> Iterator[FSDPModule]:
-    """The FSDP units in a stage; the stage itself may be one."""
+    """Return the FSDP units in a stage; the stage itself may be one."""
     return (module for module in stage.modules() if isinstance(module, FSDPModule))
 
 
 def forget_gathered(stage: StageModule) -> None:
-    """Frees gathered parameters, so that a forward pass gathers them again.
+    """Free gathered parameters, so that a forward pass gathers them again.
 
     Backward frees them. A forward pass without backward leaves them, and the step of an optimizer or a checkpoint that is loaded later
     would not reach them.
@@ -115,7 +115,7 @@ def forget_gathered(stage: StageModule) -> None:
 
 
 def before_backward(stage: StageModule, plan: Plan, *, is_last: bool) -> None:
-    """Sets what FSDP does in the backward of one micro-batch; ``is_last`` says whether it is the step's last."""
+    """Set what FSDP does in the backward of one micro-batch; ``is_last`` says whether it is the step's last."""
     if not isinstance(stage, FSDPModule):
         return
     always_reduces = plan.zero_stage >= 2
@@ -150,13 +150,13 @@ class Assembly:
         return tuple({held.name: held for held in reversed(self.held) if held.tie_group is not None}.values())
 
     def sum_copies_here(self) -> None:
-        """Adds the gradients of further copies of tied parameters on this rank to that of the first copy."""
+        """Add the gradients of further copies of tied parameters on this rank to that of the first copy."""
         for first, copy in self._copies():
             if copy.gradient is not None:
                 hand_over(first.parameter, copy.gradient)
 
     def spread_copies_here(self) -> None:
-        """Gives all copies on this rank the gradient of the first copy."""
+        """Give all copies on this rank the gradient of the first copy."""
         for first, copy in self._copies():
             if first.gradient is not None:
                 copy.parameter.grad = None
@@ -168,7 +168,7 @@ class Assembly:
 
 
 def assemble(program: Program, world: World, weights: ModelWeights) -> Assembly:
-    """Makes the stages that ``program`` puts on this rank, with the values of their parameters. All ranks call this.
+    """Make the stages that ``program`` puts on this rank, with the values of their parameters. All ranks call this.
 
     The program's modules become part of the result. Blocks are filled in sequence, so that under FSDP at most one is complete at a time.
     """
@@ -235,7 +235,7 @@ class _Assembler:
         return module
 
     def _place(self, stage: int, name: str, holder: nn.Module) -> None:
-        """Gives one parameter its values and registers it where emitted code reads it."""
+        """Give one parameter its values and registers it where emitted code reads it."""
         ir = self.parameters[name]
         local = self._value(ir)
         if self._is_sharded_by_fsdp(ir) and self.plan.mesh.tp == 1:
@@ -272,7 +272,7 @@ class _Assembler:
         return value.to(device=self.world.device, dtype=dtype, copy=True).contiguous()
 
     def fill_buffers(self, program: PreludeProgram) -> None:
-        """Loads buffers of the model, and moves them and constants of the graph to the device.
+        """Load buffers of the model, and move them and constants of the graph to the device.
 
         Raises:
             UsageError: a constant has no value.
@@ -291,7 +291,7 @@ class _Assembler:
     # --- parameters
 
     def held(self, stage: StageModule) -> list[RankParameter]:
-        """The parameters of the stage, after FSDP has replaced them by its own."""
+        """Return the parameters of the stage, after FSDP has replaced them by its own."""
         parameters = []
         for name, holder in stage.holders().items():
             ir = self.parameters[name]
@@ -313,7 +313,7 @@ class _Assembler:
         return parameters
 
     def _is_sharded_by_fsdp(self, ir: Parameter) -> bool:
-        """Whether FSDP shards the parameter: not experts over data ranks, nor scalars and empty parameters, which it does not support."""
+        """Return whether FSDP shards the parameter: not experts over data ranks, nor scalars and empty parameters, which it does not support."""
         takes = torch.__version__ >= "2.13" or ir.spec.dtype.is_floating_point  # before, FSDP gave integers a gradient
         return self.mesh is not None and not _is_spread(ir) and bool(ir.spec.shape) and ir.spec.numel > 0 and takes
 
@@ -327,5 +327,5 @@ class _Assembler:
 
 
 def _is_spread(parameter: Parameter) -> bool:
-    """Whether the parameter is of experts that are split over data ranks."""
+    """Return whether the parameter is of experts that are split over data ranks."""
     return any(axis == SPREAD and kind.is_split for axis, kind in parameter.layout)

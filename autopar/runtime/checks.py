@@ -56,7 +56,7 @@ def absent(name: str, model: nn.Module | None) -> AttributeError:
 
 
 def check_places(**places: object) -> None:
-    """Checks that files and folders are given as paths.
+    """Check that files and folders are given as paths.
 
     Raises:
         UsageError: names the first that is none.
@@ -67,7 +67,7 @@ def check_places(**places: object) -> None:
 
 
 def check_can_run(precision: Precision) -> None:
-    """Checks that the runtime computes in this precision.
+    """Check that the runtime computes in this precision.
 
     Raises:
         RuntimeMismatchError: it does not.
@@ -80,7 +80,7 @@ def check_can_run(precision: Precision) -> None:
 
 
 def check_modes(plan: Plan, device: torch.device, *, learns: bool) -> None:
-    """Checks that torch's modes let the step compute what the plan says.
+    """Check that torch's modes let the step compute what the plan says.
 
     Args:
         learns: whether the step has a backward.
@@ -134,7 +134,7 @@ class Parameters:
         self._addresses = [storage._cdata for storage in self._storages]
 
     def check_memory(self) -> None:
-        """Checks before parameters are read that they are still on the memory that emitted code, FSDP and checkpoints read.
+        """Check before parameters are read that they are still on the memory that emitted code, FSDP and checkpoints read.
 
         Writes to that memory (``p.data.mul_``, ``copy_``, ``torch.nn.init``) take effect. ``p.data = tensor`` has no effect on any DTensor,
         as torch stores the new memory in the wrapper, which nobody reads. ``torch.utils.swap_tensors`` has none either.
@@ -155,7 +155,7 @@ class Parameters:
         )
 
     def check(self) -> None:
-        """Checks parameters before a step. They may be frozen and unfrozen at any time, but what the plan has as frozen has no backward.
+        """Check parameters before a step. They may be frozen and unfrozen at any time, but what the plan has as frozen has no backward.
 
         Raises:
             UsageError: parameters were unfrozen that the plan has as frozen, have hooks on their gradients, or had their memory replaced.
@@ -176,7 +176,7 @@ class Parameters:
 
 
 def unknown_in_eval(program: Program, model: nn.Module) -> tuple[str, ...]:
-    """Names of the buffers that training changes and whose use in ``eval()`` no plan knows.
+    """Name of the buffers that training changes and whose use in ``eval()`` no plan knows.
 
     The running statistics of torch's batch norms, and of subclasses of these, are known: ``eval()`` reads them unchanged.
     """
@@ -191,7 +191,7 @@ def unknown_in_eval(program: Program, model: nn.Module) -> tuple[str, ...]:
 
 
 def check_evaluates(program: Program, unknown: Sequence[str]) -> None:
-    """Checks, as far as possible, that what the plan runs in ``eval()`` is what the model computes there.
+    """Return checks, as far as possible, that what the plan runs in ``eval()`` is what the model computes there.
 
     Args:
         unknown: the result of :func:`unknown_in_eval`.
@@ -218,7 +218,7 @@ _ON_HOST = "can't allocate memory"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that a device or the host has no memory left."""
+    """Return whether the error says that a device or the host has no memory left."""
     return isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and _ON_HOST in str(error))
 
 
@@ -233,7 +233,7 @@ class MemoryReport:
         self._plan, self._world, self._held, self._steps = plan, world, held, steps
 
     def error(self) -> OutOfMemoryError:
-        """The error with predicted and actual bytes of this rank by category, and what to pin."""
+        """Return the error with predicted and actual bytes of this rank by category, and what to pin."""
         planned, actual = self._predicted(), self._actual()
         rows = [
             f"{name} {num_bytes(actual[name])}" + (f" (predicted {num_bytes(planned[name])})" if planned else "")
@@ -257,7 +257,7 @@ class MemoryReport:
         }
 
     def _memory(self) -> Memory | None:
-        """The prediction for this rank's pipeline rank or node group; None in a plan without predictions."""
+        """Return the prediction for this rank's pipeline rank or node group; None in a plan without predictions."""
         rank, predictions = self._world.rank, self._plan.predicted.memory
         if self._plan.data_shares:
             group = next((i for i, g in enumerate(self._plan.groups) if g.start <= rank < g.stop), 0)

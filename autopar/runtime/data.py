@@ -63,17 +63,17 @@ class _Order:
         self.epoch, self.start = 0, 0
 
     def __len__(self) -> int:
-        """The number of batches of an epoch; for a stream it must have a length."""
+        """Return the number of batches of an epoch; for a stream it must have a length."""
         return (len(self.samples) if self.drop_last else len(self.samples) + self.size - 1) // self.size
 
     def kept(self, samples: Sequence[Any]) -> Sequence[Any]:
-        """The samples of a global batch that the rank loads."""
+        """Return the samples of a global batch that the rank loads."""
         return (
             samples if self._own is None or self.is_whole(len(samples)) else samples[self._own.start : self._own.stop]
         )
 
     def is_whole(self, count: int) -> bool:
-        """Whether every rank loads all of a global batch of ``count`` samples."""
+        """Return whether every rank loads all of a global batch of ``count`` samples."""
         return self._own is None or count < self.size
 
 
@@ -88,7 +88,7 @@ class _Parts(_Order, IterableDataset[_Part]):
         self._number, self._workers = 0, 1
 
     def __iter__(self) -> Iterator[_Part]:
-        """Iterates from the current ``start``.
+        """Iterate from the current ``start``.
 
         In a worker process torch's worker info is removed, so that the stream does not divide itself and gives all of its samples.
         """
@@ -110,7 +110,7 @@ class _Parts(_Order, IterableDataset[_Part]):
             index += 1
 
     def parts(self, parts: Iterator[_Part], start: int) -> Iterator[_Part]:
-        """The parts from workers, unchanged."""
+        """Return the parts from workers, unchanged."""
         return parts
 
 
@@ -136,14 +136,14 @@ class PlannedBatches(_Order, Sampler[list[int]]):
         self._shuffle, self._seed = shuffle, seed
 
     def sizes(self, start: int) -> Iterator[int]:
-        """The number of samples of each global batch of an epoch, from ``start`` on."""
+        """Yield the number of samples of each global batch of an epoch, from ``start`` on."""
         for first in range(start, len(self.samples), self.size):
             count = min(self.size, len(self.samples) - first)
             if count == self.size or not self.drop_last:
                 yield count
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Lists of sample indices, from the current ``start`` on."""
+        """List of sample indices, from the current ``start`` on."""
         return self._batches(self.epoch, self.start)
 
     def _batches(self, epoch: int, start: int) -> Iterator[list[int]]:
@@ -156,7 +156,7 @@ class PlannedBatches(_Order, Sampler[list[int]]):
             start += count
 
     def parts(self, batches: Iterator[Any], start: int) -> Iterator[_Part]:
-        """The parts from workers, for the batches from ``start`` on."""
+        """Yield the parts from workers, for the batches from ``start`` on."""
         for batch, count in zip(batches, self.sizes(start), strict=True):
             yield _Part(batch, count, self.is_whole(count))
 
@@ -184,7 +184,7 @@ class PlannedLoader(StatefulDataLoader):  # type: ignore[misc]
         return self._order.drop_last
 
     def __iter__(self) -> Iterator[Any]:
-        """The remaining batches of the epoch."""
+        """Return the remaining batches of the epoch."""
         order, start = self._order, self._order.start
         batches = super().__iter__()  # starts reading, or gives worker processes their copies
         order.start, self._given = 0, start
@@ -197,7 +197,7 @@ class PlannedLoader(StatefulDataLoader):  # type: ignore[misc]
         self._order.epoch, self._given = self._order.epoch + 1, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next iteration. It begins at its first sample, unless it is the epoch that the loader is in.
+        """Set the epoch of the next iteration. It begins at its first sample, unless it is the epoch that the loader is in.
 
         Without this call each iteration is the epoch after the last.
         """
@@ -205,12 +205,12 @@ class PlannedLoader(StatefulDataLoader):  # type: ignore[misc]
             self._order.epoch, self._order.start = epoch, 0
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch, and how many of its samples have been returned."""
+        """Return the epoch, and how many of its samples have been returned."""
         length = {"num_samples": len(self._order.samples)} if isinstance(self._order, PlannedBatches) else {}
         return {"epoch": self._order.epoch, "samples": self._given, **length}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Continues where the loader that gave the state was.
+        """Continue where the loader that gave the state was.
 
         Raises:
             UsageError: that loader was of a data set of another length.
@@ -241,7 +241,7 @@ def planned_loader(  # noqa: PLR0913  keywords of the public call
     check_smaller: Callable[[int], object] = lambda _: None,
     **options: Any,
 ) -> PlannedLoader:
-    """The loader of ``ParallelModel.dataloader``.
+    """Return the loader of ``ParallelModel.dataloader``.
 
     Args:
         check_smaller: raises an error if the model cannot compute a batch of so many samples, fewer than the plan's.

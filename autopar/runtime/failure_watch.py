@@ -86,7 +86,7 @@ class Alarm:
 
     @contextmanager
     def watched(self, what: str) -> Iterator[None]:
-        """The context of a call of all ranks, named ``what``.
+        """Enter the context of a call of all ranks, named ``what``.
 
         Raises:
             RankFailedError: another rank failed in this call, or an earlier call failed after it had begun to communicate. Otherwise errors
@@ -109,7 +109,7 @@ class Alarm:
             self.end()
 
     def begin(self, what: str) -> None:
-        """Begins a call of all ranks that cannot be a context (a backward that the user calls); :meth:`end` ends it."""
+        """Begin a call of all ranks that cannot be a context (a backward that the user calls); :meth:`end` ends it."""
         if self._is_done():
             self._recent.clear()
         self._num_calls += 1
@@ -120,7 +120,7 @@ class Alarm:
             self._thread.start()
 
     def end(self) -> None:
-        """Ends the call."""
+        """End the call."""
         if self._launched is not None and self._inside is not None:
             self._is_done = self._launched()
         else:  # the call is finished, or was refused
@@ -128,15 +128,15 @@ class Alarm:
         self._inside = None
 
     def runs(self) -> None:
-        """Notes that the call communicates from here on: if a rank fails now, ranks are no longer in the same state."""
+        """Note that the call communicates from here on: if a rank fails now, ranks are no longer in the same state."""
         self._is_running = True
 
     def met(self) -> None:
-        """Notes that all ranks have the same information again: until one communicates, an error is raised by all of them."""
+        """Note that all ranks have the same information again: until one communicates, an error is raised by all of them."""
         self._is_running = False
 
     def spoil(self, message: str) -> None:
-        """Notes that the current call did not finish here; informs the other ranks, and refuses later calls.
+        """Note that the current call did not finish here; inform the other ranks, and refuse later calls.
 
         Ranks, or FSDP's state of the step, are not in the state of a step's beginning.
         """
@@ -146,7 +146,7 @@ class Alarm:
             self._fail(first)
 
     def close(self) -> None:
-        """Ends the thread, and informs the other ranks that this one makes no more calls."""
+        """End the thread, and informs the other ranks that this one makes no more calls."""
         if self._store is not None and not self._closed.is_set():
             with suppress(Exception):  # the store has ended with its process: no rank is left to inform
                 self._store.compare_set(_LEFT, "", f"rank {self._rank} ended after {self._num_calls} calls")
@@ -155,7 +155,7 @@ class Alarm:
             self._thread.join(2 * self._poll_s)
 
     def _report(self, error: Exception, what: str) -> str:
-        """The store's message for the call ``what``, which is made from ``error`` if no rank has written one."""
+        """Return the store's message for the call ``what``, which is made from ``error`` if no rank has written one."""
         where = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
         local = f"rank {self._rank}{where}: {type(error).__name__}: {first_line(error)}"
         if self._is_running and not isinstance(error, AutoparError):
@@ -164,7 +164,7 @@ class Alarm:
         return self._first_message(local)
 
     def _first_message(self, local: str) -> str:
-        """The store's message for this call, which is ``own`` if no rank has written one."""
+        """Return the store's message for this call, which is ``own`` if no rank has written one."""
         if self._store is None:
             return local
         try:
@@ -173,14 +173,14 @@ class Alarm:
             return local
 
     def _fail(self, message: str) -> None:
-        """Refuses further calls of this rank, and informs the ranks that wait in this or in a later call."""
+        """Refuse further calls of this rank, and informs the ranks that wait in this or in a later call."""
         self._failure = message
         if self._store is not None:
             with suppress(Exception):  # see _told
                 self._store.compare_set(_FAILED, "", f"{self._num_calls} {message}")
 
     def _watch(self) -> None:
-        """The thread: runs until another rank has failed in the call in which this one waits, or the process ends."""
+        """Run as the thread until another rank has failed in the call in which this one waits, or the process ends."""
         while not self._closed.wait(self._poll_s):
             waits = self._waits()
             try:
@@ -199,14 +199,14 @@ class Alarm:
                 self._end(message)
 
     def _waits(self) -> int | None:
-        """The number of the call that this rank is in, or whose work its device has not done; None if there is neither."""
+        """Return the number of the call that this rank is in, or whose work its device has not done; None if there is neither."""
         inside = self._inside
         if inside is not None:
             return inside[0]
         return None if self._is_done() else self._num_calls
 
     def _failure_of_others(self, waits: int | None) -> str:
-        """The failure of another rank in the call ``waits``, or one after which the job cannot continue; empty if there is none."""
+        """Return the failure of another rank in the call ``waits``, or one after which the job cannot continue; empty if there is none."""
         number, _, message = self._read(_FAILED).partition(" ")
         if message and int(number) <= self._num_calls and not _is_of_rank(message, self._rank):
             return message
@@ -216,18 +216,18 @@ class Alarm:
         return message if message and not _is_of_rank(message, self._rank) else self._ended_before(waits)
 
     def _read(self, key: str) -> str:
-        """The store's value of a key; empty if there is none."""
+        """Return the store's value of a key; empty if there is none."""
         if self._store is None or not self._store.check([key]):
             return ""
         return str(self._store.get(key).decode())
 
     def _ended_before(self, call: int) -> str:
-        """A message that a rank has ended before this call; empty if none has."""
+        """Return a message that a rank has ended before this call; empty if none has."""
         message = self._read(_LEFT)
         return f"{message}, this one is in its call {call}" if message and int(message.split()[-2]) < call else ""
 
     def _ended(self, what: str) -> str:
-        """A message that a rank has ended and makes no more calls; empty if none has.
+        """Return a message that a rank has ended and makes no more calls; empty if none has.
 
         A rank writes this when it ends, at which time its connections may be closed already.
         """
@@ -238,7 +238,7 @@ class Alarm:
         return ""
 
     def _different_call(self) -> str:
-        """A message that a rank makes another call in place of one of this rank's last ones; empty if none does.
+        """Return a message that a rank makes another call in place of one of this rank's last ones; empty if none does.
 
         A rank that waits longer than a poll compares the name of each call once, with the first rank that has done so.
         """
@@ -255,7 +255,7 @@ class Alarm:
         return ""
 
     def _end(self, message: str) -> None:
-        """Ends the process, whose main thread waits in a collective that will never finish."""
+        """End the process, whose main thread waits in a collective that will never finish."""
         assert self._store is not None
         _LOGGER.critical("%s: %s", RankFailedError.__name__, _error(message))
         try:
@@ -274,7 +274,7 @@ def _is_of_rank(message: str, rank: int) -> bool:
 
 
 def _is_lost(error: Exception) -> bool:
-    """Whether a collective failed because another process has closed its connection."""
+    """Return whether a collective failed because another process has closed its connection."""
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _CLOSED)
 
 
@@ -304,7 +304,7 @@ def ordinary() -> Iterator[None]:
 
 
 def launched_on(device: torch.device) -> Launched | None:
-    """Marks the work launched on the device, for the alarm; None if calls have done their work when they return."""
+    """Mark the work launched on the device, for the alarm; None if calls have done their work when they return."""
     if device.type != "cuda":
         return None
 
@@ -333,7 +333,7 @@ class Calls:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """The context of a step of all ranks: if it fails on one, all are informed, and gradients are restored."""
+        """Enter the context of a step of all ranks: if it fails on one, all are informed, and gradients are restored."""
         self._world.check_job()
         if self._gradients.is_open:  # a backward that the user called, and that has failed
             self._gradients.abandon()
@@ -354,7 +354,7 @@ class Calls:
 
     @contextmanager
     def at_once(self, what: str, *, meets: bool = True) -> Iterator[None]:
-        """The context of a call that communicates outside of steps. Errors of autopar are raised on all ranks, which may go on."""
+        """Enter the context of a call that communicates outside of steps. Errors of autopar are raised on all ranks, which may go on."""
         self._world.check_job()
         with ordinary(), self._alarm.watched(what):
             if meets:
@@ -367,7 +367,7 @@ class Calls:
                 raise
 
     def meet(self, what: str) -> None:
-        """Waits for all ranks, before calls that are rare.
+        """Wait for all ranks, before calls that are rare.
 
         A rank that is in a step meanwhile would mix up the sums of both. So this one waits, and the alarm names the calls.
 

@@ -63,7 +63,7 @@ def fit(  # noqa: PLR0913  keywords of the public call
     on_non_finite: OnNonFinite = "stop",
     on_step: Callable[[StepDone], object] | None = None,
 ) -> int:
-    """Trains until the optimizer has made ``steps`` steps, including those of earlier runs; every rank calls it.
+    """Train until the optimizer has made ``steps`` steps, including those of earlier runs; every rank calls it.
 
     It begins at the newest of ``checkpoints``, and saves every ``save_every`` steps and at the end. So under a launcher that restarts ranks
     (``torchrun --max-restarts``) a job whose ranks die continues from its last checkpoint. If a rank receives SIGTERM, as before a
@@ -139,7 +139,7 @@ class _Loop:
         self.agreed, self.next_agreement, self.agreed_at = 0, 1, time.monotonic()
 
     def resume(self) -> None:
-        """Continues at the step of the newest checkpoint, if there is one.
+        """Continue at the step of the newest checkpoint, if there is one.
 
         Raises:
             UsageError: another loop saved it, which may count steps and batches differently.
@@ -166,7 +166,7 @@ class _Loop:
             _LOGGER.info("training goes on at step %d", self.step)
 
     def next_batch(self) -> Batch:
-        """The next batch; begins the next epoch if the current one is exhausted."""
+        """Return the next batch; begins the next epoch if the current one is exhausted."""
         for _ in range(2):
             if self.iterator is None:
                 if callable(set_epoch := getattr(self.batches, "set_epoch", None)):
@@ -178,7 +178,7 @@ class _Loop:
         raise UsageError("There is no batch to train on", fix="Give batches that can be gone through more than once")
 
     def make_step(self) -> StepDone:
-        """Makes one step of the optimizer."""
+        """Make one step of the optimizer."""
         try:
             return self._make_step()
         except Exception as error:
@@ -223,7 +223,7 @@ class _Loop:
         )
 
     def _is_to_skip(self, loss: float, norm: float | None) -> bool:
-        """Whether to leave parameters unchanged. The answer is the same on all ranks, as the loss and the norm are.
+        """Return whether to leave parameters unchanged. The answer is the same on all ranks, as the loss and the norm are.
 
         Raises:
             NonFiniteError: training has to stop.
@@ -251,7 +251,7 @@ class _Loop:
         )
 
     def is_to_end(self, *, is_asked: bool) -> bool:
-        """Whether any rank was told to end. The answer is the same on all ranks, which exchange theirs about once a second."""
+        """Return whether any rank was told to end. The answer is the same on all ranks, which exchange theirs about once a second."""
         if self.step < self.next_agreement:
             return False
         step_time_s = (time.monotonic() - self.agreed_at) / max(self.step - self.agreed, 1)
@@ -261,7 +261,7 @@ class _Loop:
         return bool(is_any_asked)
 
     def save(self) -> None:
-        """Saves a checkpoint of this step, unless there is one."""
+        """Save a checkpoint of this step, unless there is one."""
         if self.checkpoints is None or self.saved == self.step:
             return
         state = {"fit": {"step": self.step, "epoch": self.epoch, "skipped": self.skipped}}
@@ -269,12 +269,12 @@ class _Loop:
         self.saved = self.step
 
     def finish(self) -> None:
-        """Waits until all checkpoints are written."""
+        """Wait until all checkpoints are written."""
         if self.checkpoints is not None:
             self.checkpoints.wait()
 
     def end_message(self) -> str:
-        """The message at an end before the last step."""
+        """Return the message at an end before the last step."""
         if self.checkpoints is None:
             return f"SIGTERM: training ends after step {self.step}. Nothing is saved, as fit was given no checkpoints"
         return f"SIGTERM: training ends after step {self.step}, which is saved in {self.checkpoints.root}; a new start goes on there"

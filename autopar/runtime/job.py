@@ -36,7 +36,7 @@ _POLL_S = 0.02
 
 
 def fresh(store: Store, rank: int, size: int, *, timeout_s: float) -> Store:
-    """A store for the ranks of this start, which ranks of no other start share; all ranks call it.
+    """Return a store for the ranks of this start, which ranks of no other start share; all ranks call it.
 
     Raises:
         RankFailedError: some rank has not arrived after ``timeout_s``.
@@ -57,7 +57,7 @@ def fresh(store: Store, rank: int, size: int, *, timeout_s: float) -> Store:
 
 
 def _offer(store: Store, process: str, size: int, deadline_s: float) -> None:
-    """Writes offers until every rank has found its name in one; names of an earlier start are read until they are replaced."""
+    """Write offers until every rank has found its name in one; names of an earlier start are read until they are replaced."""
     hellos, answers = ([f"{place}/{rank}" for rank in range(1, size)] for place in ("hello", process))
     offered: Sequence[bytes] = ()
     while not store.check(answers):
@@ -93,7 +93,7 @@ _HOST = ("gloo", "mpi")
 
 
 def start(device_type: str, *, collective_timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
-    """Makes the default process group unless there is one.
+    """Make the default process group unless there is one.
 
     It is that of torchrun, or of another launcher that sets torch's variables; without these it is a world of one rank. A group made here
     ends at exit. On GPUs communicators are made at once, for this rank's device. One that is made by its first collective, in the middle of
@@ -146,7 +146,7 @@ def start(device_type: str, *, collective_timeout_s: float = DEFAULT_TIMEOUT_S) 
 
 
 def check_alone(environment: Mapping[str, str] = os.environ) -> None:
-    """Checks that no launcher unknown to torch has started this process as one of several.
+    """Check that no launcher unknown to torch has started this process as one of several.
 
     A launcher gives its numbers only in the environment: as torch reads those of torchrun for :func:`start`, this reads those of others. No
     plan or number depends on it.
@@ -168,13 +168,13 @@ PLAN = "AUTOPAR_PLAN"
 
 
 def given_plan(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """The path of the plan's file for which ``autopar run`` started this rank; None if something else did."""
+    """Return the path of the plan's file for which ``autopar run`` started this rank; None if something else did."""
     value = environment.get(PLAN, "")
     return Path(value) if value else None
 
 
 def how_to_start(num_ranks: int | str) -> str:
-    """How to start a job with so many ranks."""
+    """Return how to start a job with so many ranks."""
     return (
         f"Start {num_ranks} ranks with torchrun (another launcher has to set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and "
         "LOCAL_RANK)"
@@ -182,7 +182,7 @@ def how_to_start(num_ranks: int | str) -> str:
 
 
 def stop() -> None:
-    """Ends the default process group if it still exists."""
+    """End the default process group if it still exists."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -193,7 +193,7 @@ def choose_device_type(cluster: str) -> str:
 
 
 def local_device(device_type: str) -> torch.device:
-    """The device of this rank: its node's CPU, or a GPU of its node.
+    """Return the device of this rank: its node's CPU, or a GPU of its node.
 
     If the launcher does not give the rank's number on the node, it is the GPU of ``torch.cuda.set_device``, by default the first.
 
@@ -207,7 +207,7 @@ def local_device(device_type: str) -> torch.device:
 
 
 def device_index(local_rank: int, count: int) -> int:
-    """The index of a process's GPU among those that it sees.
+    """Return the index of a process's GPU among those that it sees.
 
     It is the process's number on the node, or 0 if the launcher shows each process only its own GPU (SLURM with ``--gpus-per-task=1``,
     Kubernetes with a pod for each rank, different CUDA_VISIBLE_DEVICES).
@@ -231,7 +231,7 @@ def device_index(local_rank: int, count: int) -> int:
 
 
 def check_devices(store: Store, rank: int, size: int, identity: str) -> None:
-    """Refuses a job in which two ranks would compute on one GPU: NCCL would hang, or raise an error that names neither.
+    """Refuse a job in which two ranks would compute on one GPU: NCCL would hang, or raise an error that names neither.
 
     All ranks call this once, before they have a process group; all raise the same error.
 
@@ -264,7 +264,7 @@ def _identity(device: torch.device) -> str:
 
 
 def own_store(name: str, rank: int) -> Store:
-    """The job's store, over a new connection, with a prefix that no other store of this ``name`` has.
+    """Return the job's store, over a new connection, with a prefix that no other store of this ``name`` has.
 
     Ranks make theirs in the same order, so that each rank's count of its own gives the same number.
     """
@@ -274,7 +274,7 @@ def own_store(name: str, rank: int) -> Store:
 
 
 def check_backend(device_type: str, config: str) -> None:
-    """Refuses a process group that cannot carry the tensors of a plan.
+    """Refuse a process group that cannot carry the tensors of a plan.
 
     Args:
         config: as ``torch.distributed.get_backend_config`` gives it, ``"cpu:gloo,cuda:nccl"``.
@@ -296,7 +296,7 @@ def check_backend(device_type: str, config: str) -> None:
 
 
 def check_groups(groups: Sequence[RankGroup], names: Sequence[str]) -> None:
-    """Refuses a job whose nodes are not numbered as in the plan.
+    """Refuse a job whose nodes are not numbered as in the plan.
 
     Args:
         groups: groups of ranks, each on equal devices.
@@ -319,7 +319,7 @@ def check_groups(groups: Sequence[RankGroup], names: Sequence[str]) -> None:
 
 
 def start_script(plan: Plan, file: Path, script: Sequence[str], **options: Any) -> int:
-    """Runs a script on this machine's share of a plan's ranks, and waits for its end.
+    """Run a script on this machine's share of a plan's ranks, and waits for its end.
 
     Args:
         plan: gives the number of ranks.
@@ -347,7 +347,7 @@ def start_script(plan: Plan, file: Path, script: Sequence[str], **options: Any) 
 
 @contextmanager
 def on_sigterm(act: Callable[[], object]) -> Iterator[None]:
-    """The context in which SIGTERM calls ``act`` only; without effect outside the main thread, where Python sets no signal handlers."""
+    """Enter the context in which SIGTERM calls ``act`` only; without effect outside the main thread, where Python sets no signal handlers."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -361,7 +361,7 @@ def on_sigterm(act: Callable[[], object]) -> Iterator[None]:
 def command(
     plan: Plan, script: Sequence[str], *, nodes: int = 1, rendezvous: str | None = None, max_restarts: int = 0
 ) -> list[str]:
-    """The command that starts the ranks of one machine.
+    """Return the command that starts the ranks of one machine.
 
     Args:
         script: the script and its arguments.

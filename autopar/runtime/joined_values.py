@@ -84,7 +84,7 @@ class Join:
         self._zigzag = {"cp"} if any(op.target == RING for op in program.graph.ops) else set[str]()
 
     def stacked(self, tap: Tap, taken: Mapping[int, Mapping[Ref, Tensor]], count: int) -> Tensor:
-        """This rank's part in all micro-batches, stacked along a new first dim; the same on every pipeline rank."""
+        """Return this rank's part in all micro-batches, stacked along a new first dim; the same on every pipeline rank."""
         group, shape = self._groups["pp"], (count, *tap.spec.shape)
         is_here = self._world.coordinate["pp"] == tap.pp_rank
         if is_here:
@@ -98,7 +98,7 @@ class Join:
         return value
 
     def complete(self, tap: Tap, value: Tensor, samples: Samples) -> Tensor:
-        """The complete value for the samples of the batch that was given."""
+        """Return the complete value for the samples of the batch that was given."""
         for axis, kind in reversed(tap.layout):
             if axis != BATCH:
                 value = self._undo_axis(axis, kind, value)
@@ -107,7 +107,7 @@ class Join:
         return self._join_samples(tap, value, samples, over_data=samples.is_global or is_sum)
 
     def split(self, tap: Tap, value: Tensor, samples: Samples) -> Tensor:
-        """The value of the global batch as a DTensor that stays split, as far as a DTensor can represent it."""
+        """Return the value of the global batch as a DTensor that stays split, as far as a DTensor can represent it."""
         kinds, batch = dict(tap.layout), tap.over_samples
         longer = self._lengthened_dims(tap)
         for axis, kind in reversed(tap.layout):
@@ -129,7 +129,7 @@ class Join:
         return DTensor.from_local(value, self._world.device_mesh[axes], placements, run_check=False)
 
     def is_local(self, tap: Tap, samples: Samples) -> bool:
-        """Whether this rank has the complete value for the samples that it was given."""
+        """Return whether this rank has the complete value for the samples that it was given."""
         if self._data is not None and (
             tap.over_samples.kind == "P" or (samples.is_global and tap.over_samples.is_split)
         ):
@@ -177,14 +177,14 @@ class Join:
 
 
 def placement_of(kind: Type | None) -> Placement:
-    """The DTensor placement of a type on one mesh axis; None means the same on all ranks."""
+    """Return the DTensor placement of a type on one mesh axis; None means the same on all ranks."""
     if kind is None or kind.kind in ("I", "R"):
         return Replicate()
     return Partial() if kind.kind == "P" else Shard(kind.dim)
 
 
 def _cut(value: Tensor, tap: Tap) -> Tensor:
-    """The value without the elements by which the plan has lengthened it."""
+    """Return the value without the elements by which the plan has lengthened it."""
     for dim, size in enumerate(tap.traced.shape):
         if value.shape[dim + 1] > size and tap.over_samples != S(dim):
             value = value.narrow(dim + 1, 0, size)
@@ -198,12 +198,12 @@ def _summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _bytes(value: Tensor) -> Tensor:
-    """The same memory as bytes: backends differ in the dtypes that they support."""
+    """Return the same memory as bytes: backends differ in the dtypes that they support."""
     return value.view(-1).view(torch.uint8)
 
 
 def gathered(value: Tensor, dim: int, group: dist.ProcessGroup, lengths: Sequence[int]) -> Tensor:
-    """The ranks' parts concatenated along ``dim``, in which they may have different lengths; all ranks of the group call it."""
+    """Return the ranks' parts concatenated along ``dim``, in which they may have different lengths; all ranks of the group call it."""
     longest, local = max(lengths), value.movedim(dim, 0).contiguous()
     other_sizes = local.shape[1:]
     if local.shape[0] < longest:
@@ -215,7 +215,7 @@ def gathered(value: Tensor, dim: int, group: dist.ProcessGroup, lengths: Sequenc
 
 
 def rebuilt(structure: Structure, loss: Any, leaf: Callable[[int], Any], more: Fraction) -> Any:
-    """The outputs in the structure of the model.
+    """Return the outputs in the structure of the model.
 
     Args:
         loss: what the loss is replaced by; None for nothing.
@@ -266,7 +266,7 @@ def _with_fields(kind: type[Any], named: dict[str, Any]) -> Any:
 
 
 def _class_of(place: tuple[str, str]) -> type[Any] | None:
-    """A class of an imported module; None if it is defined inside a function."""
+    """Return a class of an imported module; None if it is defined inside a function."""
     value: Any = sys.modules.get(place[0])
     for name in place[1].split("."):
         value = getattr(value, name, None)

@@ -44,7 +44,7 @@ def launch(
     collective_timeout_s: float = DEFAULT_TIMEOUT_S,
     log_dir: str | Path | None = None,
 ) -> ParallelModel:
-    """Makes this rank's part of ``model``; all ranks of the job call it.
+    """Make this rank's part of ``model``; all ranks of the job call it.
 
     Args:
         model: with weights (those of rank 0 are used) or on meta.
@@ -98,14 +98,14 @@ def launch(
 
 
 def _made(make: Make, log_dir: str | Path | None) -> tuple[Plan, Graph]:
-    """The result of ``make``, which may take long, once a log can be written."""
+    """Return the result of ``make``, which may take long, once a log can be written."""
     if log_dir is not None:
         check_writable(Path(log_dir) / FILE_NAME, make_folder=True)
     return make()
 
 
 def _from_first_rank(make: Make) -> tuple[Plan, Graph]:
-    """The result of ``make`` on rank 0, on every rank; its errors are raised there too.
+    """Return the result of ``make`` on rank 0, on every rank; its errors are raised there too.
 
     Collectives have a timeout, and a search takes as long as it may: the other ranks poll the job's store until rank 0 is done.
     """
@@ -139,7 +139,7 @@ def _from_first_rank(make: Make) -> tuple[Plan, Graph]:
 
 
 def _wait_for(store: Store) -> None:
-    """Waits until rank 0 has called ``make``.
+    """Wait until rank 0 has called ``make``.
 
     Raises:
         RankFailedError: the store has ended, which without a launcher is in rank 0's process.
@@ -156,7 +156,7 @@ def _wait_for(store: Store) -> None:
 
 
 def take_first_rank_weights(model: nn.Module, device: torch.device) -> None:
-    """Makes a model with real weights the same on all ranks: each tensor that differs anywhere takes rank 0's value.
+    """Make a model with real weights the same on all ranks: each tensor that differs anywhere takes rank 0's value.
 
     Ranks may have built their models from different random states; parts of different models do not fit together.
     """

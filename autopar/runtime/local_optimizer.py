@@ -43,7 +43,7 @@ class HostCopy:
         self._gradient: Tensor | None = None
 
     def lend(self, gradient: Tensor | None) -> None:
-        """Starts the copy of the gradient; without a gradient the parameter is not stepped."""
+        """Start the copy of the gradient; without a gradient the parameter is not stepped."""
         if gradient is None:
             self.parameter.grad = None
             return
@@ -61,7 +61,7 @@ class HostCopies:
         self._up: tuple[list[HostCopy], Tensor] | None = None
 
     def down(self, stepped: Sequence[tuple[HostCopy, Tensor]]) -> None:
-        """Waits for the gradients, and copies the parameters that were written since they were last copied to the device.
+        """Wait for the gradients, and copies the parameters that were written since they were last copied to the device.
 
         Args:
             stepped: host copies with a gradient, each with its parameter on the device.
@@ -80,7 +80,7 @@ class HostCopies:
         self.wait()
 
     def up(self, stepped: Sequence[tuple[HostCopy, Tensor]]) -> None:
-        """Starts the copies to the device; work that its current stream gets later runs after them."""
+        """Start the copies to the device; work that its current stream gets later runs after them."""
         if not stepped:
             return
         with torch.no_grad():
@@ -90,7 +90,7 @@ class HostCopies:
         self._events += events(local for _, local in stepped)
 
     def wait(self) -> None:
-        """Waits for all copies: before the host reads values from the device, or writes values that are being copied to it."""
+        """Wait for all copies: before the host reads values from the device, or writes values that are being copied to it."""
         for event in self._events:
             event.synchronize()
         self._events.clear()
@@ -185,17 +185,17 @@ class LocalSteps:
         )
 
     def remove(self) -> None:
-        """Removes the hooks from torch."""
+        """Remove the hooks from torch."""
         for hook in self._hooks:
             hook.remove()
 
     def restore(self) -> None:
-        """Restores the optimizer after a step that failed."""
+        """Restore the optimizer after a step that failed."""
         if self._open is not None:
             self._after(self._open[0])
 
     def plain(self, parameter: Tensor) -> nn.Parameter:
-        """The plain parameter that optimizers see in place of a DTensor: on the same memory, or on the host."""
+        """Return the plain parameter that optimizers see in place of a DTensor: on the same memory, or on the host."""
         local = _inside(parameter)
         if self._on_host and parameter.requires_grad:
             if id(parameter) not in self._hosts:
@@ -208,7 +208,7 @@ class LocalSteps:
         return known[1]
 
     def states(self) -> Iterator[Tensor]:
-        """The states of this model's parameters, of all optimizers that have stepped."""
+        """Yield the states of this model's parameters, of all optimizers that have stepped."""
         for optimizer in tuple(self._seen):
             for parameter in self._own.values():
                 values = optimizer.state.get(parameter, {}).values()
@@ -247,7 +247,7 @@ class LocalSteps:
     def _lent_with(
         self, parameter: Tensor, own: Mapping[Tensor, Any], states: defaultdict[Tensor, Any]
     ) -> nn.Parameter:
-        """The plain parameter with its gradient; its states are put into ``states``."""
+        """Return the plain parameter with its gradient; its states are put into ``states``."""
         local, grad = self.plain(parameter), _inside(parameter.grad)
         if id(parameter) in self._hosts:
             self._hosts[id(parameter)].lend(grad)
@@ -270,12 +270,12 @@ class LocalSteps:
         return _on_host(plain).copy_(plain) if is_moved else plain
 
     def _stepped(self, lists: Iterable[Iterable[Tensor]]) -> list[tuple[HostCopy, Tensor]]:
-        """The host copies that a step changes, each with its parameter on the device."""
+        """Return the host copies that a step changes, each with its parameter on the device."""
         found = ((self._hosts.get(id(parameter)), _inside(parameter)) for own in lists for parameter in own)
         return [(host, local) for host, local in found if host is not None and host.parameter.grad is not None]
 
     def _refuse(self, optimizer: Optimizer, own: Sequence[Tensor]) -> None:
-        """Checks an optimizer whose step is left unchanged.
+        """Check an optimizer whose step is left unchanged.
 
         Args:
             own: the optimizer's parameters that belong to this model.
@@ -354,7 +354,7 @@ class LocalSteps:
 
 @contextmanager
 def _fused(optimizer: Optimizer) -> Iterator[None]:
-    """Uses one kernel for a parameter's step, if torch has one for CPUs and the user has chosen none."""
+    """Use one kernel for a parameter's step, if torch has one for CPUs and the user has chosen none."""
     groups = [
         group
         for group in optimizer.param_groups
@@ -374,7 +374,7 @@ def _fused(optimizer: Optimizer) -> Iterator[None]:
 
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
-    """Uses more threads for a step on the host: torchrun gives a process one, and its share of the cores is idle meanwhile."""
+    """Use more threads for a step on the host: torchrun gives a process one, and its share of the cores is idle meanwhile."""
     before = torch.get_num_threads()
     if count is None or count <= before:
         yield
@@ -391,7 +391,7 @@ def _inside(value: Any) -> Any:
 
 
 def _around(name: str, value: Any, local: Tensor, parameter: Any) -> Any:
-    """A new state as the optimizer would have made it from the DTensor."""
+    """Return a new state as the optimizer would have made it from the DTensor."""
     if name in _COUNTERS or not isinstance(value, Tensor) or value.shape != local.shape:
         return value
     return DTensor(value, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]

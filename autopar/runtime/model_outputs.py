@@ -36,7 +36,7 @@ from autopar.tracing.batch import named_inputs
 
 
 def without_gradient(value: Tensor, name: str) -> Tensor:
-    """The value, which claims to require a gradient as on one device; a ``backward()`` through it raises an error that names it."""
+    """Return the value, which claims to require a gradient as on one device; a ``backward()`` through it raises an error that names it."""
     start = torch.zeros((), device=value.device, requires_grad=True)
     found: Tensor = _WithoutGradient.apply(start, value, name)  # type: ignore[no-untyped-call]
     return found
@@ -81,7 +81,7 @@ class NotComputed:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuses torch's functions that are given one, also inside lists."""
+        """Refuse torch's functions that are given one, also inside lists."""
         found = next((value for value in _flat((args, kwargs or {})) if isinstance(value, cls)), None)
         return NotImplemented if found is None else found._refuse()
 
@@ -160,7 +160,7 @@ class ModelOutputs:
             module.keep(blocks.get(module.index, {}))
 
     def _store_constants(self, outputs: Outputs, weights: ModelWeights) -> None:
-        """Stores values that no step changes, and the names of parameters that steps train."""
+        """Store values that no step changes, and the names of parameters that steps train."""
         trained = {parameter.fqn for parameter in self._program.graph.parameters}
         trained |= {name for parameter in self._program.graph.parameters for name in parameter.aliases}
         for parameter in outputs.parameters:
@@ -178,7 +178,7 @@ class ModelOutputs:
     # --- before a forward pass
 
     def filled(self, batch: Any) -> tuple[Any, frozenset[str]]:
-        """The batch with zeros for missing inputs that not all outputs need, and the names of these."""
+        """Return the batch with zeros for missing inputs that not all outputs need, and the names of these."""
         inputs = self._program.graph.inputs
         if self._outputs is None or not isinstance(batch, Mapping):
             return batch, frozenset()
@@ -199,7 +199,7 @@ class ModelOutputs:
 
     @contextmanager
     def taking(self) -> Iterator[None]:
-        """The context of a forward pass whose inner values are stored until :meth:`made` has joined them."""
+        """Enter the context of a forward pass whose inner values are stored until :meth:`made` has joined them."""
         for stage in self._stages:
             stage.taken = {}
         try:
@@ -220,7 +220,7 @@ class ModelOutputs:
         gather: bool = True,
         communicates: bool = True,
     ) -> Any:
-        """The outputs; call it inside :meth:`taking`.
+        """Return the outputs; call it inside :meth:`taking`.
 
         Args:
             batch: the batch as it was given.
@@ -295,7 +295,7 @@ class ModelOutputs:
         return complete, split
 
     def _given(self, given: Mapping[str, Any], wanted: Sequence[Leaf], needed: Sequence[Op]) -> dict[Ref, Tensor]:
-        """Inputs of the batch that are outputs, or from which outputs are computed."""
+        """Return inputs of the batch that are outputs, or from which outputs are computed."""
         names = {ref.name for op in needed for ref in op.operands} | {leaf.ref.name for leaf in wanted if leaf.ref}
         return {
             Ref(leaf.name): given[leaf.name].to(self._world.device, leaf.spec.dtype)
@@ -304,7 +304,7 @@ class ModelOutputs:
         }
 
     def _trained_values(self, needed: Sequence[Op]) -> dict[Ref, Tensor]:
-        """Current values of trained parameters that operators of outputs read."""
+        """Return current values of trained parameters that operators of outputs read."""
         read = {ref: self._trained[ref] for op in needed for ref in op.operands if ref in self._trained}
         if not read:
             return {}
@@ -329,7 +329,7 @@ class ModelOutputs:
             run(ops, env)
 
     def _without_backward(self, leaf: Leaf, value: Any, makes: Mapping[str, Op]) -> Any:
-        """An output of a training call; a loss computed from it cannot run backward."""
+        """Return an output of a training call; a loss computed from it cannot run backward."""
         ref = leaf.ref
         if ref is None or not torch.is_grad_enabled():
             return value

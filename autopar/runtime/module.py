@@ -49,11 +49,11 @@ class Given:
         return self._model()
 
     def remove(self) -> None:
-        """Removes the check of optimizer steps."""
+        """Remove the check of optimizer steps."""
         self._hook.remove()
 
     def check(self, step: int) -> None:
-        """Warns before a step, once, if numbers or texts in the model have changed since it was planned.
+        """Warn before a step, once, if numbers or texts in the model have changed since it was planned.
 
         Before the first step it also warns of written parameters, and of hooks.
         """
@@ -81,11 +81,11 @@ class Given:
         )
 
     def knows_weights(self) -> None:
-        """Notes that the weights of the parallel model were read: they may be copied into the model, which is no mistake."""
+        """Note that the weights of the parallel model were read: they may be copied into the model, which is no mistake."""
         self._weights = None
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Refuses a step of an optimizer that would do nothing.
+        """Refuse a step of an optimizer that would do nothing.
 
         Raises:
             UsageError: its parameters are those of the original model, and have no gradients.
@@ -99,12 +99,12 @@ class Given:
 
 
 def _written(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """The identity of each parameter, and its version counter."""
+    """Return the identity of each parameter, and its version counter."""
     return {name: (id(p), -1 if p.is_inference() else p._version) for name, p in model.named_parameters()}
 
 
 def _hooked(model: nn.Module) -> list[str]:
-    """Names of the modules with hooks."""
+    """Name of the modules with hooks."""
     kinds = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
     return [name or "the model" for name, m in model.named_modules() if any(getattr(m, kind) for kind in kinds)]
 
@@ -141,7 +141,7 @@ class PlannedModule(nn.Module):
         self.__dict__[REGISTRY_KEY] = _NoWrappers()
 
     def _show(self, held: Iterable[RankParameter]) -> None:
-        """Registers parameters by their keys; further copies of a tied one, on other stages of this rank, have a number appended."""
+        """Register parameters by their keys; further copies of a tied one, on other stages of this rank, have a number appended."""
         for h in held:
             name, number = h.key, 1
             while name in self._parameters:
@@ -153,7 +153,7 @@ class PlannedModule(nn.Module):
             self._parameters[NOTHING_HERE] = nn.Parameter(empty, requires_grad=False)
 
     def _show_buffers(self, values: Mapping[str, Tensor]) -> None:
-        """Registers buffers that steps change, by the model's names; new values replace old ones."""
+        """Register buffers that steps change, by the model's names; new values replace old ones."""
         self._buffers.update(values)
 
     # --- where it is
@@ -179,7 +179,7 @@ class PlannedModule(nn.Module):
         return self._world.rank == 0
 
     def __repr__(self) -> str:
-        """The part of the plan that this rank has.
+        """Return the part of the plan that this rank has.
 
         ``ParallelModel('gpt2', mesh=pp=2 x tp=2, rank=3 of 4, stage=1 of 2, precision='fp32')``
         """
@@ -193,7 +193,7 @@ class PlannedModule(nn.Module):
     # --- what a plan has settled
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Implements ``to``, ``cuda``, ``half`` and other changes of parameters, on this module or one that contains it.
+        """Implement ``to``, ``cuda``, ``half`` and other changes of parameters, on this module or one that contains it.
 
         Nothing is done if the parameters have the requested dtype and device already.
 
@@ -234,7 +234,7 @@ class PlannedModule(nn.Module):
     register_backward_hook = register_full_backward_hook = register_full_backward_pre_hook = _no_hooks
 
     def _replicate_for_data_parallel(self) -> NoReturn:
-        """Refuses DataParallel, which calls it.
+        """Refuse DataParallel, which calls it.
 
         Raises:
             UsageError: always.
@@ -256,7 +256,7 @@ class PlannedModule(nn.Module):
                 raise absent(name, None if original is None else original.model) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute; modules and parameters do not become parts of this module.
+        """Set an attribute; modules and parameters do not become parts of this module.
 
         Raises:
             UsageError: a module or parameter is set, which no step would run or train; or FSDP wraps the model.
@@ -280,7 +280,7 @@ class PlannedModule(nn.Module):
         raise _wrapped("DistributedDataParallel")
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        """Refuses ``copy`` and ``pickle``.
+        """Refuse ``copy`` and ``pickle``.
 
         Raises:
             UsageError: always.

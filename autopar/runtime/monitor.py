@@ -72,7 +72,7 @@ class Clock:
         self._marks: list[tuple[str, Any]] = []
 
     def begin(self) -> dict[str, float]:
-        """Ends a step and begins the next; returns the seconds by category of the one that ended, with ``between`` for time outside any."""
+        """End a step and begin the next; return the seconds by category of the one that ended, with ``between`` for time outside any."""
         self._mark()
         marks, self._marks = self._marks, self._marks[-1:]
         self._stack.clear()
@@ -84,7 +84,7 @@ class Clock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """The context whose time belongs to ``name``, except for parts inside it."""
+        """Enter the context whose time belongs to ``name``, except for parts inside it."""
         self.enter(name)
         try:
             yield
@@ -92,12 +92,12 @@ class Clock:
             self.leave()
 
     def enter(self, name: str) -> None:
-        """Begins a part; on a GPU only the stream of computation is timed."""
+        """Begin a part; on a GPU only the stream of computation is timed."""
         self._stack.append(name)
         self._mark()
 
     def leave(self) -> None:
-        """Ends the last part that was begun in this step."""
+        """End the last part that was begun in this step."""
         if self._stack:
             self._stack.pop()
         self._mark()
@@ -156,13 +156,13 @@ class Monitor:
         self.is_active = True
 
     def holds(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Sets the parameters whose optimizer is timed."""
+        """Set the parameters whose optimizer is timed."""
         self._mine = frozenset(id(parameter) for parameter in parameters)
 
     # --- a step
 
     def begin_step(self, *, is_timed: bool = True) -> None:
-        """Begins a step before its forward. After the last measured step all ranks meet here and compare.
+        """Begin a step before its forward. After the last measured step all ranks meet here and compare.
 
         Args:
             is_timed: whether the time of the step is to be compared with the plan.
@@ -188,7 +188,7 @@ class Monitor:
             self._clock.enter(COMPUTE)
 
     def end_step(self) -> None:
-        """Ends a step after its gradient sums."""
+        """End a step after its gradient sums."""
         if self._is_timed and self._clock is not None:
             self._caught.close()
             self._clock.leave()
@@ -199,7 +199,7 @@ class Monitor:
         return nullcontext() if self._clock is None or self._is_coarse else self._clock.part(name)
 
     def close(self) -> None:
-        """Stops timing."""
+        """Stop timing."""
         self.is_active, self._clock = False, None
         self._caught.close()
         self._undo.close()
@@ -225,7 +225,7 @@ class Monitor:
         self._undo.callback(register_optimizer_step_post_hook(on_own(clock.leave)).remove)
 
     def _finish(self) -> None:
-        """Computes the medians of all ranks and the comparison, and writes the log."""
+        """Compute the medians of all ranks and the comparison, and write the log."""
         steps, self._steps = self._steps, []
         self.close()
         world = self._world
@@ -272,7 +272,7 @@ def _categories(world: World) -> dict[str, str]:
 
 @contextmanager
 def _caught(home: Any, names: Iterable[str], clock: Clock, groups: Mapping[str, str], *, waits: bool) -> Iterator[None]:
-    """Times the functions of a module in the category of their process group, until the context ends.
+    """Time the functions of a module in the category of their process group, until the context ends.
 
     With ``waits`` it waits for results that are asynchronous.
     """
@@ -325,7 +325,7 @@ class _Memory:
         return None if now is None or self._before is None else max(now - self._before, 0)
 
     def reserved_bytes(self) -> int | None:
-        """The most that CUDA's allocator has reserved; None on CPUs."""
+        """Return the most that CUDA's allocator has reserved; None on CPUs."""
         return int(torch.cuda.max_memory_reserved(self._device)) if self._device.type == "cuda" else None
 
 

@@ -51,7 +51,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _not_compiled(method: _Method) -> _Method:
-    """Excludes a method from ``torch.compile``, which would compile its counters and random seeds as constants."""
+    """Exclude a method from ``torch.compile``, which would compile its counters and random seeds as constants."""
     reason = "steps are programs that a plan has made, with collectives between them"
     return cast("_Method", torch.compiler.disable(method, reason=reason))  # type: ignore[no-untyped-call]
 
@@ -139,7 +139,7 @@ class ParallelModel(PlannedModule):
     # --- parameters
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The complete state dict of the model, on every rank's CPU: ``model.load_state_dict(par.full_state_dict())``.
+        """Return the complete state dict of the model, on every rank's CPU: ``model.load_state_dict(par.full_state_dict())``.
 
         All ranks call it. Parameters that the loss does not use and buffers that no step changes are as they were given.
 
@@ -153,7 +153,7 @@ class ParallelModel(PlannedModule):
             return self._untrained.completed(trained, self._checkpointed.meeting.all_gather)
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """All gradients, complete, on every rank's CPU; of a scaled loss until they are unscaled. All ranks call it."""
+        """Return all gradients, complete, on every rank's CPU; of a scaled loss until they are unscaled. All ranks call it."""
         with self._calls.at_once("full_gradients"):
             return full_state_dict(self._program, self._world, self._assembly.held, gradients=True)
 
@@ -161,7 +161,7 @@ class ParallelModel(PlannedModule):
 
     @_not_compiled
     def train_step(self, batch: Batch) -> Tensor:
-        """Runs forward and backward of one step, which adds gradients to those that the parameters have.
+        """Run forward and backward of one step, which adds gradients to those that the parameters have.
 
         In fp16 they are those of the loss times the scale, until :meth:`grad_scaler` has unscaled them.
 
@@ -186,7 +186,7 @@ class ParallelModel(PlannedModule):
             return self._train_step(batch).as_subclass(StepLoss)
 
     def _train_step(self, batch: Batch) -> Tensor:
-        """The step itself, inside the context of all ranks; returns the loss of the global batch."""
+        """Return the step itself, inside the context of all ranks; return the loss of the global batch."""
         check_modes(self.plan, self._world.device, learns=True)
         self._scaler.check()
         self._local_steps.restore()
@@ -205,7 +205,7 @@ class ParallelModel(PlannedModule):
 
     @_not_compiled
     def evaluate(self, batch: Batch) -> Tensor:
-        """The loss of a batch, as :meth:`train_step` takes it, without gradients and dropout; all ranks call it.
+        """Return the loss of a batch, as :meth:`train_step` takes it, without gradients and dropout; all ranks call it.
 
         Batch norms read their running statistics. Parameters, gradients, buffers and counters do not change. Opaque regions, which run as
         written, are in ``eval()``. A plan does not know what else a model does only in ``eval()``, as it was traced in training.
@@ -219,7 +219,7 @@ class ParallelModel(PlannedModule):
             return self._loss.of(self._evaluation_forward(batch, "evaluate")[0])
 
     def _evaluation_forward(self, batch: Batch, purpose: str) -> tuple[Tensor | None, PartialBatch | None]:
-        """This rank's part of the loss (None if its stages do not compute it), with all stages in ``eval()`` meanwhile."""
+        """Return this rank's part of the loss (None if its stages do not compute it), with all stages in ``eval()`` meanwhile."""
         check_evaluates(self._program, self._unknown_in_eval)
         check_modes(self.plan, self._world.device, learns=False)
         self._local_steps.restore()
@@ -238,7 +238,7 @@ class ParallelModel(PlannedModule):
 
     @_not_compiled
     def predict(self, batch: Batch, *, gather: bool = True) -> Any:
-        """The output of the model for a batch, without gradients and dropout, under any plan; all ranks call it.
+        """Return the output of the model for a batch, without gradients and dropout, under any plan; all ranks call it.
 
         Batch norms read their running statistics. Parameters, gradients, buffers, counters and ``training`` do not change.
 
@@ -259,7 +259,7 @@ class ParallelModel(PlannedModule):
             return self._predict(batch, gather=gather)
 
     def _predict(self, batch: Batch, *, gather: bool) -> Any:
-        """The prediction itself, inside the context of all ranks."""
+        """Return the prediction itself, inside the context of all ranks."""
         full, missing = self._outputs.filled(batch)
         if self._outputs.is_loss_alone:
             return self._loss.of(self._evaluation_forward(full, "predict")[0])
@@ -271,7 +271,7 @@ class ParallelModel(PlannedModule):
 
     @_not_compiled
     def forward(self, *given: Any, **batch: Any) -> Any:
-        """The result of ``par(**batch)``: the output of the model. After ``par.eval()`` it is :meth:`predict`, under any plan.
+        """Return the result of ``par(**batch)``: the output of the model. After ``par.eval()`` it is :meth:`predict`, under any plan.
 
         In training its loss is that of the global batch, whose ``backward()`` leaves summed gradients. This requires a plan of one pipeline
         stage; others have :meth:`train_step`. Activations of all micro-batches are kept until backward, unlike in :meth:`train_step`. Other
@@ -290,7 +290,7 @@ class ParallelModel(PlannedModule):
             return self._call(batch)
 
     def _call(self, batch: Batch) -> Any:
-        """The output of the model in training, inside the context of all ranks."""
+        """Return the output of the model in training, inside the context of all ranks."""
         if self._outputs.is_loss_alone or not self._outputs.has_loss:
             return self._called_loss(batch)[0]
         with self._outputs.taking():
@@ -298,7 +298,7 @@ class ParallelModel(PlannedModule):
             return self._outputs.made(batch, partial, loss=loss, gather=False, communicates=False)
 
     def _called_loss(self, batch: Batch) -> tuple[Tensor, PartialBatch | None]:
-        """The loss of the global batch, whose backward the user calls; if gradients are on, a step begins here and ends with it."""
+        """Return the loss of the global batch, whose backward the user calls; if gradients are on, a step begins here and ends with it."""
         if self._accumulation is None:
             raise UsageError(
                 f"A model of {len(self._program.stages)} pipeline stages cannot be called in training: forward and backward run together",
@@ -323,7 +323,7 @@ class ParallelModel(PlannedModule):
         return self._loss.called(loss, self._begin_backward, self._finish_backward, self.parameters()), partial
 
     def grad_scaler(self, **options: Any) -> ParallelScaler:
-        """The ``torch.amp.GradScaler`` of this model, made once; it is disabled unless the plan is in fp16.
+        """Return the ``torch.amp.GradScaler`` of this model, made once; it is disabled unless the plan is in fp16.
 
         It differs from torch's in two ways. All ranks skip a step if a gradient of any rank is not finite. :meth:`train_step` scales its
         loss by itself, so ``scaler.scale(...)`` is only for the loss of ``par(**batch)``. As usual, call ``scaler.unscale_(optimizer)``
@@ -339,7 +339,7 @@ class ParallelModel(PlannedModule):
         return self._scaler.make(**options)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales all gradients so that their 2-norm over the complete model is at most ``max_norm``; returns the norm.
+        """Scale all gradients so that their 2-norm over the complete model is at most ``max_norm``; return the norm.
 
         Torch's function of this name computes the norm of one rank's parameters: with pipeline stages, or experts split over data ranks,
         ranks would scale by different norms.
@@ -352,7 +352,7 @@ class ParallelModel(PlannedModule):
         return norm
 
     def grad_norm(self) -> Tensor:
-        """The 2-norm of all gradients of the model, a scalar, the same on every rank; all ranks call it.
+        """Return the 2-norm of all gradients of the model, a scalar, the same on every rank; all ranks call it.
 
         Raises:
             UsageError: gradients are still those of a scaled loss.
@@ -360,17 +360,17 @@ class ParallelModel(PlannedModule):
         return self._norm_of("grad_norm")
 
     def scale_gradients_(self, norm: Tensor, max_norm: float) -> None:
-        """Does the scaling of :meth:`clip_grad_norm_`, given the norm."""
+        """Do the scaling of :meth:`clip_grad_norm_`, given the norm."""
         clip(self._assembly.held, norm, max_norm)
 
     def _norm_of(self, call: str) -> Tensor:
-        """The norm of all gradients, for a call of this name."""
+        """Return the norm of all gradients, for a call of this name."""
         self._scaler.check_unscaled()
         with self._calls.at_once(call, meets=False):  # the norm's sum synchronises the ranks
             return self._norm()
 
     def non_finite_gradients(self) -> list[str]:
-        """Names of parameters with infinite or NaN gradients, up to three from each rank; the same on every rank, all of which call it."""
+        """Name of parameters with infinite or NaN gradients, up to three from each rank; the same on every rank, all of which call it."""
         own = [h.key for h in self._assembly.held if h.gradient is not None and not bool(h.gradient.isfinite().all())]
         with self._calls.at_once("non_finite_gradients"):
             found = self._checkpointed.meeting.all_gather(own[:3])
@@ -382,11 +382,11 @@ class ParallelModel(PlannedModule):
             return [max(found) for found in zip(*self._checkpointed.meeting.all_gather(values), strict=True)]
 
     def memory_error(self, error: BaseException) -> AutoparError:
-        """The error to raise in place of torch's out-of-memory error; it compares what was predicted with what is used."""
+        """Return the error to raise in place of torch's out-of-memory error; it compares what was predicted with what is used."""
         return self._memory_report.error()
 
     def dataloader(self, dataset: Dataset[Any], **options: Any) -> PlannedLoader:
-        """A ``torchdata.stateful_dataloader.StatefulDataLoader`` that gives each rank its part of global batches.
+        """Return a ``torchdata.stateful_dataloader.StatefulDataLoader`` that gives each rank its part of global batches.
 
         Ranks that share samples load the same ones. Every rank loads all of a batch smaller than the plan's (the last of an epoch), as
         steps require. All ranks give the same options.
@@ -415,7 +415,7 @@ class ParallelModel(PlannedModule):
         dataloader: Any = None,
         extra: Any = None,
     ) -> None:
-        """Writes a checkpoint, from which any plan can continue; it replaces an existing one completely or not at all. All ranks call it.
+        """Write a checkpoint, from which any plan can continue; it replaces an existing one completely or not at all. All ranks call it.
 
         It has the complete model, the optimizer, the scaler, seed and step, the plan, the random states of Python, numpy, torch and CUDA on
         each rank, and the other arguments. Every rank writes its share; no file is a pickle.
@@ -434,7 +434,7 @@ class ParallelModel(PlannedModule):
             save.write(self._checkpointed.meeting)
 
     def _begin_save(self, path: str | Path, optimizer: Optimizer | None, given: CallerStates) -> Save:
-        """Collects what a checkpoint is to have; nothing is written yet."""
+        """Collect what a checkpoint is to have; nothing is written yet."""
         check_places(path=path)
         self._parameter_checks.check_memory()
         self._replicas.check_now()
@@ -442,7 +442,7 @@ class ParallelModel(PlannedModule):
         return self._checkpointed.save(path, progress, optimizer, given)
 
     def save_pretrained(self, path: str | Path, *, max_shard_size: str | int = "5GB") -> None:
-        """Writes the weights as transformers does, in the model's dtypes: ``from_pretrained`` and ``weights=DIR`` read them.
+        """Write the weights as transformers does, in the model's dtypes: ``from_pretrained`` and ``weights=DIR`` read them.
 
         It writes safetensors under the model's names (tied weights once), in files of at most ``max_shard_size`` with an index, and the
         configuration, if the model has one of transformers. All ranks call it; none of them holds the complete model.
@@ -472,7 +472,7 @@ class ParallelModel(PlannedModule):
         dataloader: Any = None,
         allow_pickle: bool = False,
     ) -> Any:
-        """Reads what :meth:`save` wrote under any plan; returns its ``extra``. All ranks call it.
+        """Read what :meth:`save` wrote under any plan; return its ``extra``. All ranks call it.
 
         Each rank reads and verifies what it needs before anything is changed. Random states are restored if the job has as many ranks as
         the one that saved.
@@ -498,7 +498,7 @@ class ParallelModel(PlannedModule):
     # --- state_dict and load_state_dict of a module, which torch.distributed.checkpoint calls
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Adds this rank's parameters, the buffers that it changes, and the state that steps continue from.
+        """Add this rank's parameters, the buffers that it changes, and the state that steps continue from.
 
         All ranks call it if the plan has lengthened a vocabulary, which is saved at the model's length.
         """
@@ -517,7 +517,7 @@ class ParallelModel(PlannedModule):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Loads in place. The state may also have the model's own names, with complete parameters (:meth:`full_state_dict`)."""
+        """Load in place. The state may also have the model's own names, with complete parameters (:meth:`full_state_dict`)."""
         if local_metadata.get("assign_to_params_buffers"):
             error_msgs.append("load_state_dict(assign=True) would replace the memory that steps read: leave assign out")
             return
@@ -532,13 +532,13 @@ class ParallelModel(PlannedModule):
             self.set_extra_state(state_dict[prefix + EXTRA_STATE])
 
     def get_extra_state(self) -> dict[str, Tensor]:
-        """The seed, the number of steps, and the scaler's state (zeros if there is none), as tensors, which need no pickle."""
+        """Return the seed, the number of steps, and the scaler's state (zeros if there is none), as tensors, which need no pickle."""
         numbers = self._scaler.numbers or {}
         scaler = torch.tensor([numbers.get(name, 0.0) for name in SCALER_NUMBERS], dtype=torch.float64)
         return {"scaler": scaler, "seed": torch.tensor(self.seed), "step": torch.tensor(self.step_count)}
 
     def set_extra_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restores the result of :meth:`get_extra_state`."""
+        """Restore the result of :meth:`get_extra_state`."""
         self.seed, self.step_count = int(state["seed"]), int(state["step"])
         if self._scaler.is_wanted and state["scaler"].any():
             self._scaler.numbers = dict(zip(SCALER_NUMBERS, state["scaler"].tolist(), strict=True))
@@ -546,12 +546,12 @@ class ParallelModel(PlannedModule):
     # --- inside a step
 
     def _commit(self) -> None:
-        """Gives the buffers that a step changes their new values, after its last micro-batch."""
+        """Give the buffers that a step changes their new values, after its last micro-batch."""
         self._changing_buffers.commit()
         self._show_buffers(self._changing_buffers.named())
 
     def _begin_forward(self, local: Batch, partial: PartialBatch | None) -> None:
-        """Checks parameters, computes totals of the global batch and sets the random streams, before the first micro-batch."""
+        """Check parameters, compute totals of the global batch and set the random streams, before the first micro-batch."""
         self._parameter_checks.check()
         self._original.check(self.step_count)
         self._alarm.runs()
@@ -565,21 +565,21 @@ class ParallelModel(PlannedModule):
             stage.weights = None if partial is None else partial.weights
 
     def _begin_backward(self) -> None:
-        """Begins a backward that the user called on a loss of :meth:`forward`."""
+        """Begin a backward that the user called on a loss of :meth:`forward`."""
         self._scaler.check_called()
         if not self._gradients.is_open:
             self._alarm.begin("backward")
         self._gradients.begin(1)
 
     def _finish_backward(self) -> None:
-        """Ends a backward that the user called, and with it the step."""
+        """End a backward that the user called, and with it the step."""
         self._gradients.finish()
         self._scaler.done()
         self._alarm.end()
         self.monitor.end_step()
 
     def _begin_step(self, batch: Batch, purpose: str) -> PartialBatch | None:
-        """Begins a step with gradients; returns how a batch smaller than the plan's is computed, None for one of the plan's size.
+        """Begin a step with gradients; return how a batch smaller than the plan's is computed, None for one of the plan's size.
 
         Only steps of the plan's size are timed, as the prediction is of these.
         """

@@ -37,7 +37,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksums(tensors: Sequence[Tensor]) -> Tensor:
-    """A checksum of each tensor's bits and their positions: [tensors] of int64 on their device, without waiting for it.
+    """Return a checksum of each tensor's bits and their positions: [tensors] of int64 on their device, without waiting for it.
 
     It sums integers over rows and over columns, so that the order does not matter, and multiplies each sum by an odd number of its own. So
     it sees a change of any single element, and exchanged elements and rows.
@@ -64,7 +64,7 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def events(tensors: Iterable[Tensor]) -> list[torch.cuda.Event]:
-    """An event on the current stream of each GPU that has some of the tensors; after it, copies launched until now are complete."""
+    """Return an event on the current stream of each GPU that has some of the tensors; after it, copies launched until now are complete."""
     recorded = []
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         recorded.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
@@ -73,7 +73,7 @@ def events(tensors: Iterable[Tensor]) -> list[torch.cuda.Event]:
 
 
 def _widened(flats: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors as int64; those of one dtype are concatenated and converted at once."""
+    """Return the tensors as int64; those of one dtype are concatenated and converted at once."""
     widened = list(flats)
     for dtype in {flat.dtype for flat in flats}:
         places = [i for i, flat in enumerate(flats) if flat.dtype == dtype]
@@ -84,7 +84,7 @@ def _widened(flats: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _bits(value: Tensor) -> Tensor:
-    """The elements as integers, flattened."""
+    """Return the elements as integers, flattened."""
     value = value.detach()
     flat = (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value.resolve_neg()).contiguous()
     flat = flat.view(-1)
@@ -92,7 +92,7 @@ def _bits(value: Tensor) -> Tensor:
 
 
 def _sums(grid: Tensor) -> list[Tensor]:
-    """Sums over columns and over rows, in 64 bits without loss."""
+    """Sum over columns and over rows, in 64 bits without loss."""
     if not grid.numel():
         return []
     if grid.device.type != "cpu":
@@ -141,13 +141,13 @@ class Replicas:
                     self._of_axis.append((group, members))
 
     def check(self, step: int) -> None:
-        """Compares before a step or evaluation with the number ``step``, if it is a multiple of :data:`EVERY`, once. All ranks call it."""
+        """Compare before a step or evaluation with the number ``step``, if it is a multiple of :data:`EVERY`, once. All ranks call it."""
         if step % EVERY == 0 and step != self._last_step:  # an evaluation of many batches has one number
             self._last_step = step
             self.check_now()
 
     def check_now(self) -> None:
-        """Gives copies that differ the value of the first rank of their group, with a warning, once. All ranks call it."""
+        """Give copies that differ the value of the first rank of their group, with a warning, once. All ranks call it."""
         if self._everyone is None:
             return
         differs = torch.zeros((), dtype=torch.int64, device=self._device)
@@ -158,7 +158,7 @@ class Replicas:
             self._repair()
 
     def _repair(self) -> None:
-        """Repairs copies axis by axis: copies that are equal along each axis are equal everywhere."""
+        """Repair copies axis by axis: copies that are equal along each axis are equal everywhere."""
         names = dict[str, None]()
         with torch.no_grad():
             for group, members in self._of_axis:

@@ -43,7 +43,7 @@ def full_state_dict(
     *,
     gradients: bool = False,
 ) -> dict[str, Tensor]:
-    """All parameters (or gradients) of the model, complete, with parts merged, on every rank. All ranks call it.
+    """Return all parameters (or gradients) of the model, complete, with parts merged, on every rank. All ranks call it.
 
     ``buffers``: those that this rank's stages compute, by name; they are added unchanged.
     """
@@ -83,20 +83,20 @@ EXTRA_STATE = "_extra_state"
 
 
 def names_of(model: nn.Module) -> tuple[str, ...]:
-    """All names of parameters and buffers of a model, including those that steps do not change."""
+    """Return all names of parameters and buffers of a model, including those that steps do not change."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return tuple(name for name, _ in named)
 
 
 def on_host(value: Tensor, padding: Padding | None) -> Tensor:
-    """The complete tensor at the model's length, on every rank's host; ranks that hold parts of it call together."""
+    """Return the complete tensor at the model's length, on every rank's host; ranks that hold parts of it call together."""
     whole = value.full_tensor() if isinstance(value, DTensor) else value
     whole = whole if padding is None else whole.narrow(padding.dim, 0, padding.length)
     return whole.to("cpu", copy=True).contiguous()
 
 
 def _put(target: Tensor, padding: Padding | None, value: Tensor) -> str:
-    """Writes into ``target`` its part of ``value``, a DTensor like ``target`` or the complete tensor; returns why it does not fit."""
+    """Write into ``target`` its part of ``value``, a DTensor like ``target`` or the complete tensor; return why it does not fit."""
     with torch.no_grad():
         if isinstance(value, DTensor):
             if not isinstance(target, DTensor) or value.shape != target.shape:
@@ -142,7 +142,7 @@ class ModuleState:
         self.is_lengthened = any(parameter.padding is not None for parameter in parameters)
 
     def complete(self, state: dict[str, Any], prefix: str, shown: Collection[str]) -> None:
-        """Removes placeholders and further copies among the registered names ``shown``; cuts parameters to the model's length."""
+        """Remove placeholders and further copies among the registered names ``shown``; cuts parameters to the model's length."""
         for name in set(shown) - {held.key for held in self._held}:
             state.pop(prefix + name, None)  # further copies, and what stands for none
         for held in self._held:
@@ -150,7 +150,7 @@ class ModuleState:
                 state[prefix + held.key] = on_host(held.parameter.detach(), held.padding)
 
     def put(self, state: Mapping[str, Any], prefix: str, buffers: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
-        """Writes parameters and ``buffers`` in place; returns the names of missing ones, and the reasons why some do not fit."""
+        """Write parameters and ``buffers`` in place; return the names of missing ones, and the reasons why some do not fit."""
         targets = [(h.key, h.parameter.detach(), h.padding, self._find(h, state, prefix)) for h in self._held]
         targets += [(name, value, None, state.get(prefix + name)) for name, value in buffers.items()]
         missing, problems = list[str](), list[str]()
@@ -162,11 +162,11 @@ class ModuleState:
         return missing, problems
 
     def unexpected(self, state: Mapping[str, Any], prefix: str) -> list[str]:
-        """Names with ``prefix`` that no rank of the model knows."""
+        """Name with ``prefix`` that no rank of the model knows."""
         return [name for name in state if name.startswith(prefix) and name.removeprefix(prefix) not in self._known]
 
     def _find(self, held: RankParameter, state: Values, prefix: str) -> Tensor | None:
-        """The entry of ``state`` for a parameter."""
+        """Return the entry of ``state`` for a parameter."""
         if prefix + held.key in state:
             return state[prefix + held.key]
         parameter = self._parameters[held.name]
@@ -204,12 +204,12 @@ class Untrained:
         self._copies = _copies(program, world, frozenset(left))
 
     def targets(self) -> list[tuple[str, Tensor]]:
-        """The tensors into which a checkpoint is read: values of this rank, and those that its programs read (:meth:`put` takes them)."""
+        """Return the tensors into which a checkpoint is read: values of this rank, and those that its programs read (:meth:`put` takes them)."""
         read = ((name, module.get_buffer(buffer)) for module, buffer, name in self._copies)
         return [(name, torch.empty_like(value)) for name, value in (*self.own.items(), *read)]
 
     def put(self, values: list[tuple[str, Tensor]]) -> None:
-        """Takes the result of :meth:`targets` after a checkpoint has filled it; tensors of the user's model are unchanged."""
+        """Take the result of :meth:`targets` after a checkpoint has filled it; tensors of the user's model are unchanged."""
         own, read = values[: len(self.own)], values[len(self.own) :]
         self.own = dict(own)
         for (module, buffer, _), (_, value) in zip(self._copies, read, strict=True):
@@ -218,14 +218,14 @@ class Untrained:
     def completed(
         self, trained: Mapping[str, Tensor], gather: Callable[[dict[str, Tensor]], list[dict[str, Tensor]]]
     ) -> dict[str, Tensor]:
-        """The complete state dict: trained values by the plan's names, and untrained ones, which ``gather`` collects from all ranks."""
+        """Return the complete state dict: trained values by the plan's names, and untrained ones, which ``gather`` collects from all ranks."""
         values = dict(trained)
         for own in gather(self.own):
             values |= {name: value.clone() for name, value in own.items()}
         return {name: values[first] for name, first in self.names.items() if first in values}
 
     def take(self, state: Mapping[str, Tensor], prefix: str = "") -> None:
-        """Copies the values of a state dict that has all of them, under any of the model's names with ``prefix``."""
+        """Copy the values of a state dict that has all of them, under any of the model's names with ``prefix``."""
         given = {first: state[prefix + name] for name, first in self.names.items() if prefix + name in state}
         targets = self.targets()
         if all(name in given and given[name].shape == value.shape for name, value in targets):
@@ -235,12 +235,12 @@ class Untrained:
             self.put(targets)
 
     def key(self, name: str) -> str:
-        """The key in checkpoints of a first name."""
+        """Return the key in checkpoints of a first name."""
         return f"{'model' if self.is_parameter[name] else 'buffer'}.{name}"
 
 
 def _state_names(program: Program, model: nn.Module) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """All names of the state dict, each with the first name of its tensor; and the tensors by first name."""
+    """Return all names of the state dict, each with the first name of its tensor; and the tensors by first name."""
     fixed = {alias: p.fqn for p in program.graph.parameters for alias in (p.fqn, *p.aliases)}
     named: dict[str, Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -258,7 +258,7 @@ def _state_names(program: Program, model: nn.Module) -> tuple[dict[str, str], di
 
 
 def _value(weights: ModelWeights, name: str, tensor: Tensor, traced: Mapping[str, Tensor]) -> Tensor | None:
-    """A copy on the host; None, with a warning, if the tensor has no value."""
+    """Return a copy on the host; None, with a warning, if the tensor has no value."""
     try:
         if isinstance(tensor, nn.Parameter):
             spec = TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
@@ -275,7 +275,7 @@ def _value(weights: ModelWeights, name: str, tensor: Tensor, traced: Mapping[str
 
 
 def _copies(program: Program, world: World, names: frozenset[str]) -> list[tuple[nn.Module, str, str]]:
-    """The places of such buffers in programs of this rank: the module, the name in it, and the model's name."""
+    """Return the places of such buffers in programs of this rank: the module, the name in it, and the model's name."""
     fqns = {b.name: b.fqn for b in program.graph.buffers if b.fqn in names}
     here = [s.prelude for s in program.stages if s.pp_rank == world.coordinate["pp"] and s.prelude is not None]
     preludes = (*here, *program.sums)
@@ -309,7 +309,7 @@ class State:
         self._pass_to_stages()
 
     def commit(self) -> None:
-        """Replaces the values after a step by those from its last micro-batch. All ranks call it."""
+        """Replace the values after a step by those from its last micro-batch. All ranks call it."""
         new_values = {name: value for stage in self._stages for name, value in stage.new_state.items()}
         if self._group is not None:
             for name, maker in self._broadcast:

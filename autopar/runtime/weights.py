@@ -30,7 +30,7 @@ _SHARE = 4
 
 
 def local_index(parameter: Parameter, shape: torch.Size, mesh: Mapping[str, int], here: Mapping[str, int]) -> Index:
-    """The slices of a model parameter of ``shape`` that one rank holds, without padding.
+    """Return the slices of a model parameter of ``shape`` that one rank holds, without padding.
 
     Args:
         mesh: degree of each axis.
@@ -80,17 +80,17 @@ class ModelWeights:
         self._last: tuple[str, nn.Module] | None = None
 
     def parameter(self, parameter: Parameter, index: Index) -> Tensor:
-        """The elements ``index`` of the model's parameter."""
+        """Return the elements ``index`` of the model's parameter."""
         return self._value(parameter.fqn, self.model.get_parameter(parameter.fqn))[index]
 
     def buffer(self, fqn: str, traced: Tensor | None = None) -> Tensor:
-        """The complete buffer: ``traced`` if given, the value when rank 0 traced the model, which all ranks use."""
+        """Return the complete buffer: ``traced`` if given, the value when rank 0 traced the model, which all ranks use."""
         if traced is not None:
             return traced
         return self._value(fqn, self.model.get_buffer(fqn))
 
     def _value(self, fqn: str, value: Tensor) -> Tensor:
-        """The model's value, or that of an initialiser."""
+        """Return the model's value, or that of an initialiser."""
         if value.is_meta:
             path, _, name = fqn.rpartition(".")
             if self._last is None or self._last[0] != path:
@@ -101,7 +101,7 @@ class ModelWeights:
 
 
 def initialise(model: nn.Module, path: str, seed: int, device: torch.device = _CPU) -> nn.Module:
-    """A copy on ``device`` of one submodule of a model on meta, with its direct tensors initialised.
+    """Return a copy on ``device`` of one submodule of a model on meta, with its direct tensors initialised.
 
     It is the same everywhere for the same seed and kind of device. Submodules keep their meta tensors, on which initialisers have no
     effect. Initialisers are those of Hugging Face (``_init_weights`` of enclosing models) or of torch (``reset_parameters``).
@@ -126,7 +126,7 @@ def initialise(model: nn.Module, path: str, seed: int, device: torch.device = _C
 
 
 def _with_room(device: torch.device, tensors: Iterable[Tensor]) -> torch.device:
-    """The device, or the host if the module is large compared with its memory; the same for all ranks on devices of one kind."""
+    """Return the device, or the host if the module is large compared with its memory; the same for all ranks on devices of one kind."""
     if device.type != "cuda":
         return _CPU
     num_bytes = sum(t.numel() * t.element_size() for t in tensors)
@@ -134,7 +134,7 @@ def _with_room(device: torch.device, tensors: Iterable[Tensor]) -> torch.device:
 
 
 def _initialised(model: nn.Module, path: str, seed: int, fill: int, device: torch.device) -> nn.Module:
-    """Implements :func:`initialise`; elements that are not written are NaN, or ``fill`` if the dtype has none."""
+    """Implement :func:`initialise`; elements that are not written are NaN, or ``fill`` if the dtype has none."""
     chain = [model]
     for name in path.split(".") if path else ():
         chain.append(chain[-1].get_submodule(name))
@@ -161,7 +161,7 @@ def _initialised(model: nn.Module, path: str, seed: int, fill: int, device: torc
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Sets the seed of the host's and this device's generators, and restores them afterwards."""
+    """Set the seed of the host's and this device's generators, and restore them afterwards."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":
@@ -185,7 +185,7 @@ def _has_nan(value: Tensor) -> bool:
 
 
 def _unset_like(value: Tensor, fill: int, device: torch.device) -> Tensor:
-    """A tensor whose values (NaN, or ``fill``) show what an initialiser leaves out."""
+    """Return a tensor whose values (NaN, or ``fill``) show what an initialiser leaves out."""
     return torch.full_like(value, float("nan") if _has_nan(value) else fill, device=device)
 
 
@@ -223,7 +223,7 @@ class FileWeights(ModelWeights):
             )
 
     def parameter(self, parameter: Parameter, index: Index) -> Tensor:
-        """The elements ``index`` of the model's parameter.
+        """Return the elements ``index`` of the model's parameter.
 
         Raises:
             UsageError: it is in no file, or has another shape or kind of numbers there.
@@ -238,7 +238,7 @@ class FileWeights(ModelWeights):
         return self._read(name, parameter.fqn, tuple(self.model.get_parameter(parameter.fqn).shape), index)
 
     def buffer(self, fqn: str, traced: Tensor | None = None) -> Tensor:
-        """The complete buffer, from the files if it is in the model's ``state_dict()`` and in them."""
+        """Return the complete buffer, from the files if it is in the model's ``state_dict()`` and in them."""
         name = self._find((fqn,)) if fqn in self._persistent else ""
         if not name:
             return super().buffer(fqn, traced)
@@ -246,7 +246,7 @@ class FileWeights(ModelWeights):
         return self._read(name, fqn, shape, tuple(slice(0, size) for size in shape))
 
     def _find(self, names: tuple[str, ...]) -> str:
-        """The name of a tensor in the files; empty if they do not have it."""
+        """Return the name of a tensor in the files; empty if they do not have it."""
         short = (name.removeprefix(self._prefix) for name in names)
         return next((name for name in (*names, *short) if name in self._files), "")
 
@@ -269,7 +269,7 @@ class FileWeights(ModelWeights):
 
 
 def _fits(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether a file's numbers fit a model's dtype, up to rounding; 8-bit floats do not, as they have separate scales."""
+    """Return whether a file's numbers fit a model's dtype, up to rounding; 8-bit floats do not, as they have separate scales."""
     if wanted.is_floating_point:
         return stored.is_floating_point and stored.itemsize > 1
     return stored == wanted or torch.promote_types(stored, wanted) == wanted
@@ -280,7 +280,7 @@ def _text(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 
 def _names(folder: Path) -> dict[str, str]:
-    """The file of each tensor."""
+    """Return the file of each tensor."""
     index, single = folder / _INDEX, folder / _SINGLE
     if index.exists():
         with _readable(index):
@@ -296,7 +296,7 @@ def _names(folder: Path) -> dict[str, str]:
 
 
 def _prefix(own: set[str], files: dict[str, str]) -> str:
-    """The common prefix of the model's names that the files lack; empty if there is none, or several."""
+    """Return the common prefix of the model's names that the files lack; empty if there is none, or several."""
     found = {name.partition(".")[0] for name in own if name not in files and name.partition(".")[2] in files}
     prefix = f"{found.pop()}." if len(found) == 1 else ""
     return "" if any(name.startswith(prefix) for name in files) else prefix
@@ -304,7 +304,7 @@ def _prefix(own: set[str], files: dict[str, str]) -> str:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Converts errors of reading to one that names the file.
+    """Convert errors of reading to one that names the file.
 
     Raises:
         UsageError: in their place.

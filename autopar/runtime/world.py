@@ -27,7 +27,7 @@ DISKS = timedelta(hours=2)
 
 
 def _forget_meshes() -> None:
-    """Clears DTensor's cache of operators, whose results hold the mesh of the first call.
+    """Clear DTensor's cache of operators, whose results hold the mesh of the first call.
 
     Meshes with the same layout of ranks are equal, even those of different jobs. If a process ends a job and begins another, cached results
     would have process groups of the old job, which no longer exist or belong to other ranks.
@@ -54,7 +54,7 @@ class Meeting:
         self.size = 1 if group is None else dist.get_world_size(group)
 
     def all_gather(self, value: _T) -> list[_T]:
-        """The values of all ranks, on every rank."""
+        """Return the values of all ranks, on every rank."""
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -62,7 +62,7 @@ class Meeting:
         return values
 
     def gather(self, value: _T) -> list[_T]:
-        """The values of all ranks on rank 0; an empty list on others."""
+        """Return the values of all ranks on rank 0; an empty list on others."""
         if self.group is None:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
@@ -70,7 +70,7 @@ class Meeting:
         return values or []
 
     def from_first_rank(self, make: Callable[[], _T]) -> _T:
-        """The result of ``make`` on rank 0, on all ranks.
+        """Return the result of ``make`` on rank 0, on all ranks.
 
         Raises:
             AutoparError: what it raised; raised on all ranks.
@@ -90,7 +90,7 @@ class Meeting:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """The context of local work, at whose end all ranks know whether any has failed.
+        """Enter the context of local work, at whose end all ranks know whether any has failed.
 
         Raises:
             AutoparError: of the first rank that failed; raised on all ranks.
@@ -152,7 +152,7 @@ class World:
         self._host_group: dist.ProcessGroup | None = None
 
     def check_job(self) -> None:
-        """Checks that the job in which this was made still runs.
+        """Check that the job in which this was made still runs.
 
         Raises:
             RuntimeMismatchError: its process group was ended. Groups made here have numbers as names; they are gone, or belong to another
@@ -171,7 +171,7 @@ class World:
         return self.mesh.data_index(self.rank)
 
     def axis_group(self, axes: Iterable[str]) -> dist.ProcessGroup | None:
-        """The group of ranks that differ from this one only on ``axes``; None if this is the only one.
+        """Return the group of ranks that differ from this one only on ``axes``; None if this is the only one.
 
         All ranks call this with the same axes in the same order.
         """
@@ -185,7 +185,7 @@ class World:
         return self.partition_group(self.mesh.groups(split))
 
     def stage_group(self, pp_ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The group of ranks at ``pp_ranks`` of the pipeline whose other coordinates are those of this rank.
+        """Return the group of ranks at ``pp_ranks`` of the pipeline whose other coordinates are those of this rank.
 
         All ranks call this; those at other pipeline ranks get None.
         """
@@ -196,7 +196,7 @@ class World:
         return self.partition_group(chosen)
 
     def meeting_group(self) -> dist.ProcessGroup | None:
-        """A new group of all ranks on the host, for calls outside of steps; None if there is one rank. All ranks call this.
+        """Return a new group of all ranks on the host, for calls outside of steps; None if there is one rank. All ranks call this.
 
         It uses gloo, whatever the job has. It is separate because a backend matches calls in one group only by their order: it would match
         such a call on one rank with a collective of a step on another, and both would continue with wrong numbers. On the host it waits for
@@ -213,7 +213,7 @@ class World:
         return None if self.mesh.world_size == 1 else dist.new_group(timeout=self._timeout)
 
     def host_group(self) -> dist.ProcessGroup | None:
-        """The group of all ranks for what a step compares on the host; None if there is one rank. All ranks call this.
+        """Return the group of all ranks for what a step compares on the host; None if there is one rank. All ranks call this.
 
         It is that of the job if that is on the host, otherwise one that is made once.
         """
@@ -224,7 +224,7 @@ class World:
         return self._host_group
 
     def host_threads(self) -> int | None:
-        """This rank's share of the cores of its host; None on CPUs, where ranks compute on them. All ranks call this."""
+        """Return this rank's share of the cores of its host; None on CPUs, where ranks compute on them. All ranks call this."""
         if self.device.type != "cuda":
             return None
         host, group = socket.gethostname(), self.host_group()
@@ -239,13 +239,13 @@ class World:
         return group
 
     def _set_timeout(self, group: dist.ProcessGroup) -> None:
-        """Sets the timeout of a group that torch has made for a mesh; the job's group keeps its timeout."""
+        """Set the timeout of a group that torch has made for a mesh; the job's group keeps its timeout."""
         if group is not dist.group.WORLD and dist.get_backend(group) != FAKE:
             backend = group._get_backend(torch.device(self.device.type))
             backend._set_default_timeout(self._timeout)
 
     def partition_group(self, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
-        """This rank's group among several disjoint ones, made once; None for a rank in none of them."""
+        """Return this rank's group among several disjoint ones, made once; None for a rank in none of them."""
         if groups == (tuple(range(self.mesh.world_size)),):
             return dist.group.WORLD
         if groups not in self._groups:

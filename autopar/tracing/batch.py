@@ -73,7 +73,7 @@ def positional(model: torch.nn.Module) -> tuple[str, ...]:
 
 
 def _parameters(model: torch.nn.Module) -> tuple[inspect.Parameter, ...]:
-    """The parameters of ``forward``, that of the original model if ``torch.compile`` returned ``model``."""
+    """Return the parameters of ``forward``, that of the original model if ``torch.compile`` returned ``model``."""
     original = getattr(model, "_orig_mod", model)
     return tuple(inspect.signature(original.forward).parameters.values())
 
@@ -205,5 +205,5 @@ def tensors_of(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _path_name(path: tuple[Any, ...]) -> str:
-    """The keys, indices or attribute names of a pytree path, joined with ``_``."""
+    """Return the keys, indices or attribute names of a pytree path, joined with ``_``."""
     return "_".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)

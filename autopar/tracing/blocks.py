@@ -88,7 +88,7 @@ def find_blocks(
 
 
 def _hash(context: _Context, start: int, stop: int, *, is_exact: bool = False) -> str:
-    """A hash of the subgraph ``start:stop``.
+    """Return a hash of the subgraph ``start:stop``.
 
     It depends on the operators, literals, wiring and specs, and on which values are read outside. It does not depend on names.
 
@@ -120,7 +120,7 @@ def _hash(context: _Context, start: int, stop: int, *, is_exact: bool = False) -
 
 
 def _essential(op: Op, *, is_exact: bool) -> tuple[Argument, ...]:
-    """The positional arguments without the salt of a dropout and, unless ``is_exact``, without scaling factors."""
+    """Return the positional arguments without the salt of a dropout and, unless ``is_exact``, without scaling factors."""
     args = op.args[:_SALT] if op.target == _SALTED else op.args
     if is_exact or op.target not in _SCALING:
         return args
@@ -132,7 +132,7 @@ def _spec_text(spec: TensorSpec) -> str:
 
 
 def _token(op: Op, specs: Mapping[Ref, TensorSpec], parameters: frozenset[str]) -> tuple[object, ...]:
-    """The identity of a call up to its position and wiring."""
+    """Return the identity of a call up to its position and wiring."""
 
     def described(ref: Ref) -> Argument:
         kind = "parameter" if ref.name in parameters else "value"
@@ -224,14 +224,14 @@ def _verified(context: _Context, begin: int, period: int, length: int) -> tuple[
 
 
 def _longest_equal(hashes: Sequence[str]) -> tuple[int, int]:
-    """The index and the length of the longest run of equal hashes, the first one of several."""
+    """Return the index and the length of the longest run of equal hashes, the first one of several."""
     lengths = [len(list(run)) for _, run in groupby(hashes)]
     longest = max(lengths)
     return sum(lengths[: lengths.index(longest)]), longest
 
 
 def _cut_cost(context: _Context, first: int, period: int) -> tuple[int, bool, int]:
-    """A sort key of the phases of a repeat, the best first.
+    """Return a sort key of the phases of a repeat, the best first.
 
     Its items are the bytes that cross the cut between the first two windows, whether the cut is inside a layer, and the position.
     """
@@ -246,12 +246,12 @@ def _cut_cost(context: _Context, first: int, period: int) -> tuple[int, bool, in
 
 
 def _is_inside(context: _Context, first: int, period: int) -> bool:
-    """Whether windows from ``first`` on begin inside of a layer."""
+    """Return whether windows from ``first`` on begin inside of a layer."""
     return first > 0 and bool(owner := _owner(context, first, period)) and owner == _owner(context, first - 1, period)
 
 
 def _is_chain(context: _Context, first: int, period: int) -> bool:
-    """Whether the second window reads a value of the first, and windows have parameters. All windows have the same hash."""
+    """Return whether the second window reads a value of the first, and windows have parameters. All windows have the same hash."""
     window, successor = (context.ops[start : start + period] for start in (first, first + period))
     names = {op.name for op in window}
     reads = any(ref.name in names for op in successor for ref in op.operands)
@@ -262,7 +262,7 @@ def _is_chain(context: _Context, first: int, period: int) -> bool:
 
 
 def _owner(context: _Context, position: int, period: int) -> str:
-    """The layer of an operator of a repeat: its module up to the number that differs in the next window; empty if none differs."""
+    """Return the layer of an operator of a repeat: its module up to the number that differs in the next window; empty if none differs."""
     if position + period >= len(context.ops):
         return ""
     path, successor = (context.ops[i].module.split(".") for i in (position, position + period))
@@ -271,7 +271,7 @@ def _owner(context: _Context, position: int, period: int) -> str:
 
 
 def _layers(context: _Context, first: int, period: int) -> list[int]:
-    """The positions in a window at which its layers begin, without the first one.
+    """Return the positions in a window at which its layers begin, without the first one.
 
     Empty if operators of two layers are interleaved or the window begins inside of a layer.
     """
@@ -282,7 +282,7 @@ def _layers(context: _Context, first: int, period: int) -> list[int]:
 
 
 def _spans_of(owners: Iterable[str]) -> list[tuple[int, int]] | None:
-    """The range of the operators of each owner, in order; None if the ranges overlap. An operator with an empty owner has none."""
+    """Return the range of the operators of each owner, in order; None if the ranges overlap. An operator with an empty owner has none."""
     begins, ends = dict[str, int](), dict[str, int]()
     for position, owner in enumerate(owners):
         if owner:
@@ -294,7 +294,7 @@ def _spans_of(owners: Iterable[str]) -> list[tuple[int, int]] | None:
 
 
 def _layer(op: Op) -> str:
-    """The outermost numbered module of an operator, such as ``model.layers.3``; empty if no module of its path is numbered."""
+    """Return the outermost numbered module of an operator, such as ``model.layers.3``; empty if no module of its path is numbered."""
     match = _NUMBERED.match(op.module)
     return match[1] if match else ""
 
@@ -306,7 +306,7 @@ def _by_module(context: _Context, low: int, high: int) -> list[tuple[int, int]]:
 
 
 def _innermost(modules: Sequence[str]) -> str:
-    """The innermost module with a numeric name that contains all of ``modules``; empty if there is none."""
+    """Return the innermost module with a numeric name that contains all of ``modules``; empty if there is none."""
     paths = zip(*(module.split(".") for module in modules), strict=False)
     shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, paths)]
     depth = max((i for i, part in enumerate(shared) if part.isdecimal()), default=-1)
@@ -314,7 +314,7 @@ def _innermost(modules: Sequence[str]) -> str:
 
 
 def _labels(ops: Sequence[Op], spans: Sequence[tuple[int, int]]) -> list[str]:
-    """A unique label for each block: the layer of most of its operators, or else the names of its first modules."""
+    """Return a unique label for each block: the layer of most of its operators, or else the names of its first modules."""
     labels = []
     for start, stop in spans:
         layers = Counter(layer for op in ops[start:stop] if (layer := _layer(op)))

@@ -254,6 +254,6 @@ def compact(value: torch.Tensor) -> torch.Tensor:
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal after broadcasting, where NaN equals NaN."""
+    """Return whether two tensors are equal after broadcasting, where NaN equals NaN."""
     a, b = torch.broadcast_tensors(a, b)  # type: ignore[no-untyped-call]  # torch 2.11's isclose does not broadcast
     return bool(torch.isclose(a, b, rtol=0.0, atol=0.0, equal_nan=True).all())

@@ -66,7 +66,7 @@ Known: TypeAlias = "torch.Tensor | Lazy"
 
 
 def is_causal(value: Known, shape: tuple[int, ...]) -> bool:
-    """Whether an attention mask allows exactly the square lower triangle.
+    """Return whether an attention mask allows exactly the square lower triangle.
 
     A bool mask is True where attention is allowed. A floating-point mask is 0 where attention is allowed, and at most the lowest
     finite number of its dtype elsewhere. The same mask must apply to all samples and heads.
@@ -89,7 +89,7 @@ def is_causal(value: Known, shape: tuple[int, ...]) -> bool:
 
 
 def allows_all(value: Known) -> bool:
-    """Whether an attention mask allows attention everywhere. A mask that has not been evaluated is assumed not to."""
+    """Return whether an attention mask allows attention everywhere. A mask that has not been evaluated is assumed not to."""
     if isinstance(value, Lazy):
         return False
     allowed = _allowed(value)
@@ -113,7 +113,7 @@ def _spans(value: Known, rows: int) -> Iterator[tuple[int, int]]:
 
 
 def _is_even(value: object) -> bool:
-    """Whether the elements of each tensor in an unevaluated value are evenly spaced along a single dim."""
+    """Return whether the elements of each tensor in an unevaluated value are evenly spaced along a single dim."""
     if isinstance(value, Lazy):
         return all(_is_even(arg) for arg in value.args)
     if not isinstance(value, torch.Tensor) or value.numel() < 3:
@@ -132,7 +132,7 @@ def _rows(value: object, low: int, high: int) -> torch.Tensor:
 
 
 def _allowed(mask: torch.Tensor) -> torch.Tensor | None:
-    """Where an attention mask allows attention, as a bool tensor; None if it is not a mask that only allows or forbids."""
+    """Return where an attention mask allows attention, as a bool tensor; None if it is not a mask that only allows or forbids."""
     if mask.dtype == torch.bool:
         return mask
     if not mask.is_floating_point():
@@ -192,7 +192,7 @@ def fold(builder: Builder, call: Call) -> Value | None:
 
 
 def _joins_copies(builder: Builder, call: Call) -> bool:
-    """Whether a view or a repetition joins an outer dim of copies with a dim of the values that are copied.
+    """Return whether a view or a repetition joins an outer dim of copies with a dim of the values that are copied.
 
     An example is a view that makes the windows of each sample new samples. Such a call is not folded, because the value of its
     result would no longer show which rows belong to which sample.
@@ -311,7 +311,7 @@ def _fill(builder: Builder, call: Call, factory: str) -> Value | None:
 
 
 def _evaluated_numel(args: list[object], spec: TensorSpec, is_pointwise: bool) -> int:
-    """The number of elements of the result of an evaluation; elementwise operators run on compact values."""
+    """Return the number of elements of the result of an evaluation; elementwise operators run on compact values."""
     if not is_pointwise:
         return spec.numel
     tensors = [a for a in args if isinstance(a, torch.Tensor)]

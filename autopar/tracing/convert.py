@@ -68,7 +68,7 @@ class Converter:
         return []
 
     def _attribute(self, node: fx.Node, owner: torch.nn.Module) -> Value:
-        """The constant that a ``get_attr`` node reads; the name of the attribute if it is a region."""
+        """Return the constant that a ``get_attr`` node reads; the name of the attribute if it is a region."""
         attribute = operator.attrgetter(str(node.target))(owner)
         if not isinstance(attribute, torch.Tensor):
             return str(node.target)
@@ -180,7 +180,7 @@ def _opaque(builder: Builder, call: Call) -> Value:
 
 
 def needs_decomposition(module: fx.GraphModule, needed: Collection[str]) -> bool:
-    """Whether a program must be decomposed by ``run_decompositions({})`` before it is converted.
+    """Return whether a program must be decomposed by ``run_decompositions({})`` before it is converted.
 
     This is so if it calls an operator that mutates a tensor, a composite operator without a handler that may return its argument,
     or ``torch.vmap``. A decomposition traces the program again, which takes long for a model of many layers.
@@ -205,7 +205,7 @@ def needs_decomposition(module: fx.GraphModule, needed: Collection[str]) -> bool
 
 
 def _is_decomposed(target: torch._ops.OpOverload) -> bool:
-    """Whether ``run_decompositions({})`` decomposes an operator: a composite one whose result may alias its argument.
+    """Return whether ``run_decompositions({})`` decomposes an operator: a composite one whose result may alias its argument.
 
     Composite operators that always return a new tensor are preserved.
     """
@@ -216,12 +216,12 @@ def _is_decomposed(target: torch._ops.OpOverload) -> bool:
 
 
 def _is_dropped(target: torch._ops.OpOverload) -> bool:
-    """Whether a graph does not contain an operator, because it only checks values or computes with sizes."""
+    """Return whether a graph does not contain an operator, because it only checks values or computes with sizes."""
     return target._schema.name.split("::")[1].startswith(_DROPPED)
 
 
 def _argument(value: object, env: Mapping[str, Value]) -> Argument:
-    """An argument of a node with the values of other nodes in place of the nodes.
+    """Return an argument of a node with the values of other nodes in place of the nodes.
 
     Raises:
         TraceError: It is neither a tensor nor a literal.
@@ -238,7 +238,7 @@ def _argument(value: object, env: Mapping[str, Value]) -> Argument:
 
 
 def _specs(value: object) -> tuple[TensorSpec | None, ...]:
-    """The specs of the outputs of a call with the fake result ``value``, with None for an output that is not a tensor."""
+    """Return the specs of the outputs of a call with the fake result ``value``, with None for an output that is not a tensor."""
     if isinstance(value, torch.Tensor):
         return (TensorSpec(shape=tuple(int(n) for n in value.shape), dtype=value.dtype),)
     if isinstance(value, list | tuple):
@@ -247,7 +247,7 @@ def _specs(value: object) -> tuple[TensorSpec | None, ...]:
 
 
 def _specs_of(node: fx.Node) -> tuple[TensorSpec | None, ...]:
-    """The specs of the outputs of a call, with None for an output that is not a tensor.
+    """Return the specs of the outputs of a call, with None for an output that is not a tensor.
 
     Raises:
         TraceError: A shape, or a Python number that the model uses, depends on the values of tensors.
@@ -267,12 +267,12 @@ def _specs_of(node: fx.Node) -> tuple[TensorSpec | None, ...]:
 
 
 def _is_number(node: fx.Node) -> bool:
-    """Whether a call returns a Python number that depends on the values of tensors."""
+    """Return whether a call returns a Python number that depends on the values of tensors."""
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 def _is_asserted(node: fx.Node) -> bool:
-    """Whether only assertions read the result of a call and the result is, or has a size that is, a number that depends on values.
+    """Return whether only assertions read the result of a call and the result is, or has a size that is, a number that depends on values.
 
     An example is the result of ``lengths.max().item()`` in ``assert lengths.max().item() <= 16``.
     """

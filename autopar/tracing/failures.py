@@ -114,13 +114,13 @@ def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
 
 
 def _skips_layers(place: str) -> bool:
-    """Whether the line or one of the few before it speaks of LayerDrop, which skips layers at random."""
+    """Return whether the line or one of the few before it speaks of LayerDrop, which skips layers at random."""
     file, _, number = place.rpartition(":")
     return bool(file) and any("layerdrop" in linecache.getline(file, int(number) - above) for above in range(6))
 
 
 def _raised_by_the_model(error: BaseException) -> bool:
-    """Whether the line that raised ``error`` is one of user code, and not of torch, of this package or of generated code."""
+    """Return whether the line that raised ``error`` is one of user code, and not of torch, of this package or of generated code."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and not frames[-1].filename.startswith((PACKAGE_FOLDER, TORCH_FOLDER, "<"))
 

@@ -175,7 +175,7 @@ def _drop_identities(builder: Builder, roots: frozenset[Ref]) -> None:
 
 
 def _alive(ops: Iterable[Op], roots: Iterable[Ref]) -> list[Op]:
-    """The operators on which ``roots`` depend, in order."""
+    """Return the operators on which ``roots`` depend, in order."""
     wanted = {ref.name for ref in roots}
     kept: list[Op] = []
     for op in reversed(list(ops)):
@@ -186,7 +186,7 @@ def _alive(ops: Iterable[Op], roots: Iterable[Ref]) -> list[Op]:
 
 
 def _split_prelude(ops: Iterable[Op], free: set[str]) -> tuple[list[Op], list[Op]]:
-    """The operators of the prelude, which only depend on the inputs and buffers ``free``, and all others.
+    """Return the operators of the prelude, which only depend on the inputs and buffers ``free``, and all others.
 
     An operator that draws random numbers is never one of the prelude.
     """
@@ -315,7 +315,7 @@ def _merged(
 def _fingerprint(
     inputs: tuple[Input, ...], parameters: tuple[Parameter, ...], ops: Iterable[Op], mutations: tuple[Mutation, ...]
 ) -> str:
-    """A hash that identifies a traced model by its parameters, inputs up to the batch size, operators and changed buffers."""
+    """Return a hash that identifies a traced model by its parameters, inputs up to the batch size, operators and changed buffers."""
     lines = [f"{p.key} {p.spec.shape} {p.spec.dtype} {p.spec.requires_grad} {p.aliases}" for p in parameters]
     lines += [
         f"{i.name} {tuple(n for d, n in enumerate(i.spec.shape) if d != i.batch_dim)} {i.spec.dtype}" for i in inputs
@@ -324,7 +324,7 @@ def _fingerprint(
 
 
 def _identity(op: Op) -> str:
-    """The target of an operator, with the kind and the name of the region if it is an opaque one."""
+    """Return the target of an operator, with the kind and the name of the region if it is an opaque one."""
     if op.target != "autopar.opaque":
         return op.target
     region = region_of(str(op.args[0]))

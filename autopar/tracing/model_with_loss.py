@@ -32,7 +32,7 @@ LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]
 
 
 class ModelWithLoss(torch.nn.Module):
-    """Calls a model and its ``loss_fn`` on a batch by name, and returns the loss, then the other tensors that the model returns.
+    """Calls a model and its ``loss_fn`` on a batch by name, and return the loss, then the other tensors that the model returns.
 
     Attributes:
         kept: the structure of what the model returned last.
@@ -201,7 +201,7 @@ def swap_experts(model: torch.nn.Module) -> None:
 
 
 def _form(module: torch.nn.Module) -> Form | None:
-    """The form of a module of experts; None if it is no such module or :func:`autopar.nn.experts` cannot compute it."""
+    """Return the form of a module of experts; None if it is no such module or :func:`autopar.nn.experts` cannot compute it."""
     if not all(hasattr(module, mark) for mark in _MARKS):
         return None
     experts: Any = module
@@ -215,7 +215,7 @@ def _form(module: torch.nn.Module) -> Form | None:
 
 
 def _activation_of(act: Any) -> str | None:
-    """The name of an activation, a module or a function; None if it is not known."""
+    """Return the name of an activation, a module or a function; None if it is not known."""
     name = getattr(act, "__name__", type(act).__name__)
     if isinstance(act, torch.nn.GELU) and act.approximate == "tanh":
         name = "GELUTanh"
@@ -223,7 +223,7 @@ def _activation_of(act: Any) -> str | None:
 
 
 def _gate_form(experts: Any, activation: str | None) -> Form | None:
-    """The form whose gate computes the same function as the gate of these experts; None if no form does.
+    """Return the form whose gate computes the same function as the gate of these experts; None if no form does.
 
     The two are compared on random values in float64. The candidates take their limit and slope from the numbers among the
     attributes of the module, whose names differ from model to model.
@@ -255,7 +255,7 @@ def _gate_form(experts: Any, activation: str | None) -> Form | None:
 
 
 def _halves(form: Form, gate_up: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """The outputs of the gate and up projections as :meth:`Form.between` takes them, from the tensor that has both."""
+    """Return the outputs of the gate and up projections as :meth:`Form.between` takes them, from the tensor that has both."""
     if form.is_interleaved:
         return None, gate_up
     gate, up = gate_up.chunk(2, dim=-1)
@@ -267,7 +267,7 @@ _MIN_PROBES = 512
 
 
 def _forward(module: Any, form: Form, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-    """The new forward of a module of experts, whose arguments are bound by position because their names differ between models."""
+    """Return the new forward of a module of experts, whose arguments are bound by position because their names differ between models."""
     hidden, indices, weights = inspect.signature(type(module).forward).bind(module, *args, **kwargs).args[1:]
     name, gate, gate_bias = "gate_up_proj" if module.has_gate else "up_proj", None, None
     up, up_bias = getattr(module, name), getattr(module, f"{name}_bias") if module.has_bias else None
@@ -281,7 +281,7 @@ def _forward(module: Any, form: Form, *args: torch.Tensor, **kwargs: torch.Tenso
 
 
 def _of_scaled_inputs(module: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The new forward of the experts of Llama 4, whose scores multiply the inputs of experts and not their outputs.
+    """Return the new forward of the experts of Llama 4, whose scores multiply the inputs of experts and not their outputs.
 
     The original computes all experts for all tokens, as rows [E * tokens, h], which no rank can split by samples. Experts that
     are not selected get zeros there and return zeros, so that they can be left out.

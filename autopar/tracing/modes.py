@@ -108,7 +108,7 @@ class _InOneDtype(TorchFunctionMode):
         return func(*args, **options)
 
     def _is_mixed(self, values: Any) -> bool:
-        """Whether tensors in both dtypes, float32 and that of the parameters, are among ``values``."""
+        """Return whether tensors in both dtypes, float32 and that of the parameters, are among ``values``."""
         dtypes = {leaf.dtype for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)}
         return torch.float32 in dtypes and self._dtype in dtypes
 
@@ -252,7 +252,7 @@ class Selections(TorchFunctionMode):
 
 
 def _is_reduced(options: Mapping[str, Any]) -> bool:
-    """Whether the keyword arguments of a loss reduce it to one number, without the deprecated ``size_average`` and ``reduce``."""
+    """Return whether the keyword arguments of a loss reduce it to one number, without the deprecated ``size_average`` and ``reduce``."""
     is_old = options.get("size_average") is not None or options.get("reduce") is not None
     return options.get("reduction", "mean") in _REDUCTIONS and not is_old
 

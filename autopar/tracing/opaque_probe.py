@@ -71,7 +71,7 @@ def apart_from_trace(function: Callable[[], Any], modes: Sequence[TorchFunctionM
 
 
 def may_run(parameters: Sequence[Tensor]) -> bool:
-    """Whether a region with these parameters is small enough to be run while tracing."""
+    """Return whether a region with these parameters is small enough to be run while tracing."""
     return sum(p.numel() * p.itemsize for p in parameters) <= MAX_BYTES
 
 
@@ -99,7 +99,7 @@ def examine(subject: Subject, batch_size: int, known: dict[object, Samples]) -> 
 
 @contextmanager
 def _onednn_for_half_precision(subject: Subject) -> Iterator[None]:
-    """A context in which oneDNN multiplies in half precision. An export turns it off, and the other kernels are a hundred times slower.
+    """Enter a context in which oneDNN multiplies in half precision. An export turns it off, and the other kernels are a hundred times slower.
 
     It stays off for regions with an LSTM, which oneDNN runs as one operator whose FLOPs are not counted.
     """
@@ -226,7 +226,7 @@ def _flop_counter() -> FlopCounterMode:
 
 @contextmanager
 def _assigned_buffers(call: Call) -> Iterator[dict[str, Tensor]]:
-    """A context that records, by name, the buffers that a module replaces by ``self.name = ...``.
+    """Enter a context that records, by name, the buffers that a module replaces by ``self.name = ...``.
 
     A call gets its buffers as arguments, and these stay unchanged if the code replaces a buffer.
     """

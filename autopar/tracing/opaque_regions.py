@@ -131,7 +131,7 @@ class Regions:
 
     @contextmanager
     def autograd_functions(self) -> Iterator[None]:
-        """A context in which custom autograd functions of this thread become regions; checkpointed functions are called directly."""
+        """Enter a context in which custom autograd functions of this thread become regions; checkpointed functions are called directly."""
         owner = threading.get_ident()
         usual = torch.autograd.Function.__dict__["apply"]
 
@@ -252,7 +252,7 @@ class Regions:
 
 
 def _are_scaled(smaller: Sequence[TensorSpec], larger: Sequence[TensorSpec], times: int) -> bool:
-    """Whether each dim of ``larger`` has the size of that in ``smaller`` or ``times`` that size, and all else is equal."""
+    """Return whether each dim of ``larger`` has the size of that in ``smaller`` or ``times`` that size, and all else is equal."""
     return len(smaller) == len(larger) and all(
         a.dtype == b.dtype
         and len(a.shape) == len(b.shape)

@@ -141,12 +141,12 @@ def _output_gradient(y: Tensor) -> Tensor:
 
 
 def is_integer(spec: TensorSpec) -> bool:
-    """Whether the dtype is one of integers, bool excluded."""
+    """Return whether the dtype is one of integers, bool excluded."""
     return not spec.dtype.is_floating_point and not spec.dtype.is_complex and spec.dtype != torch.bool
 
 
 def are_close(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    """Whether all tensors are equal up to rounding. The tolerance is relative to the largest element of the expected tensor."""
+    """Return whether all tensors are equal up to rounding. The tolerance is relative to the largest element of the expected tensor."""
     for a, b in zip(actual, expected, strict=True):
         if a.shape != b.shape:
             return False
@@ -188,7 +188,7 @@ LARGE = 1_000_000
 
 
 def has_usual_backward(function: type[torch.autograd.Function], subject: Subject) -> bool:
-    """Whether the backward of ``function`` gives what autograd derives from its forward. If so, the forward can be traced as other code.
+    """Return whether the backward of ``function`` gives what autograd derives from its forward. If so, the forward can be traced as other code.
 
     The code of ``subject`` applies ``function``.
     """
@@ -388,7 +388,7 @@ def _check_halves(
 
 
 def _is_linear(subject: Subject, inputs: Sequence[Tensor], outcome: Outcome) -> bool:
-    """Whether backward of a multiple of the output gradients gives that multiple of the gradients in ``outcome``."""
+    """Return whether backward of a multiple of the output gradients gives that multiple of the gradients in ``outcome``."""
     gradients = [*outcome.input_gradients, *outcome.parameter_gradients]
     for factor in (-3.0, 1e4):
         scaled = outcome_of(subject, inputs, seed=1, factor=factor)

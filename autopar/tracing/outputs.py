@@ -112,7 +112,7 @@ def _read_call(calls: Calls, module: fx.GraphModule, prefix: str, aliases: dict[
 
 
 def _argument(value: object, prefix: str, aliases: Mapping[str, Argument]) -> Argument:
-    """An argument of a node with references in place of other nodes."""
+    """Return an argument of a node with references in place of other nodes."""
     if isinstance(value, fx.Node):
         return aliases.get(value.name, Ref(prefix + value.name))
     if isinstance(value, list | tuple):
@@ -121,7 +121,7 @@ def _argument(value: object, prefix: str, aliases: Mapping[str, Argument]) -> Ar
 
 
 def _specs(value: object) -> tuple[TensorSpec, ...]:
-    """The specs of the tensors in the fake result of a call, without those of which a size is not known."""
+    """Return the specs of the tensors in the fake result of a call, without those of which a size is not known."""
     tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     known = [tensor for tensor in tensors if all(isinstance(size, int) for size in tensor.shape)]
     return tuple(TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype) for tensor in known)
@@ -188,7 +188,7 @@ def with_counts(outputs: Outputs, twice: Outputs) -> Outputs:
 
 
 def counts_samples(outputs: Outputs) -> bool:
-    """Whether numbers in the outputs may depend on the batch size. Numbers below 2, such as dims, are assumed not to."""
+    """Return whether numbers in the outputs may depend on the batch size. Numbers below 2, such as dims, are assumed not to."""
 
     def large(argument: Argument) -> bool:
         if isinstance(argument, tuple):
@@ -268,7 +268,7 @@ class _Search:
         return Ref(leaf.name)
 
     def _built(self, ref: Ref) -> Ref | None:
-        """The tensor that a node was while the graph was built; None if it was not converted or was no tensor."""
+        """Return the tensor that a node was while the graph was built; None if it was not converted or was no tensor."""
         built = self.env.get(ref.name)
         if isinstance(built, tuple):
             built = built[ref.index] if ref.index < len(built) else None
@@ -277,7 +277,7 @@ class _Search:
         return built if isinstance(built, Ref) else None
 
     def _leaf(self, ref: Ref) -> Parameter | Buffer | None:
-        """The parameter, buffer or constant that a node without a call stands for; None if it stands for none of them."""
+        """Return the parameter, buffer or constant that a node without a call stands for; None if it stands for none of them."""
         built = self._built(ref)
         if built is None:
             return None
@@ -293,7 +293,7 @@ class _Search:
         )
 
     def _resolve_call(self, op: Op, ref: Ref) -> Ref:
-        """The value of output ``ref`` of a call, after adding the call and its operands."""
+        """Return the value of output ``ref`` of a call, after adding the call and its operands."""
         if draws_random(op.target) and "dropout" not in op.target:
             raise _UnavailableError(f"it draws random numbers ({op.target})")
         if op.target.startswith("autopar.opaque"):
@@ -311,7 +311,7 @@ class _Search:
         return Ref(name, ref.index)
 
     def _spec(self, ref: Ref) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """The shape and the dtype of a node, if they are known."""
+        """Return the shape and the dtype of a node, if they are known."""
         op = self.calls.ops.get(ref.name)
         if op is not None and ref.index < len(op.outputs):
             return op.outputs[ref.index].shape, op.outputs[ref.index].dtype
@@ -319,6 +319,6 @@ class _Search:
         return None if leaf is None else (leaf.spec.shape, leaf.spec.dtype)
 
     def _is_live(self, ref: Ref) -> bool:
-        """Whether a value is an output of an operator of the finished graph outside of its prelude."""
+        """Return whether a value is an output of an operator of the finished graph outside of its prelude."""
         producer = self.graph.producer(ref)
         return producer is not None and not self.graph.is_prelude(ref) and ref.index < len(producer.outputs)

@@ -144,7 +144,7 @@ def loss_output(outputs: list[Value], builder: Builder) -> Ref:
 
 @contextmanager
 def written_back(model: torch.nn.Module) -> Iterator[None]:
-    """A context in which a buffer that forward replaces (``self.mean = new``) is written in place, because export ignores replacements.
+    """Enter a context in which a buffer that forward replaces (``self.mean = new``) is written in place, because export ignores replacements.
 
     Raises:
         TraceError: Forward removes a buffer, or replaces it by one of another shape.
@@ -237,7 +237,7 @@ class Kept:
 def _structure_of(
     value: Any, loss: torch.Tensor, tensors: dict[int, tuple[int, str, torch.Tensor]], name: str, depth: int
 ) -> Structure:
-    """The structure of a value in the output of a model.
+    """Return the structure of a value in the output of a model.
 
     Args:
         value: The value.

@@ -138,7 +138,7 @@ def _tensors(value: object) -> list[Tensor]:
 
 
 def _difference(before: _Numbers | None, now: _Numbers) -> str:
-    """The message for a call that differs from that of the previous pass, which is None after its last call."""
+    """Return the message for a call that differs from that of the previous pass, which is None after its last call."""
     if before is None or before[0] != now[0]:
         return f"{now[0]} follows in one step, {'nothing' if before is None else before[0]} in another"
     first, second = next((a, b) for a, b in zip(before, now, strict=False) if a != b)
@@ -242,7 +242,7 @@ def calls_of(
 
 @contextmanager
 def _as_exporting(mode: FakeTensorMode) -> Iterator[None]:
-    """A context in which a fake model runs the same code as in an export."""
+    """Enter a context in which a fake model runs the same code as in an export."""
     with (
         mock.patch.object(torch.compiler, "_is_exporting_flag", new=True),
         mock.patch.object(torch.compiler, "_is_compiling_flag", new=True),
@@ -254,7 +254,7 @@ def _as_exporting(mode: FakeTensorMode) -> Iterator[None]:
 
 
 def _random_state() -> tuple[Any, bytes]:
-    """The states of the global random generators of Python and of numpy, in a form that can be compared."""
+    """Return the states of the global random generators of Python and of numpy, in a form that can be compared."""
     return random.getstate(), pickle.dumps(np.random.get_state(legacy=False))
 
 
@@ -279,7 +279,7 @@ def _set_next_words(word: int, state: tuple[Any, bytes]) -> None:
 
 
 def _notes(model: torch.nn.Module, states: list[memory.State]) -> tuple[str, ...]:
-    """A note on the attributes that change in each pass, if there are any."""
+    """Return a note on the attributes that change in each pass, if there are any."""
     changes = [set(memory.changed(a, b)) for a, b in pairwise(states)]
     names = sorted(set.intersection(*changes))
     kinds = [f"{name} ({type(model.get_submodule(name.rpartition('.')[0])).__name__})" for name in names[:3]]

@@ -77,7 +77,7 @@ def call_of(
 
 
 def _dims(target: Any, args: Sequence[object]) -> tuple[int, ...] | None:
-    """The dims among the arguments of a call, as non-negative dims of its first tensor; None if it is elementwise or a view."""
+    """Return the dims among the arguments of a call, as non-negative dims of its first tensor; None if it is elementwise or a view."""
     if torch.Tag.pointwise in target.tags or target.is_view:
         return None
     rank = next((leaf.dim() for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)), 0)
@@ -86,14 +86,14 @@ def _dims(target: Any, args: Sequence[object]) -> tuple[int, ...] | None:
 
 
 def _shapes(values: object) -> tuple[tuple[int, ...], ...]:
-    """The shapes of all tensors in nested containers."""
+    """Return the shapes of all tensors in nested containers."""
     return tuple(tuple(leaf.shape) for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
 
 
 def _split(
     target: Any, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> tuple[tuple[object, ...], tuple[object, ...]]:
-    """The numbers and small constants among the arguments of a call, separated into values and sizes (or indices).
+    """Return the numbers and small constants among the arguments of a call, separated into values and sizes (or indices).
 
     Integers are assumed to be sizes if the operator has no schema.
     """
@@ -112,7 +112,7 @@ def _split(
 
 
 def _is_size(operator: str, argument: Any) -> bool:
-    """Whether an argument of an operator is a size or an index along a dim, according to the schema."""
+    """Return whether an argument of an operator is a size or an index along a dim, according to the schema."""
     if operator == "aten::arange":  # its end is a size, but its start and step are values of its result
         return bool(argument.name == "end")
     return (
@@ -137,7 +137,7 @@ def number_of(value: object) -> object:
 
 
 def are_same(calls: Sequence[Call], larger: Sequence[Call]) -> bool:
-    """Whether forward passes at two batch sizes show that no number or constant depends on the batch size.
+    """Return whether forward passes at two batch sizes show that no number or constant depends on the batch size.
 
     A constant whose shape depends on the batch size is assumed to have equal elements where both have some, as long as no call
     combines or selects elements along that dim. If the result is False, numbers may or may not depend on the batch size.
@@ -150,7 +150,7 @@ def are_same(calls: Sequence[Call], larger: Sequence[Call]) -> bool:
 
 
 def _is_same(call: Call, larger: Call) -> bool:
-    """Whether two corresponding calls show no dependence on the batch size."""
+    """Return whether two corresponding calls show no dependence on the batch size."""
     if (call.target, call.values, call.dims) != (larger.target, larger.values, larger.dims):
         return False
     if any(map(eq, call.results, larger.results)) and (call.sizes != larger.sizes or call.operands != larger.operands):
@@ -198,14 +198,14 @@ def _count_error(graph: Graph, larger: Graph, op: Op | None, value: str, larger_
 
 
 def _numbers(op: Op, constants: Mapping[str, Tensor | None]) -> tuple[list[object], tuple[object, ...]]:
-    """The numbers and constants among the arguments of an operator, and the sizes among them."""
+    """Return the numbers and constants among the arguments of an operator, and the sizes among them."""
     target = resolve(op.target) if op.target.startswith("aten.") else None
     values, sizes = _split(target, op.args, dict(op.kwargs))
     return [*values, *(constants[r.name] for r in op.operands if constants.get(r.name) is not None)], sizes
 
 
 def _agree(value: object, larger: object) -> bool:
-    """Whether two numbers are equal, or two constants in the elements that both have."""
+    """Return whether two numbers are equal, or two constants in the elements that both have."""
     if not isinstance(value, Tensor) or not isinstance(larger, Tensor):
         return bool(value == larger) or (value != value and larger != larger)  # noqa: PLR0124  NaN does not equal itself
     if value.dim() != larger.dim() or value.dtype != larger.dtype:
@@ -215,7 +215,7 @@ def _agree(value: object, larger: object) -> bool:
 
 
 def _text(value: object) -> str:
-    """A number or constant as an error message shows it."""
+    """Return a number or constant as an error message shows it."""
     if isinstance(value, Tensor):
         return str(value.item()) if value.numel() == 1 else f"a constant of shape {tuple(value.shape)}"
     return "nothing" if value is None else str(value)

@@ -127,7 +127,7 @@ def with_backward_hooks(model: torch.nn.Module) -> tuple[str, ...]:
 
 @contextmanager
 def gradients_in_forward_refused() -> Iterator[None]:
-    """A context in which code of this thread may neither hook the gradient of a tensor nor take gradients: its line gets an error."""
+    """Enter a context in which code of this thread may neither hook the gradient of a tensor nor take gradients: its line gets an error."""
     owner = threading.get_ident()
 
     def refused(place: object, name: str, why: str) -> mock._patch[Any]:
@@ -151,7 +151,7 @@ def gradients_in_forward_refused() -> Iterator[None]:
 
 @contextmanager
 def casts_that_change_nothing() -> Iterator[None]:
-    """A context in which ``module.to(...)`` returns a module that needs no cast as it is, because fake parameters cannot be replaced."""
+    """Enter a context in which ``module.to(...)`` returns a module that needs no cast as it is, because fake parameters cannot be replaced."""
     usual = torch.nn.Module.to
 
     def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
@@ -180,7 +180,7 @@ def masks_not_asked() -> Iterator[None]:
 
 @contextmanager
 def inference_as_no_grad() -> Iterator[None]:
-    """A context in which ``torch.inference_mode`` acts as ``torch.no_grad``, because an export records only the latter."""
+    """Enter a context in which ``torch.inference_mode`` acts as ``torch.no_grad``, because an export records only the latter."""
 
     def enter(self: Any) -> None:
         self._autopar_before = torch.is_grad_enabled()
@@ -239,7 +239,7 @@ class ParametersKept(TorchFunctionMode):
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether a call of an operator changes one of its arguments."""
+    """Return whether a call of an operator changes one of its arguments."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 

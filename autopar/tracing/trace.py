@@ -251,7 +251,7 @@ def _traced(job: _Job, times: int = 1) -> tuple[Graph, Sequence[sample_counts.Ca
 def _faked(
     job: _Job, times: int, *, examines: bool = True
 ) -> Iterator[tuple[ModelWithLoss, FakeTensorMode, dict[str, Any], int, Branches]]:
-    """A context in which the model of ``job`` can be exported or run on fake tensors.
+    """Enter a context in which the model of ``job`` can be exported or run on fake tensors.
 
     It gives the model with its opaque regions, the mode of its fake tensors, a batch of ``times`` the example's size, that size, and the
     record of branches on values, which grows while the model runs.

@@ -155,7 +155,7 @@ def _raise_after(code: list[dis.Instruction], start: int) -> int | None:
 
 
 def _is_caught(frame: FrameType) -> bool:
-    """Whether ``frame`` or one of its callers up to this package has an ``except`` around its call."""
+    """Return whether ``frame`` or one of its callers up to this package has an ``except`` around its call."""
     for caller, _ in traceback.walk_stack(frame):
         file = caller.f_code.co_filename
         if file.startswith(PACKAGE_FOLDER):
@@ -166,7 +166,7 @@ def _is_caught(frame: FrameType) -> bool:
 
 
 def _catches(body: CodeType, offsets: tuple[int, ...]) -> bool:
-    """Whether an ``except`` covers an instruction at one of ``offsets``. ``with`` and ``finally`` do not count: they raise again."""
+    """Return whether an ``except`` covers an instruction at one of ``offsets``. ``with`` and ``finally`` do not count: they raise again."""
     for entry in getattr(dis.Bytecode(body), "exception_entries", ()):
         if not any(entry.start <= offset < entry.end for offset in offsets):
             continue
@@ -285,7 +285,7 @@ def _answer_that_clamps(frame: FrameType, tensor: Tensor) -> bool | None:
 
 
 def _clamps_alone(body: list[dis.Instruction]) -> bool:
-    """Whether instructions end in ``x = torch.clamp(x, ...)`` and only compute limits before."""
+    """Return whether instructions end in ``x = torch.clamp(x, ...)`` and only compute limits before."""
     attributes = [step.argval for step in body if step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD"))]
     global_names = {step.argval for step in body if step.opname.startswith("LOAD_GLOBAL")}
     calls = [step for step in body if step.opname.startswith("CALL")]
@@ -306,7 +306,7 @@ def _locals(step: dis.Instruction) -> list[tuple[str, str]]:
 
 
 def _is_read_elsewhere(code: list[dis.Instruction], name: str) -> bool:
-    """Whether code may read the local variable ``name`` at a place that a store does not reach without jumps."""
+    """Return whether code may read the local variable ``name`` at a place that a store does not reach without jumps."""
     is_stored = False
     for step in code:
         is_stored = is_stored and not step.is_jump_target

@@ -229,7 +229,7 @@ class OneDevice:
         return tape
 
     def end_step(self) -> None:
-        """The next batch finds the buffers as the last one left them; until then it can be recorded again."""
+        """Let the next batch find the buffers as the last one left them; until then it can be recorded again."""
         self._buffers |= self._changed
 
     def gradients(self) -> dict[str, Tensor]:

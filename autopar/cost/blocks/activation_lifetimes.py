@@ -158,7 +158,7 @@ class Storages:
         self.saved_bytes = sum([self.sizes[root] for root in self.saved]) + sum(self._inner)
 
     def _drop(self, again: frozenset[int]) -> int:
-        """Drop what the operators at these positions make and keeps what they read; returns the dropped bytes."""
+        """Drop what the operators at these positions make and keep what they read; return the dropped bytes."""
         makers = {v: i for i in again for v in self.wiring.makes[i]}
         dropped_roots = {root for root in self.saved if root in makers}
         dropped_bytes = sum(self.sizes[root] for root in dropped_roots) + sum(self._inner[i] for i in again)

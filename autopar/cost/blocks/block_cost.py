@@ -85,7 +85,7 @@ def messages(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message]:
 
 
 def _ring_messages(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message]:
-    """Yields what ring attention sends, priced as collectives that move as much: all keys and values go round.
+    """Yield what ring attention sends, priced as collectives that move as much: all keys and values go round.
 
     Backward sends them round again, together with their gradients.
     """
@@ -97,7 +97,7 @@ def _ring_messages(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Mes
 
 
 def _statistics_messages(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message]:
-    """Yields the sums of a batch norm over the axes that split space: one number for each channel, twice in each direction.
+    """Yield the sums of a batch norm over the axes that split space: one number for each channel, twice in each direction.
 
     The sums over the data axes are not priced.
     """

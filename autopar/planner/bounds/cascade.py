@@ -48,7 +48,7 @@ class Cascade:
         """The bound of each candidate in a layout (None: in any layout), and the goal up to which it was computed; both in seconds."""
 
     def bounds_s(self, level: int, candidates: Sequence[Candidate], goal_s: float = math.inf) -> list[float]:
-        """Returns for each candidate a lower bound of its step time in seconds, infinite where no plan fits in memory.
+        """Return for each candidate a lower bound of its step time in seconds, infinite where no plan fits in memory.
 
         Bounds are computed up to ``goal_s``: a candidate whose bound reaches it is excluded.
         """
@@ -60,7 +60,7 @@ class Cascade:
         return [min(row, default=0.0) for row in self._of_layouts_s(candidates, layouts, goal_s)]
 
     def layout_bounds_s(self, candidate: Candidate, layouts: Sequence[TypedLayout], goal_s: float) -> list[float]:
-        """Returns the bounds of the last level for one candidate in each of these layouts.
+        """Return the bounds of the last level for one candidate in each of these layouts.
 
         The smallest of them is a bound of priced blocks, unless it reaches ``goal_s``.
         """
@@ -76,7 +76,7 @@ class Cascade:
         layouts: Sequence[TypedLayout] | None = None,
         rounds: int | None = None,
     ) -> tuple[float, tuple[ChainProof, ...]]:
-        """Returns the tightest bound of a candidate in seconds, up to ``goal_s``, and the proofs that were found.
+        """Return the tightest bound of a candidate in seconds, up to ``goal_s``, and the proofs that were found.
 
         The proofs may serve other candidates of the same schedule.
 
@@ -119,7 +119,7 @@ class Cascade:
         return min(lower, default=0.0), tuple(proofs)
 
     def _work_s(self, candidates: Sequence[Candidate]) -> list[float]:
-        """Returns the bounds of total work, infinite where the memory of all ranks together is too small."""
+        """Return the bounds of total work, infinite where the memory of all ranks together is too small."""
         works = np.zeros(len(candidates))
         for places, columns in side_by_side([self.maker.perfect_split(c) for c in candidates]):
             works[places] = np.where(columns.holds(), columns.work_s(), np.inf)
@@ -129,7 +129,7 @@ class Cascade:
     def _of_layouts_s(
         self, candidates: Sequence[Candidate], layouts: Sequence[Sequence[TypedLayout]], goal_s: float
     ) -> list[list[float]]:
-        """Returns the bounds of each candidate's layouts.
+        """Return the bounds of each candidate's layouts.
 
         Layouts are priced in the order of their bounds, until each candidate's least bound is that of a priced layout or reaches the goal.
         """
@@ -151,7 +151,7 @@ class Cascade:
     def _typed_s(
         self, candidates: Sequence[Candidate], layouts: Sequence[Sequence[TypedLayout]], goal_s: float
     ) -> list[list[float]]:
-        """Bounds layouts before they are priced: by their work, or by the goal where the seconds of their typed blocks exclude them.
+        """Bound layouts before they are priced: by their work, or by the goal where the seconds of their typed blocks exclude them.
 
         Exclusion is tested with the candidate of the least bound first: if that one is not excluded, the layout must be priced anyway.
         """
@@ -178,7 +178,7 @@ class Cascade:
         return lower
 
     def _work_of_s(self, candidate: Candidate, typed: TypedLayout) -> float:
-        """Returns the work relaxation of a typed layout in seconds, as :meth:`Columns.work_s` with equal ranks."""
+        """Return the work relaxation of a typed layout in seconds, as :meth:`Columns.work_s` with equal ranks."""
         if typed.solution is None:
             return 0.0
         members = self.context.layouts.compact.members
@@ -189,7 +189,7 @@ class Cascade:
     def _bounds_s(
         self, keys: Sequence[tuple[Candidate, TypedLayout | None]], goal_s: float, precision: float
     ) -> list[float]:
-        """Returns feasibility bounds of candidates in layouts (None: perfect division), computed where not known up to the goal."""
+        """Return feasibility bounds of candidates in layouts (None: perfect division), computed where not known up to the goal."""
         missing = []
         for key in keys:
             bound_s, known_goal_s = self._known.get(key, (0.0, 0.0))

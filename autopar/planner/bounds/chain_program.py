@@ -86,7 +86,7 @@ def chain_bound(
     whole_s: float | None = 0.0,
     rounds: int | None = None,
 ) -> ChainBound | None:
-    """Returns the best bound that is found, at least ``goal_s`` where it gets there; infinite where given stages do not fit.
+    """Return the best bound that is found, at least ``goal_s`` where it gets there; infinite where given stages do not fit.
 
     None where the schedule is too long, or not even fractional blocks fit.
 
@@ -133,7 +133,7 @@ def chain_bound(
 
 
 def _separated(program: _Program | _ModeProgram, solution: Array, fastest: Array | None) -> tuple[bool, Array]:
-    """Separates a chain between the fastest known cut (None: there is none) and the solution.
+    """Separate a chain between the fastest known cut (None: there is none) and the solution.
 
     Returns whether a new chain was found, and the fastest cut then.
     """
@@ -145,7 +145,7 @@ def _separated(program: _Program | _ModeProgram, solution: Array, fastest: Array
 
 
 def _proof(stages: Stages, chains: Sequence[tuple[int, ...]], weights: Array, byte_s: Array) -> ChainProof:
-    """Returns the proof of the chains whose weights are not zero."""
+    """Return the proof of the chains whose weights are not zero."""
     used = np.flatnonzero(weights > ROUNDING * weights.sum())
     proof = ChainProof(
         bound_s=0.0, chains=tuple(chains[int(i)] for i in used),
@@ -180,7 +180,7 @@ class _ModeProgram:
         self.chains = [*dict.fromkeys((first, *(chains or rank_chains(*stages.key))))]
 
     def solve(self) -> tuple[ChainProof, Array] | None:
-        """Returns the proof of the best weights and the backward seconds of each stage in the solution; None without weights."""
+        """Return the proof of the best weights and the backward seconds of each stage in the solution; None without weights."""
         stages = self.stages
         counts = np.array([counts_of(stages.key, chain) for chain in self.chains])
         rows = counts[:, stages.num : 2 * stages.num] @ self.backward_s / self.scale_s
@@ -198,7 +198,7 @@ class _ModeProgram:
         return _proof(stages, self.chains, weights, np.zeros(stages.pp)), self.backward_s @ result.x[:-1].round(DIGITS)
 
     def separate(self, backward_s: Array) -> bool:
-        """Simulates a solution and adds its longest chain; returns whether that chain is new."""
+        """Simulate a solution and add its longest chain; return whether that chain is new."""
         step_s, chain = self.stages.simulated(self.modes.count, backward_s)
         self.step_s = min(self.step_s, step_s)
         is_new = chain not in self.chains
@@ -251,13 +251,13 @@ class _Program:
         return int(self.rows.shape[1])
 
     def separate(self, blocks: Array) -> bool:
-        """Simulates a solution and adds its longest chain; returns whether that chain is new."""
+        """Simulate a solution and add its longest chain; return whether that chain is new."""
         step_s, chain = self.stages.longest(blocks)
         self.step_s = min(self.step_s, step_s)
         return self.add(chain)
 
     def add(self, chain: tuple[int, ...]) -> bool:
-        """Adds a chain; returns whether it is new."""
+        """Add a chain; return whether it is new."""
         if chain in self.chains:
             return False
         self._add([chain])
@@ -273,7 +273,7 @@ class _Program:
         self.limits = np.concatenate([self.limits, (-stages.fixed_s(counts) / self.scale_s).round(DIGITS)])
 
     def solve(self) -> tuple[ChainProof, Array] | None:
-        """Returns the proof of the best weights, and the blocks of the solution [s, k, o]; None where the program has no solution."""
+        """Return the proof of the best weights, and the blocks of the solution [s, k, o]; None where the program has no solution."""
         size, stages = self.size, self.stages
         result = linprog(
             np.arange(size) == size - 1, A_ub=self.rows, b_ub=self.limits, A_eq=np.pad(self.of_kind, ((0, 0), (0, 1))),
@@ -289,7 +289,7 @@ class _Program:
         return _proof(stages, self.chains, weights, byte_s), self._blocks(result.x)
 
     def whole_s(self, goal_s: float) -> float:
-        """Returns a bound of the step with whole numbers of blocks on each stage and each rank, at most ``goal_s``.
+        """Return a bound of the step with whole numbers of blocks on each stage and each rank, at most ``goal_s``.
 
         While a solution below the goal is found, the longest chain of its stages is added, up to ``WHOLE_ROUNDS`` times.
         """
@@ -317,7 +317,7 @@ class _Program:
         return bound_s
 
     def _blocks(self, values: Array) -> Array:
-        """Returns the blocks of each kind on each stage in each mode [s, k, o].
+        """Return the blocks of each kind on each stage in each mode [s, k, o].
 
         They are rounded, so that the choice among equally long chains does not depend on the last bits.
         """

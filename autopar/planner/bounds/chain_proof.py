@@ -52,7 +52,7 @@ class ChainProof:
     byte_s: tuple[float, ...]
 
     def verify(self, instance: PipelineInstance) -> bool:
-        """Returns whether the chains are chains of the schedule and their weights give no less than the stated bound."""
+        """Return whether the chains are chains of the schedule and their weights give no less than the stated bound."""
         stages = Stages(instance)
         if not self.weights or min(self.weights) < 0 or sum(self.weights) > 1 + ROUNDING or min(self.byte_s) < 0:
             return False
@@ -65,13 +65,13 @@ Key = tuple[str, int, int, int]
 
 
 def key_of(candidate: Candidate) -> Key:
-    """Returns the key of a candidate's schedule; all candidates with this key share chains and proofs."""
+    """Return the key of a candidate's schedule; all candidates with this key share chains and proofs."""
     return candidate.schedule, candidate.mesh.pp, candidate.virtual_stages, candidate.num_micro_batches
 
 
 @lru_cache(maxsize=4096)
 def counts_of(key: Key, chain: tuple[int, ...]) -> Array:
-    """Returns how often a chain has each stage's actions and messages, and on which rank it ends [counts].
+    """Return how often a chain has each stage's actions and messages, and on which rank it ends [counts].
 
     In this order: forwards, backwards, the smaller of both, first forwards, messages and messages back, each for all stages, and one entry
     for each rank.
@@ -150,7 +150,7 @@ class Stages:
         self.modes = WholeModes.of(self, stops) if stops else None
 
     def _more_sends_s(self) -> Array | None:
-        """Returns by how much the messages behind a stage that ends with each block exceed the least ones, there and back [s, 2, block].
+        """Return by how much the messages behind a stage that ends with each block exceed the least ones, there and back [s, 2, block].
 
         None where no message does.
         """
@@ -162,18 +162,18 @@ class Stages:
     # --- chains
 
     def is_chain(self, chain: tuple[int, ...]) -> bool:
-        """Returns whether each action of the chain, from the last one on, waits for the next one."""
+        """Return whether each action of the chain, from the last one on, waits for the next one."""
         a = self.actions
         if not chain or min(chain) < 0 or max(chain) >= len(a.rank):
             return False
         return all(j in (a.before[i], a.need[i]) for i, j in itertools.pairwise(chain))
 
     def longest(self, blocks: Array) -> tuple[float, tuple[int, ...]]:
-        """Returns the seconds of a step and the actions of its longest chain, with so many blocks of each kind in each mode [s, k, o]."""
+        """Return the seconds of a step and the actions of its longest chain, with so many blocks of each kind in each mode [s, k, o]."""
         return self.simulated(blocks.sum(axis=2), (blocks * self.backward_s).sum(axis=(1, 2)))
 
     def simulated(self, count: Array, backward_s: Array) -> tuple[float, tuple[int, ...]]:
-        """Returns the same for so many blocks of each kind [s, k] whose backwards take ``backward_s`` [s] on each stage."""
+        """Return the same for so many blocks of each kind [s, k] whose backwards take ``backward_s`` [s] on each stage."""
         forward_s = (count * self.forward_s).sum(axis=1) + self.stage_s[0]
         backward_s = backward_s + (count * self.more_s).sum(axis=1) + self.stage_s[1]
         first_s = (count * self.gather_s).sum(axis=1) + self.instance.first_s
@@ -184,7 +184,7 @@ class Stages:
         return chain.time_s, chain.actions
 
     def even(self) -> Array:
-        """Returns equal shares of all blocks for each stage, in the fastest mode of each [s, k, o]."""
+        """Return equal shares of all blocks for each stage, in the fastest mode of each [s, k, o]."""
         count = np.bincount(self.kinds, minlength=self.forward_s.shape[1]) / self.num
         quickest = self.backward_s.argmin(axis=2)[..., None] == np.arange(self.backward_s.shape[2])
         blocks: Array = count[:, None] * quickest
@@ -193,27 +193,27 @@ class Stages:
     # --- the bound of some weights
 
     def block_s(self, counts: Array, byte_s: Array) -> Array:
-        """Returns what a block adds to chains [n, counts] on each stage in each mode [n, s, k, o], its bytes priced [n, r]."""
+        """Return what a block adds to chains [n, counts] on each stage in each mode [n, s, k, o], its bytes priced [n, r]."""
         price, backwards = byte_s[:, self.rank, None], counts[:, self.num : 2 * self.num, None, None]
         kept = (price * self.held[:, None])[..., None] * self.kept
         added_s: Array = (self.other_s(counts) + price * self.static)[..., None] + backwards * self.backward_s + kept
         return added_s
 
     def other_s(self, counts: Array) -> Array:
-        """Returns the same without backwards and bytes [n, s, k]."""
+        """Return the same without backwards and bytes [n, s, k]."""
         forwards, _, both, firsts = (x[..., None] for x in np.split(counts[:, : 4 * self.num], 4, axis=1))
         ends = counts[:, 6 * self.num + self.rank, None]
         added_s: Array = forwards * self.forward_s + both * self.more_s + firsts * self.gather_s + ends * self.once_s
         return added_s
 
     def fixed_s(self, counts: Array) -> Array:
-        """Returns the seconds of chains [n, counts] without any block."""
+        """Return the seconds of chains [n, counts] without any block."""
         sec = [*self.stage_s, np.zeros(self.num), np.full(self.num, self.instance.first_s), self.sends_s, self.backs_s]
         fixed: Array = counts @ np.concatenate([*sec, self.tie_s])
         return fixed
 
     def least_s(self, proofs: Sequence[ChainProof]) -> Array:
-        """Returns the bound that each proof's weights and prices give: the minimum over all cuts into stages, in seconds [n].
+        """Return the bound that each proof's weights and prices give: the minimum over all cuts into stages, in seconds [n].
 
         It is computed by dynamic programming over stages; where the stages are given, by the least choice of each rank.
         """
@@ -265,7 +265,7 @@ class WholeModes:
 
     @classmethod
     def of(cls, stages: Stages, stops: Sequence[int]) -> WholeModes | None:
-        """Returns the choices for stages that end at these blocks; None where there are too many."""
+        """Return the choices for stages that end at these blocks; None where there are too many."""
         starts = (0, *stops[:-1])
         count = np.array(
             [
@@ -289,12 +289,12 @@ class WholeModes:
         return cls(stages, count, choices)
 
     def fixed_s(self, counts: Array) -> Array:
-        """Returns the seconds of chains [n, counts] without the backwards of blocks."""
+        """Return the seconds of chains [n, counts] without the backwards of blocks."""
         fixed: Array = self.stages.fixed_s(counts) + (self.stages.other_s(counts) * self.count).sum(axis=(1, 2))
         return fixed
 
     def least_s(self, counts: Array) -> Array:
-        """Returns the least seconds of the backwards of blocks in chains [n, counts]; infinite where a rank has no choice."""
+        """Return the least seconds of the backwards of blocks in chains [n, counts]; infinite where a rank has no choice."""
         backwards = counts[:, self.stages.num : 2 * self.stages.num]
         least = np.zeros(len(counts))
         for rank, of_rank in enumerate(self.choices):
@@ -303,7 +303,7 @@ class WholeModes:
 
 
 def _modes_of(stages: Stages, s: int, count: NDArray[np.int64]) -> tuple[Array, Array]:
-    """Returns the Pareto front of a stage's whole modes: bytes kept of a micro-batch, and backward seconds in ascending order."""
+    """Return the Pareto front of a stage's whole modes: bytes kept of a micro-batch, and backward seconds in ascending order."""
     kept, seconds = np.zeros(1), np.zeros(1)
     for kind in np.repeat(np.arange(len(count)), count):
         kept = np.add.outer(kept, stages.kept[s, kind]).ravel()
@@ -316,7 +316,7 @@ def _modes_of(stages: Stages, s: int, count: NDArray[np.int64]) -> tuple[Array, 
 
 
 def _held(stages: Stages, rank: int, kept: Sequence[Array]) -> Array:
-    """Returns the largest activations of a rank over its schedule, by what each stage keeps of a micro-batch: one axis for each stage."""
+    """Return the largest activations of a rank over its schedule, by what each stage keeps of a micro-batch: one axis for each stage."""
     schedule, pp, v, m = stages.key
     held = [np.asarray(sum(np.ix_(*map(np.multiply, moment, kept)))) for moment in peak_table(schedule, pp, v, m, rank)]
     most: Array = np.max(held, axis=0)

@@ -89,7 +89,7 @@ class Columns:
         self._least()
 
     def _least(self) -> None:
-        """Computes the least of each kind of block over ranks [i, k], and the micro-batches before the first backward."""
+        """Compute the least of each kind of block over ranks [i, k], and the micro-batches before the first backward."""
         self.turns = np.where(self.virtual == 1.0, (self.held[:, :, 0] * self.is_last).sum(axis=1), 1.0)
         """Micro-batches whose forward the last rank has done when its first backward begins [i]; 1 with several stages a rank."""
         self.others = np.maximum(self.m[:, None, None] - self.held, 0.0) + (self.turns - 1.0)[:, None, None]
@@ -101,18 +101,18 @@ class Columns:
         self.least_s = (self.forward_s + self.backward_s.min(axis=3) + self.more_s + far).min(axis=1)
 
     def before(self, values: Array) -> Array:
-        """Returns for each rank the sum of ``values`` [i, r] over the ranks before it."""
+        """Return for each rank the sum of ``values`` [i, r] over the ranks before it."""
         active = np.where(self.active, values, 0.0)
         sums: Array = np.cumsum(active, axis=1) - active
         return sums
 
     def total(self, values: Array) -> Array:
-        """Returns the sum of ``values`` [i, r] over ranks [i]."""
+        """Return the sum of ``values`` [i, r] over ranks [i]."""
         sums: Array = np.where(self.active, values, 0.0).sum(axis=1)
         return sums
 
     def may_end(self) -> NDArray[np.bool_]:
-        """Returns which kinds of blocks may end each stage [i, r, v, k], as each stage before and after it has at least one block."""
+        """Return which kinds of blocks may end each stage [i, r, v, k], as each stage before and after it has at least one block."""
         kinds = np.repeat([kind for kind, _ in self.runs], [count for _, count in self.runs])
         most, size = len(kinds) - 1, self.active.shape[1]
         up_to = np.zeros((len(kinds) + 1, len(self.counts)), dtype=np.int64)
@@ -127,7 +127,7 @@ class Columns:
     # --- relaxations that ask for no table
 
     def work_s(self) -> Array:
-        """Returns the work relaxation, total work over total speed, in seconds [i]; memory and whole blocks are left out.
+        """Return the work relaxation, total work over total speed, in seconds [i]; memory and whole blocks are left out.
 
         Let rank r take work w_r, in seconds of a micro-batch on the device that is fastest for each block; its own device takes at least
         s_r w_r. Then, for every rank r and a step of T seconds,
@@ -157,7 +157,7 @@ class Columns:
     def _weighed_s(
         self, work_s: Array, slowness: Array, before_s: Array, every_s: Array, *, is_chain: bool, repeats: Array,
     ) -> Array:  # fmt: skip
-        """Returns the bound of :meth:`work_s` with the weights y; ``is_chain``: ranks wait for those before them."""
+        """Return the bound of :meth:`work_s` with the weights y; ``is_chain``: ranks wait for those before them."""
         weights: Array
         turns = self.virtual / repeats
         each_s = before_s + self.m[:, None] * repeats[:, None] * every_s
@@ -183,7 +183,7 @@ class Columns:
         return bounds
 
     def _stage_bytes(self, stage_bytes: Array) -> Array:
-        """Returns the bytes that ranks keep besides their blocks [i, r].
+        """Return the bytes that ranks keep besides their blocks [i, r].
 
         Args:
             stage_bytes: bytes of a micro-batch on each stage but the last, and on each stage but the first and the last, or the only one
@@ -195,7 +195,7 @@ class Columns:
         return held_bytes
 
     def holds(self) -> NDArray[np.bool_]:
-        """Returns whether all ranks together can hold all blocks [i], each block with the least that it can keep."""
+        """Return whether all ranks together can hold all blocks [i], each block with the least that it can keep."""
         held = np.where(self.active[:, :, None], self.held, np.inf).min(axis=(1, 2))
         far = np.where(self.active, 0.0, np.inf)[:, :, None]
         least = (self.static_bytes + held[:, None, None] * self.kept_bytes.min(axis=3) + far).min(axis=1)
@@ -205,7 +205,7 @@ class Columns:
     # --- lines
 
     def prices(self) -> Array:
-        """Returns the prices of a byte in seconds at which memory is weighed against time [i, r, l]; the first one is zero.
+        """Return the prices of a byte in seconds at which memory is weighed against time [i, r, l]; the first one is zero.
 
         Any price gives a valid constraint. The tightest are those at which two modes of a large group of blocks cost the same.
         """
@@ -220,7 +220,7 @@ class Columns:
 
 
 def side_by_side(instances: Sequence[PipelineInstance]) -> Iterator[tuple[list[int], Columns]]:
-    """Yields the instances as arrays with their positions; pipelines of about the same size are together."""
+    """Yield the instances as arrays with their positions; pipelines of about the same size are together."""
     by_size: dict[tuple[int, int], list[int]] = {}
     for i, instance in enumerate(instances):
         by_size.setdefault((min(instance.virtual_stages, 2), instance.pp.bit_length() // 4), []).append(i)
@@ -232,14 +232,14 @@ def side_by_side(instances: Sequence[PipelineInstance]) -> Iterator[tuple[list[i
 
 
 def _rounded_down(values: Array) -> Array:
-    """Rounds values down to ``BITS`` bits: the last bits of a sum depend on what else is in the array."""
+    """Round values down to ``BITS`` bits: the last bits of a sum depend on what else is in the array."""
     mantissa, exponent = np.frexp(values)
     rounded: Array = np.ldexp(np.floor(mantissa * 2.0**BITS) / 2.0**BITS, exponent)
     return rounded
 
 
 def _tables(instances: Sequence[PipelineInstance]) -> Array:
-    """Returns the floors of each kind of device of each instance [i, device, k, columns]."""
+    """Return the floors of each kind of device of each instance [i, device, k, columns]."""
     first = instances[0].floors[0].numbers
     numbers = np.zeros((len(instances), max(len(one.floors) for one in instances), *first.shape))
     for i, one in enumerate(instances):
@@ -249,7 +249,7 @@ def _tables(instances: Sequence[PipelineInstance]) -> Array:
 
 
 def same_kinds(tables: Array) -> tuple[list[int], int]:
-    """Numbers the kinds of blocks, equally where their floors are equal in all instances; returns the numbers and how many there are."""
+    """Numbers the kinds of blocks, equally where their floors are equal in all instances; return the numbers and how many there are."""
     numbers: list[int] = []
     firsts: list[int] = []
     for k in range(tables.shape[2]):
@@ -261,7 +261,7 @@ def same_kinds(tables: Array) -> tuple[list[int], int]:
 
 
 def _joined(groups: Sequence[set[int]]) -> tuple[tuple[int, ...], ...]:
-    """Merges groups of kinds that have a kind in common."""
+    """Merge groups of kinds that have a kind in common."""
     merged: list[set[int]] = []
     for group in groups:
         disjoint = [other for other in merged if not other & group]
@@ -270,7 +270,7 @@ def _joined(groups: Sequence[set[int]]) -> tuple[tuple[int, ...], ...]:
 
 
 def _rates(seconds: Array, kept: Array) -> list[Array]:
-    """Returns seconds per freed byte between neighbouring modes [i, r, o] on the lower hull of seconds over bytes.
+    """Return seconds per freed byte between neighbouring modes [i, r, o] on the lower hull of seconds over bytes.
 
     With more than three modes it returns those of all pairs.
     """
@@ -296,7 +296,7 @@ CHAINS = 4
 
 
 def line_costs(c: Columns, prices: Array) -> tuple[list[Array], Array]:
-    """Returns what a block adds to each chain on a stage, its bytes priced [i, r, v, l, k], and the least that the last block's peak adds.
+    """Return what a block adds to each chain on a stage, its bytes priced [i, r, v, l, k], and the least that the last block's peak adds.
 
     At a price y of a byte a block adds the cheapest of its modes: seconds, and y times its bytes. So for any blocks on a rank and any y,
     seconds + y (bytes - room) <= T holds whatever they recompute. All chains have all backwards of the rank. With one stage a rank, chains
@@ -321,7 +321,7 @@ def line_costs(c: Columns, prices: Array) -> tuple[list[Array], Array]:
 
 
 def lean_costs(c: Columns) -> tuple[Array, Array]:
-    """Returns the least bytes that a block takes on a stage [i, r, v, 1, k], and what the last block's peak adds to them."""
+    """Return the least bytes that a block takes on a stage [i, r, v, 1, k], and what the last block's peak adds to them."""
     held = c.held[..., None]
     kept = [held * c.kept_bytes[:, :, None, :, mode] for mode in range(c.num_modes)]
     passing = [mode_bytes + c.passing_bytes[:, :, None, :, mode] for mode, mode_bytes in enumerate(kept)]
@@ -376,7 +376,7 @@ class Constraints:
         self.is_timed = np.arange(self.costs.shape[3]) < CHAINS * self.num_prices
 
     def _peaks(self, peaks: Array) -> Array:
-        """Returns what the peak of a stage's last block adds at least to each constraint [i, r, l], the most over the stages of a rank."""
+        """Return what the peak of a stage's last block adds at least to each constraint [i, r, l], the most over the stages of a rank."""
         may_end = self.c.may_end()[:, :, :, None]
         by_kind = [np.where(may_end[..., k], peaks[..., k], np.inf) for k in range(peaks.shape[4])]
         least = np.minimum.reduce(by_kind)
@@ -384,5 +384,5 @@ class Constraints:
         return peak
 
     def of_chain(self, chain: int) -> slice:
-        """Returns the positions of the constraints of a chain, which is numbered from 0: one for each price, price 0 first."""
+        """Return the positions of the constraints of a chain, which is numbered from 0: one for each price, price 0 first."""
         return slice(chain * self.num_prices, (chain + 1) * self.num_prices)

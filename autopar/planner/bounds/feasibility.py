@@ -49,7 +49,7 @@ MAX_TAKEN_OFF = 3
 def feasible_bounds(
     instances: Sequence[PipelineInstance], goal_s: float = np.inf, *, precision: float = PRECISION, whole: bool = False
 ) -> Array:
-    """Returns for each instance a step time below which no plan exists, at most ``goal_s``; infinite where none fits in memory.
+    """Return for each instance a step time below which no plan exists, at most ``goal_s``; infinite where none fits in memory.
 
     Args:
         instances: the instances.
@@ -69,7 +69,7 @@ def feasible_bounds(
 
 
 def excluded(instances: Sequence[PipelineInstance], goal_s: float) -> NDArray[np.bool_]:
-    """Returns whether :func:`feasible_bounds` of each instance, and of any instance with higher floors, reaches the goal; one test each."""
+    """Return whether :func:`feasible_bounds` of each instance, and of any instance with higher floors, reaches the goal; one test each."""
     is_excluded = np.zeros(len(instances), dtype=bool)
     for places, columns in side_by_side(instances):
         rows = np.arange(len(places))
@@ -88,7 +88,7 @@ def _largest_impossible(
     step: float,
     at_once: int,
 ) -> Array:
-    """Returns for each row the largest time of its grid that is not possible, at most ``goal_s``.
+    """Return for each row the largest time of its grid that is not possible, at most ``goal_s``.
 
     Args:
         low: the first time of each grid, which is a bound already.
@@ -161,7 +161,7 @@ class _InOrder:
         self.once_slope, self.once = once, np.concatenate([zeros[:, 0, 0], np.cumsum(once * sizes, axis=1)], axis=1)
 
     def use_whole_recompute(self) -> None:
-        """Tests from now on with each block in exactly one mode of recompute."""
+        """Test from now on with each block in exactly one mode of recompute."""
         c, most = self.c, int(self.ends[-1])
         if most <= 2:  # there is no inner block
             return
@@ -171,7 +171,7 @@ class _InOrder:
         self.recompute_in_run_s = {run: self._recompute_table_s([c.runs[run][0]]) for run in long_runs}
 
     def _recompute_table_s(self, kinds: Sequence[int]) -> Array:
-        """Returns the least seconds of a step that a rank recomputes, by its number of blocks of these kinds [i, blocks, r]."""
+        """Return the least seconds of a step that a rank recomputes, by its number of blocks of these kinds [i, blocks, r]."""
         c, most = self.c, int(self.ends[-1])
         rows, count = np.divmod(np.arange(len(c.m) * (most + 1)), most + 1)
         bound = WholeRecompute(c, np.full((len(c.m), c.v), float(most)), kinds)
@@ -180,7 +180,7 @@ class _InOrder:
         return recompute_s
 
     def _start_if_whole(self, rows: NDArray[np.intp], rank: int, stop: Array, start: Array, over: Array) -> Array:
-        """Returns ``start``, raised by up to ``MAX_TAKEN_OFF`` blocks where the rank would take too long if it recomputes whole blocks.
+        """Return ``start``, raised by up to ``MAX_TAKEN_OFF`` blocks where the rank would take too long if it recomputes whole blocks.
 
         Args:
             rows: the instances [n].
@@ -204,11 +204,11 @@ class _InOrder:
         return start
 
     def _recomputed_s(self, rows: NDArray[np.intp], rank: int, stop: Array, start: Array) -> Array:
-        """Returns the least seconds that a rank with the blocks ``start`` to ``stop`` recomputes: all of them, or those of one run."""
+        """Return the least seconds that a rank with the blocks ``start`` to ``stop`` recomputes: all of them, or those of one run."""
         end = self.ends[-1]
 
         def count(start: Array, stop: Array) -> NDArray[np.int64]:
-            """Returns the number of blocks without the first and the last one of the model."""
+            """Return the number of blocks without the first and the last one of the model."""
             inner = np.minimum(stop, end - 1) - np.maximum(start, 1)
             size: NDArray[np.int64] = np.maximum(inner, 0).astype(np.int64)
             return size
@@ -220,7 +220,7 @@ class _InOrder:
         return recompute_s
 
     def possible(self, rows: NDArray[np.intp], time_s: Array) -> NDArray[np.bool_]:
-        """Returns whether the ranks of each row can take all blocks within its time."""
+        """Return whether the ranks of each row can take all blocks within its time."""
         least_once_s = self._once(rows, np.ones(len(rows)))
         fits, first = self._takes(rows, time_s, least_once_s)
         retested = np.flatnonzero(fits & np.isfinite(time_s))
@@ -230,14 +230,14 @@ class _InOrder:
         return fits
 
     def _once(self, rows: NDArray[np.intp], count: Array) -> Array:
-        """Returns the least work once a step of the first rank if it has at least so many blocks."""
+        """Return the least work once a step of the first rank if it has at least so many blocks."""
         run = np.searchsorted(self.ends, count) - 1
         once_s: Array = self.once[rows, run] + (count - self.ends[run]) * self.once_slope[rows, run]
         once_s += self.c.tie_s[rows]
         return once_s
 
     def _takes(self, rows: NDArray[np.intp], time_s: Array, once_s: Array) -> tuple[NDArray[np.bool_], Array]:
-        """Returns whether ranks can take all blocks, and how many the first rank takes.
+        """Return whether ranks can take all blocks, and how many the first rank takes.
 
         From the last rank to the first, each takes the blocks from ``start`` to ``stop``, and ``start`` is the ``stop`` of the rank before.
         A constraint is exceeded by ``over`` if the rank takes all blocks up to ``stop``. Leaving the first ones to earlier ranks saves
@@ -325,12 +325,12 @@ class _InAnyOrder:
         self.totals = [(value * counts)[:, members].sum(axis=1) for members, value in measures]
 
     def _add_other_stages(self, groups: Sequence[Sequence[int]], largest: int, each: Array) -> None:
-        """Adds to ``fixed`` the least work on the stages before and after each rank, and the first rank's work once a step."""
+        """Add to ``fixed`` the least work on the stages before and after each rank, and the first rank's work once a step."""
         c, constraints = self.c, self.constraints
         inner = [k for members in groups for k in members]
 
         def over_stages(values: Array, count: Array, end: int) -> Array:
-            """Returns the least total of ``values`` over so many stages at one end of the model, one of which has the block of that end."""
+            """Return the least total of ``values`` over so many stages at one end of the model, one of which has the block of that end."""
             any_s, largest_s = values[:, inner].min(axis=1), values[:, groups[largest]].min(axis=1)
             others = np.maximum(np.maximum(count - 1, 0) * any_s[:, None], count * (each * largest_s)[:, None])
             least: Array = (count > 0) * values[:, end][:, None] + others
@@ -348,7 +348,7 @@ class _InAnyOrder:
         constraints.fixed[:, :, constraints.of_chain(3)] += after_s[:, :, None]
 
     def _table(self, costs: Array, most: Array, value: Array) -> tuple[Array, Array, Array]:
-        """Returns cumulative costs and values of blocks and their ratio [i, r, l, places], the cheapest blocks for their value first.
+        """Return cumulative costs and values of blocks and their ratio [i, r, l, places], the cheapest blocks for their value first.
 
         These are the greedy solutions of fractional knapsacks, one for each constraint of each rank.
 
@@ -374,7 +374,7 @@ class _InAnyOrder:
         return sums[0], sums[1], sums[2]
 
     def possible(self, rows: NDArray[np.intp], time_s: Array) -> NDArray[np.bool_]:
-        """Returns whether the ranks of each row can take all blocks within its time."""
+        """Return whether the ranks of each row can take all blocks within its time."""
         c, constraints = self.c, self.constraints
         is_here = c.active[rows]
         time = np.where(constraints.is_timed, time_s[:, None, None] * (1 + 1e-9), 0.0)
@@ -402,7 +402,7 @@ class _InAnyOrder:
         return fits
 
     def _lowered(self, rows: NDArray[np.intp], count: Array, budget: Array) -> Array:
-        """Returns the number of blocks of each rank, lowered by up to ``MAX_TAKEN_OFF`` where recompute in whole blocks takes too long."""
+        """Return the number of blocks of each rank, lowered by up to ``MAX_TAKEN_OFF`` where recompute in whole blocks takes too long."""
         at_price_0 = [chain * self.constraints.num_prices for chain in range(CHAINS)]
         spent, values, _ = (table[:, :, at_price_0][rows] for table in self.tables[0])
         for _ in range(MAX_TAKEN_OFF):

@@ -40,7 +40,7 @@ class Added:
     interference: float
 
     def least_s(self, work_s: float) -> float:
-        """Returns the least seconds of a block whose forward and backward take at least ``work_s``."""
+        """Return the least seconds of a block whose forward and backward take at least ``work_s``."""
         i, moved_s = self.interference, self.moved_s
         exposed_s = moved_s + i * work_s if self.hides_alone else 0.0
         return self.always_s + max(work_s + i * moved_s, exposed_s)
@@ -71,7 +71,7 @@ class BlockFloors:
     # --- divided perfectly
 
     def perfect_split(self, unsplit: PricedLayout, step: Step, block_s: tuple[float, ...] = ()) -> FloorTable:
-        """Returns the floors as if ``cp`` and ``tp`` divided everything and blocks sent nothing but tokens to experts.
+        """Return the floors as if ``cp`` and ``tp`` divided everything and blocks sent nothing but tokens to experts.
 
         Args:
             unsplit: the layout of the same micro-batch with neither axis.
@@ -95,7 +95,7 @@ class BlockFloors:
         self, cost: BlockCost, part: BlockCost, ideal: list[tuple[float, float, float]], added: Added,
         step: Step, tp: int, typed_s: float,
     ) -> BlockFloor:  # fmt: skip
-        """Returns the floor of a block from its ideal work; ``typed_s`` is a bound of its forward and backward in the typing."""
+        """Return the floor of a block from its ideal work; ``typed_s`` is a bound of its forward and backward in the typing."""
         (forward_s, work_s, _), *modes = ideal
         return BlockFloor(
             forward_s=forward_s,
@@ -112,7 +112,7 @@ class BlockFloors:
         )
 
     def _ideal_work(self, key: LayoutKey, unsplit: PricedLayout) -> list[list[tuple[float, float, float]]]:
-        """Returns the work of each block under perfect division.
+        """Return the work of each block under perfect division.
 
         The first entry has the seconds of a forward, those of both passes, and 0; then there is one entry for each mode: seconds of
         recompute, bytes kept, and passing bytes.
@@ -123,7 +123,7 @@ class BlockFloors:
         return self._ideal[key, unsplit]
 
     def _travels_s(self, cost: BlockCost, key: LayoutKey) -> tuple[float, float, float]:
-        """Returns the least seconds in which tokens travel to experts of other data ranks and back: forward, backward, and full recompute.
+        """Return the least seconds in which tokens travel to experts of other data ranks and back: forward, backward, and full recompute.
 
         However the mixture is laid out on ``cp`` and ``tp``, each rank sends at least its share of the tokens, either over the data ranks
         or over those and ``tp``.
@@ -168,7 +168,7 @@ class BlockFloors:
         return ideal + [(seconds[m], size, pass_) for m, size, pass_ in zip(modes, kept, passing, strict=True)]
 
     def _added_by(self, unsplit: PricedLayout, step: Step) -> tuple[list[Added], list[BlockCost]]:
-        """Returns what the data axes add to each block, and the blocks with a 1/tp share of their parameters."""
+        """Return what the data axes add to each block, and the blocks with a 1/tp share of their parameters."""
         key = (unsplit, *_kind(step))
         if key not in self._added:
             tp = step.mesh.tp
@@ -191,7 +191,7 @@ class BlockFloors:
         )  # fmt: skip
 
     def _overlapping_s(self, costs: Sequence[BlockCost], before: int, after: int, step: Step) -> float:
-        """Returns the seconds of collectives that overlap a block: the next block's gather and reduction, the previous block's gather."""
+        """Return the seconds of collectives that overlap a block: the next block's gather and reduction, the previous block's gather."""
         data, seconds_s = self.model.of(step).data, 0.0
         if before >= 0:
             seconds_s += data.gathers_always * self.model.of(step).unit(costs[before]).gather_s
@@ -201,7 +201,7 @@ class BlockFloors:
         return seconds_s
 
     def _part(self, parameters: tuple[ParameterCost, ...], tp: int) -> tuple[ParameterCost, ...]:
-        """Returns the smallest shares of parameters that a rank of ``tp`` may have."""
+        """Return the smallest shares of parameters that a rank of ``tp`` may have."""
         if tp == 1:
             return parameters
         if (parameters, tp) not in self._parts:
@@ -213,7 +213,7 @@ class BlockFloors:
     # --- a priced layout
 
     def priced(self, layout: PricedLayout, step: Step) -> tuple[FloorTable, float]:
-        """Returns the floors of a priced layout, sums of gradients included, and the least exposed seconds of a stage's first gather.
+        """Return the floors of a priced layout, sums of gradients included, and the least exposed seconds of a stage's first gather.
 
         No forward overlaps that gather.
         """
@@ -238,7 +238,7 @@ class BlockFloors:
     def _sums_s(
         self, layout: PricedLayout, costs: Sequence[BlockCost], once_s: Sequence[float], step: Step
     ) -> list[float]:
-        """Returns what sums of gradients add once a step to each block; no block's ``once_s`` becomes negative."""
+        """Return what sums of gradients add once a step to each block; no block's ``once_s`` becomes negative."""
         counts = self.blocks.counts
         others = sum(counts) - sum(counts[k] for k in self.blocks.largest(layout)) > 2
         sums_s = least_sums_s(self.model, costs, counts, step, others=others)
@@ -290,13 +290,13 @@ class BlockFloors:
         )  # fmt: skip
 
     def neighbour_pairs(self, costs: Sequence[BlockCost], k: int) -> list[Neighbours]:
-        """Returns the blocks before and after each of those that block ``k`` of the compact graph stands for."""
+        """Return the blocks before and after each of those that block ``k`` of the compact graph stands for."""
         return [(None if i < 0 else costs[i], None if j < 0 else costs[j]) for i, j in sorted(self.neighbours[k])]
 
     # --- costs
 
     def costs(self, layout: PricedLayout) -> list[BlockCost]:
-        """Returns the costs of blocks without parameters of earlier blocks, and without activations that are, or may be, on the host."""
+        """Return the costs of blocks without parameters of earlier blocks, and without activations that are, or may be, on the host."""
         if layout not in self._costs:
             costs = []
             for k, cost in enumerate(layout.costs):
@@ -308,13 +308,13 @@ class BlockFloors:
 
 
 def without_shared(cost: BlockCost) -> BlockCost:
-    """Returns a block without parameters that other blocks read too: a rank with several of these blocks has them once."""
+    """Return a block without parameters that other blocks read too: a rank with several of these blocks has them once."""
     parameters = tuple(p for p in cost.parameters if not p.shared)
     return cost if len(parameters) == len(cost.parameters) else replace(cost, parameters=parameters)
 
 
 def _least_kept(cost: BlockCost, mode: Recompute) -> int:
-    """Returns the least bytes that a block keeps in any layout, over all its ranks; other layouts may recompute other operators."""
+    """Return the least bytes that a block keeps in any layout, over all its ranks; other layouts may recompute other operators."""
     return cost.remade.least_bytes if mode == "selective" else cost.kept_bytes(mode)
 
 
@@ -323,5 +323,5 @@ def _least_passing(cost: BlockCost, mode: Recompute) -> int:
 
 
 def _kind(step: Step) -> tuple[object, ...]:
-    """Returns what the floors depend on in a step; the schedule is not part of it."""
+    """Return what the floors depend on in a step; the schedule is not part of it."""
     return step.mesh, step.zero_stage, step.num_micro_batches, step.adds_gradients, step.offload

@@ -163,7 +163,7 @@ class PipelineInstance:
         return np.repeat([kind for kind, _ in self.runs], [count for _, count in self.runs])
 
     def given_stops(self) -> tuple[int, ...]:
-        """Returns where each stage ends if there is no choice, else an empty tuple.
+        """Return where each stage ends if there is no choice, else an empty tuple.
 
         There is none where pins fix all stages, where there are as many stages as blocks, and where the blocks of the only group are
         consecutive and fill every stage with as many of them as it may have.
@@ -182,7 +182,7 @@ class PipelineInstance:
         return (*ends.tolist(), len(kinds))
 
     def holds_in_order(self) -> bool:
-        """Returns whether one rank without a pipeline can hold its blocks at the peak of each.
+        """Return whether one rank without a pipeline can hold its blocks at the peak of each.
 
         At the peak of a block, the blocks before it still keep what their backward needs. So the most memory is left if each block takes
         the leanest mode whose own peak fits.
@@ -200,7 +200,7 @@ class PipelineInstance:
 
 @lru_cache(maxsize=8192)
 def forwards_done(schedule: str, pp: int, virtual_stages: int, num_micro_batches: int) -> NDArray[np.int64]:
-    """Returns the forwards of each virtual stage before its pipeline rank's first backward [pp, virtual_stages].
+    """Return the forwards of each virtual stage before its pipeline rank's first backward [pp, virtual_stages].
 
     The rank holds all of these micro-batches, as none has had its backward.
     """
@@ -220,7 +220,7 @@ def forwards_done(schedule: str, pp: int, virtual_stages: int, num_micro_batches
 
 
 def runs_of(kinds: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Returns the runs of equal kinds in a sequence.
+    """Return the runs of equal kinds in a sequence.
 
     >>> runs_of([0, 1, 1, 2])
     ((0, 1), (1, 2), (2, 1))
@@ -235,7 +235,7 @@ Sums = Counter[tuple[str, ...]]
 def least_sums_s(
     model: CostModel, costs: Sequence[BlockCost], counts: Sequence[int], step: Step, *, others: bool
 ) -> list[float]:
-    """Returns for each block the least that the sums of its gradients add to a step of a rank with consecutive blocks, once.
+    """Return for each block the least that the sums of its gradients add to a step of a rank with consecutive blocks, once.
 
     The values of a rank's blocks may be added up. A single value can be negative, where a block's backward hides sums of other blocks.
 
@@ -260,7 +260,7 @@ def least_sums_s(
 
 
 def _bytes(cost: BlockCost, summed: Summed, size: int, *, late: bool) -> Sums:
-    """Returns the bytes of a block's all-reduces during the last backward, or (``late``) of those after it."""
+    """Return the bytes of a block's all-reduces during the last backward, or (``late``) of those after it."""
     sums: Sums = Counter()
     for p, axes in summed.of(cost.parameters, late=late):
         sums[axes] += (p.shard_numel(summed.mesh.dp_shard) if late else p.numel) * size
@@ -268,7 +268,7 @@ def _bytes(cost: BlockCost, summed: Summed, size: int, *, late: bool) -> Sums:
 
 
 def _seconds(model: CostModel, sums: Sequence[Sums], counts: Sequence[int], step: Step) -> list[float]:
-    """Returns the seconds of each block's bytes, at the rate of all blocks' bytes together."""
+    """Return the seconds of each block's bytes, at the rate of all blocks' bytes together."""
     total: Sums = Counter()
     for part, n in zip(sums, counts, strict=True):
         for axes, size in part.items():
@@ -278,19 +278,19 @@ def _seconds(model: CostModel, sums: Sequence[Sums], counts: Sequence[int], step
 
 
 def at_both_ends(costs: Sequence[BlockCost]) -> tuple[ParameterCost, ...]:
-    """Returns the parameters that both the first and the last block read: two ranks of a pipeline or more hold them."""
+    """Return the parameters that both the first and the last block read: two ranks of a pipeline or more hold them."""
     names = [{p.name for p in cost.parameters if p.shared} for cost in (costs[0], costs[-1])]
     return tuple(p for p in costs[-1].parameters if p.name in names[0] & names[1])
 
 
 def are_inside(costs: Sequence[BlockCost], shared: Sequence[ParameterCost]) -> bool:
-    """Returns whether inner blocks read some of these parameters too: then other ranks may hold them besides the first and the last."""
+    """Return whether inner blocks read some of these parameters too: then other ranks may hold them besides the first and the last."""
     names = {p.name for p in shared}
     return any(p.name in names for cost in costs[1:-1] for p in cost.parameters if p.shared)
 
 
 def tie_s(model: CostModel, shared: Sequence[ParameterCost], step: Step, *, inside: bool) -> float:
-    """Returns the least seconds in which the first or the last rank sums the gradients of :func:`at_both_ends`.
+    """Return the least seconds in which the first or the last rank sums the gradients of :func:`at_both_ends`.
 
     The sum is over two ranks, over all ranks, or over some, which takes as long as over two. One sum of all bytes takes no longer than
     several of parts.

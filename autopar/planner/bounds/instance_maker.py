@@ -38,7 +38,7 @@ class InstanceMaker:
         self._floors: dict[tuple[CostModel, bool], BlockFloors] = {}
 
     def perfect_split(self, candidate: Candidate, typed: TypedLayout | None = None) -> PipelineInstance:
-        """Returns a candidate's instance as if ``cp`` and ``tp`` divided everything and blocks sent nothing but tokens to experts.
+        """Return a candidate's instance as if ``cp`` and ``tp`` divided everything and blocks sent nothing but tokens to experts.
 
         Args:
             typed: a layout that is not priced, whose seconds of typed blocks raise the floors; None: floors for any layout.
@@ -51,7 +51,7 @@ class InstanceMaker:
         return self._instance(candidate, tables)
 
     def priced(self, candidate: Candidate, layout: PricedLayout) -> PipelineInstance:
-        """Returns a candidate's instance in a priced layout."""
+        """Return a candidate's instance in a priced layout."""
         if candidate.mesh.pp == 1:
             return self._one_rank(candidate, layout, self._of(self._everywhere, candidate))
         step, places = self.context.step(candidate, layout), dict.fromkeys(self.places(candidate))
@@ -79,7 +79,7 @@ class InstanceMaker:
         )
 
     def _one_rank(self, candidate: Candidate, layout: PricedLayout, floors: BlockFloors) -> PipelineInstance:
-        """Returns the instance of a candidate without a pipeline, on the devices of ``floors``."""
+        """Return the instance of a candidate without a pipeline, on the devices of ``floors``."""
         step, costs = self.context.step(candidate, layout), floors.costs(layout)
         forward_s = layout.prelude_s + floors.model.of(step).ends_s(costs[0], costs[-1])
         base = self._instance(candidate, {self._everywhere: floors.priced(layout, step)[0]})
@@ -89,11 +89,11 @@ class InstanceMaker:
         )
 
     def _reads(self, layout: PricedLayout) -> list[dict[str, int]]:
-        """Returns the inputs and prelude values that each block of the model reads, in bytes; a stage keeps each once."""
+        """Return the inputs and prelude values that each block of the model reads, in bytes; a stage keeps each once."""
         return [dict(layout.costs[k].prelude) for k in self.context.layouts.compact.class_of]
 
     def of_group(self, candidate: Candidate, layout: PricedLayout, model: CostModel) -> PipelineInstance:
-        """Returns the instance of one node group of a candidate with unequal shares, made as by :meth:`one_stage`.
+        """Return the instance of one node group of a candidate with unequal shares, made as by :meth:`one_stage`.
 
         Args:
             layout: the layout of the group's micro-batch, at the prices of its devices.
@@ -102,11 +102,11 @@ class InstanceMaker:
         return self._with_ends(candidate, layout, self._floors_on(model, moves=False))
 
     def one_stage(self, candidate: Candidate, layout: PricedLayout) -> PipelineInstance:
-        """Returns the instance of a candidate without a pipeline, including what a step takes over the floors of its blocks."""
+        """Return the instance of a candidate without a pipeline, including what a step takes over the floors of its blocks."""
         return self._with_ends(candidate, layout, self._of(self._everywhere, candidate))
 
     def _with_ends(self, candidate: Candidate, layout: PricedLayout, on: BlockFloors) -> PipelineInstance:
-        """Returns the instance of one rank, including what every step of it takes over the floors of its blocks.
+        """Return the instance of one rank, including what every step of it takes over the floors of its blocks.
 
         A step has parts that no single block's floor counts: gathers and reductions at both ends of the model, those of the last
         micro-batch, and sums in buckets. The more a block recomputes, the more of them it hides. So they are least where every block
@@ -132,7 +132,7 @@ class InstanceMaker:
         return replace(base, first_s=base.first_s + extra_s)
 
     def _most_blocks(self, candidate: Candidate, layout: PricedLayout) -> float:
-        """Returns the most blocks of the largest group on a stage.
+        """Return the most blocks of the largest group on a stage.
 
         Virtual stages on equal devices are cut as evenly as whole blocks allow.
         """
@@ -141,7 +141,7 @@ class InstanceMaker:
         return self._blocks[False].most_blocks(layout, candidate.mesh.pp * candidate.virtual_stages)
 
     def _ends(self, candidate: Candidate) -> tuple[tuple[int, int], ...]:
-        """Returns the least and the largest number of blocks up to the end of each stage, if some block is pinned to a stage.
+        """Return the least and the largest number of blocks up to the end of each stage, if some block is pinned to a stage.
 
         A stage ends behind the blocks pinned to it and to earlier stages, and before those pinned to later stages.
         """
@@ -168,13 +168,13 @@ class InstanceMaker:
         return self._floors_on(self.context.model, moves=False)
 
     def blocks_of(self, candidate: Candidate) -> EqualBlocks:
-        """Returns which blocks of a candidate may form stages."""
+        """Return which blocks of a candidate may form stages."""
         return self._blocks[candidate.moves]
 
     # --- devices
 
     def places(self, candidate: Candidate) -> tuple[Places, ...]:
-        """Returns for each pipeline rank the node groups that it lies on."""
+        """Return for each pipeline rank the node groups that it lies on."""
         return (
             self.placed.places(candidate)
             if self.placed.is_mixed(candidate)
@@ -195,7 +195,7 @@ class InstanceMaker:
         return self._floors[model, moves]
 
     def _on(self, places: Places, layout: PricedLayout) -> PricedLayout:
-        """Returns a layout at the prices of the devices of these node groups."""
+        """Return a layout at the prices of the devices of these node groups."""
         return self.context.layouts.on_device(layout, self.context.model.part(places))
 
     def _instance(self, candidate: Candidate, tables: dict[Places, FloorTable]) -> PipelineInstance:
@@ -219,7 +219,7 @@ class InstanceMaker:
     # --- messages
 
     def _sent_s(self, candidate: Candidate, num_bytes: int) -> tuple[float, ...]:
-        """Returns the seconds of each pipeline rank's message of ``num_bytes`` to the next rank or back; the last sends to the first."""
+        """Return the seconds of each pipeline rank's message of ``num_bytes`` to the next rank or back; the last sends to the first."""
         mesh, model = candidate.mesh, self.context.model.in_order(candidate.order)
         if model.is_mixed:
             return tuple(model.collectives.hop_time_s(num_bytes, mesh, r) for r in range(mesh.pp))
@@ -228,7 +228,7 @@ class InstanceMaker:
     def _more_s(
         self, candidate: Candidate, layout: PricedLayout, sends_s: Sequence[float], back_s: Sequence[float]
     ) -> tuple[tuple[tuple[float, float], ...], ...]:
-        """Returns by how much the messages behind each kind of block are longer than the least ones; empty if they are equal."""
+        """Return by how much the messages behind each kind of block are longer than the least ones; empty if they are equal."""
         sizes = [(cost.send_bytes, cost.send_gradient_bytes) for cost in layout.costs]
         if len(set(sizes[:-1])) <= 1:
             return ()
@@ -240,6 +240,6 @@ class InstanceMaker:
 
 
 def _sent_bytes(layout: PricedLayout) -> tuple[int, int]:
-    """Returns the least bytes that a block sends to the next one, and receives back."""
+    """Return the least bytes that a block sends to the next one, and receives back."""
     sent = [(cost.send_bytes, cost.send_gradient_bytes) for cost in layout.costs[:-1]] or [(0, 0)]
     return min(there for there, _ in sent), min(back for _, back in sent)

@@ -62,7 +62,7 @@ class WholeRecompute:
         self.held, self.sizes = held, sizes
 
     def _held(self, count: Array, rows: NDArray[np.intp]) -> Array:
-        """Returns how many micro-batches these numbers of blocks [n, r] hold together, on the stages that hold the fewest."""
+        """Return how many micro-batches these numbers of blocks [n, r] hold together, on the stages that hold the fewest."""
         # Blocks of each stage and of those that hold fewer micro-batches.
         up_to = np.cumsum(self.sizes[rows][..., ::-1], axis=2)[..., ::-1]
         taken = np.clip(count[..., None] - (up_to - self.sizes[rows]), 0.0, self.sizes[rows])
@@ -70,7 +70,7 @@ class WholeRecompute:
         return held
 
     def least_s(self, rows: NDArray[np.intp], count: Array) -> Array:
-        """Returns the least seconds that ranks recompute for one micro-batch with so many blocks [n, r] besides the first and the last one.
+        """Return the least seconds that ranks recompute for one micro-batch with so many blocks [n, r] besides the first and the last one.
 
         Infinite where no choice of modes fits. ``rows`` [n] are positions of instances.
         """
@@ -114,7 +114,7 @@ class WholeRecompute:
 
 
 def between(at: Array, xs: Array, ys: Array) -> Array:
-    """Interpolates linearly through points [..., points] at places [..., m]; beyond the last point the value stays constant."""
+    """Interpolate linearly through points [..., points] at places [..., m]; beyond the last point the value stays constant."""
     place = np.clip((xs[..., None, :] <= at[..., None]).sum(axis=-1) - 1, 0, xs.shape[-1] - 2)
     x0, y0, x1, y1 = (np.take_along_axis(points, place + more, axis=-1) for more in (0, 1) for points in (xs, ys))
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -46,20 +46,20 @@ class Evaluator:
 
     @classmethod
     def of(cls, graph: Graph, model: CostModel, *, global_batch_size: int, pins: Pins, space: Space) -> Evaluator:
-        """Returns the evaluator of a model, cluster, batch and space."""
+        """Return the evaluator of a model, cluster, batch and space."""
         return cls(SearchContext.of(graph, model, global_batch_size=global_batch_size, pins=pins, space=space))
 
     # --- bounds
 
     def bounds_s(self, level: int, candidates: Sequence[Candidate], goal_s: float = math.inf) -> list[float]:
-        """Returns a lower bound of each candidate's step time in seconds; see :class:`autopar.planner.bounds.cascade.Cascade`."""
+        """Return a lower bound of each candidate's step time in seconds; see :class:`autopar.planner.bounds.cascade.Cascade`."""
         pipelines = iter(self.cascade.bounds_s(level, [c for c in candidates if not c.shares], goal_s))
         return [self.shares.bound_s(level, c) if c.shares else next(pipelines) for c in candidates]
 
     def closest_s(
         self, candidate: Candidate, goal_s: float, known: Sequence[ChainProof] = (), *, whole_s: float | None = 0.0
     ) -> tuple[float, tuple[ChainProof, ...]]:
-        """Returns the tightest bound of a candidate, up to ``goal_s``; see :class:`autopar.planner.bounds.cascade.Cascade`."""
+        """Return the tightest bound of a candidate, up to ``goal_s``; see :class:`autopar.planner.bounds.cascade.Cascade`."""
         if candidate.shares:
             return min(self.shares.bound_s(LEVELS - 1, candidate), goal_s), ()
         return self.cascade.closest_s(candidate, goal_s, known, whole_s=whole_s)
@@ -72,7 +72,7 @@ class Evaluator:
         whole_s: float | None = None,
         layouts: Sequence[TypedLayout] | None = None,
     ) -> float:
-        """Returns the bound that the chains of its schedule give for a pipeline, up to ``goal_s``; 0 where it is not worth computing.
+        """Return the bound that the chains of its schedule give for a pipeline, up to ``goal_s``; 0 where it is not worth computing.
 
         Where ranks differ this bound is far tighter than the others. Where they are equal it is tighter only if blocks are of several
         groups, as those of an encoder and a decoder, whose order no other bound uses, or if stages are pinned. Few programs suffice then.
@@ -95,7 +95,7 @@ class Evaluator:
     # --- plans
 
     def evaluate(self, candidate: Candidate, *, at_most_s: float = math.inf) -> Evaluation | Misfit:
-        """Returns the best plan of a candidate, or why there is none.
+        """Return the best plan of a candidate, or why there is none.
 
         Args:
             at_most_s: plans that cannot be faster are left unfinished, and such a result is not cached. The best plan does not depend on
@@ -143,7 +143,7 @@ class Evaluator:
         return self._remember(Misfit(candidate=candidate, reason=reason, needs_bytes=least_bytes))
 
     def hopeless(self, candidate: Candidate) -> Misfit | None:
-        """Returns why no layout of a candidate can fit in memory, without solving any; None where that is not certain.
+        """Return why no layout of a candidate can fit in memory, without solving any; None where that is not certain.
 
         It assumes that ``cp`` and ``tp`` divide everything that one rank holds.
         """
@@ -160,7 +160,7 @@ class Evaluator:
         return Misfit(candidate=candidate, reason=reason, needs_bytes=needs)
 
     def improved(self, plan: Evaluation) -> Evaluation:
-        """Returns a plan with better cut stages; the same plan where stages are given or data ranks take unequal shares."""
+        """Return a plan with better cut stages; the same plan where stages are given or data ranks take unequal shares."""
         return plan if plan.candidate.shares else self.plans.improved(plan)
 
     def _remember(self, result: Evaluation | Misfit) -> Evaluation | Misfit:

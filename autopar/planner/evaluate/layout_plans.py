@@ -53,7 +53,7 @@ class LayoutPlans:
     def best(
         self, candidate: Candidate, layout: PricedLayout, at_most_s: float, *, may_fit: bool
     ) -> Evaluation | Failure:
-        """Returns the best plan, or why there is none; the plan does not depend on ``at_most_s`` as long as it is faster.
+        """Return the best plan, or why there is none; the plan does not depend on ``at_most_s`` as long as it is faster.
 
         Args:
             at_most_s: cuts that cannot be faster may be left out.
@@ -85,7 +85,7 @@ class LayoutPlans:
         return self._bucketed(problem, best)
 
     def improved(self, plan: Evaluation) -> Evaluation:
-        """Returns a plan with better cut stages, and recompute where it adds least to the step; never a slower plan.
+        """Return a plan with better cut stages, and recompute where it adds least to the step; never a slower plan.
 
         See :mod:`autopar.planner.stages.refinement` and :mod:`autopar.planner.stages.exchange`.
         """
@@ -101,13 +101,13 @@ class LayoutPlans:
     def _searched(
         self, search: Callable[[CutProblem, Fitting, float], Fitting], problem: CutProblem, plan: Evaluation
     ) -> Evaluation:
-        """Returns the plan that a local search finds from ``plan``; ``plan`` itself unless that is faster and fits in the host's memory."""
+        """Return the plan that a local search finds from ``plan``; ``plan`` itself unless that is faster and fits in the host's memory."""
         fitting = search(problem, problem.fitting(plan.stops, plan.modes), plan.time_s)
         other = self._plan(problem, fitting)
         return other if other.time_s < plan.time_s and self._host_fits(fitting.memory) else plan
 
     def problem(self, candidate: Candidate, layout: PricedLayout) -> CutProblem:
-        """Returns the problem of cutting a candidate in a layout into stages."""
+        """Return the problem of cutting a candidate in a layout into stages."""
         layout = self.placed.option(candidate, layout)
         step = self.placed.step(self.context.step(candidate, layout), layout)
         model, mesh = self.context.model.in_order(candidate.order), candidate.mesh
@@ -130,7 +130,7 @@ class LayoutPlans:
         )
 
     def _allowed(self, candidate: Candidate, layout: PricedLayout) -> Sequence[Sequence[Mask] | None]:
-        """Returns the ways in which blocks may form stages under the constraints of the space; None: any."""
+        """Return the ways in which blocks may form stages under the constraints of the space; None: any."""
         rows, pp, v = self.blocks_of(candidate), candidate.mesh.pp, candidate.virtual_stages
         if self.context.space.equal_stages:
             return rows.equal_stages(layout, pp * v)
@@ -149,7 +149,7 @@ class LayoutPlans:
         )
 
     def _bucketed(self, problem: CutProblem, plan: Evaluation) -> Evaluation:
-        """Returns a plan with the fastest bucket size that fits.
+        """Return a plan with the fastest bucket size that fits.
 
         Bucket sizes decide neither layouts nor cuts, and bounds hold for every size.
         """
@@ -167,7 +167,7 @@ class LayoutPlans:
         return best
 
     def _best_of_all(self, problem: CutProblem, at_most_s: float) -> Evaluation | Failure:
-        """Evaluates every cut with every choice of recompute, in the order of their bounds."""
+        """Evaluate every cut with every choice of recompute, in the order of their bounds."""
         blocks = problem.block_options[0].blocks
         cuts = [
             (problem.busy_s(option.stops, option.modes), option)
@@ -198,7 +198,7 @@ class LayoutPlans:
         return best or Failure(needs_bytes=min(needs, default=0), is_slow=is_slow)
 
     def _in_buckets(self, problem: CutProblem, fitting: Fitting) -> tuple[CutProblem, Fitting]:
-        """Returns a cut with the first bucket size with which it fits; unchanged where it fits with none."""
+        """Return a cut with the first bucket size with which it fits; unchanged where it fits with none."""
         if not problem.fits(fitting) and problem.model.sums_in_buckets(fitting.stages, problem.step):
             for size in self.buckets[1:]:
                 other = problem.with_buckets(size)
@@ -243,7 +243,7 @@ class SharesEvaluator:
         self._found: dict[Candidate, Evaluation | Misfit] = {}
 
     def seconds(self, place: int, size: int, vocab_multiple: int = 1) -> float:
-        """Returns the seconds in which a node group computes a micro-batch, without collectives.
+        """Return the seconds in which a node group computes a micro-batch, without collectives.
 
         Args:
             place: the position of the node group in the cluster as given.
@@ -257,7 +257,7 @@ class SharesEvaluator:
     # --- bounds
 
     def bound_s(self, level: int, candidate: Candidate) -> float:
-        """Returns a lower bound of a candidate's step time in seconds, infinite where it does not fit; the module describes the levels."""
+        """Return a lower bound of a candidate's step time in seconds, infinite where it does not fit; the module describes the levels."""
         if (level, candidate) not in self._bounds:
             bound = (self._computation_s, self._fastest_s, self._fitting_s)[level]
             self._bounds[level, candidate] = bound(candidate)
@@ -274,7 +274,7 @@ class SharesEvaluator:
         return min(shared_step_s(parts.models, cost, row) for row in self._in_buckets(parts, cost)) * (1 - ROUNDING)
 
     def _fitting_s(self, candidate: Candidate) -> float:
-        """Returns the bound of the slowest group in its own memory, infinite where a group does not fit whatever it recomputes.
+        """Return the bound of the slowest group in its own memory, infinite where a group does not fit whatever it recomputes.
 
         All groups recompute the same, so that none takes less than it would alone. Where pins put activations on the host, this bound is
         unknown and that of level 1 is returned.
@@ -291,7 +291,7 @@ class SharesEvaluator:
     # --- evaluation
 
     def evaluate(self, candidate: Candidate, *, at_most_s: float = math.inf) -> Evaluation | Misfit:
-        """Returns the best plan of a candidate; see :meth:`autopar.planner.evaluate.evaluator.Evaluator.evaluate`."""
+        """Return the best plan of a candidate; see :meth:`autopar.planner.evaluate.evaluator.Evaluator.evaluate`."""
         if candidate not in self._found:
             if self.bound_s(1, candidate) >= at_most_s:
                 return Misfit(candidate=candidate, reason=SLOW)
@@ -329,13 +329,13 @@ class SharesEvaluator:
         )
 
     def _in_buckets(self, parts: _Shared, stages: Sequence[StageCost]) -> list[tuple[Step, ...]]:
-        """Returns the steps of the groups with each bucket size; with the first size alone where nothing is summed in buckets."""
+        """Return the steps of the groups with each bucket size; with the first size alone where nothing is summed in buckets."""
         is_summed = parts.models[0].sums_in_buckets(stages[:1], parts.steps[0])
         sizes = self.context.buckets if is_summed else self.context.buckets[:1]
         return [tuple(replace(step, bucket_bytes=size) for step in parts.steps) for size in sizes]
 
     def _modes(self, parts: _Shared) -> list[Modes]:
-        """Returns the choices of recompute to evaluate: the fastest one alone where it fits, as no other is faster.
+        """Return the choices of recompute to evaluate: the fastest one alone where it fits, as no other is faster.
 
         Else these are what each group needs, the most that any group needs for each block, and all that blocks can recompute.
         """
@@ -350,7 +350,7 @@ class SharesEvaluator:
         return [*dict.fromkeys((*needed, most, leanest))]
 
     def _needed(self, model: CostModel, option: PricedLayout, step: Step) -> Modes:
-        """Returns what one group has to recompute to fit; all that it can where that is not enough."""
+        """Return what one group has to recompute to fit; all that it can where that is not enough."""
         options = self.options.of_rank(option, step, model, moves=False)
         room, limit = self.maker.placed.fitting_bytes(model), self.maker.placed.tensor_bytes(model)
         blocks = len(options.blocks)
@@ -375,7 +375,7 @@ class SharesEvaluator:
     # --- what groups do
 
     def _places(self, candidate: Candidate) -> Sequence[int]:
-        """Returns the positions of the node groups in the cluster as given, in the order of ranks."""
+        """Return the positions of the node groups in the cluster as given, in the order of ranks."""
         return candidate.order or range(len(candidate.shares))
 
     def _option(self, place: int, size: int, vocab_multiple: int) -> PricedLayout:
@@ -393,5 +393,5 @@ class SharesEvaluator:
         return self._shared[candidate]
 
     def _stages(self, parts: _Shared, modes: Modes) -> tuple[StageCost, ...]:
-        """Returns one stage of all blocks for each group, as that group runs it."""
+        """Return one stage of all blocks for each group, as that group runs it."""
         return tuple(self.options.stages((len(modes),), modes, option, 1)[0] for option in parts.options)

@@ -76,7 +76,7 @@ def in_order(parts: Sequence[Part]) -> list[Part]:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """The context of a new file, which is synced to disk at the end.
+    """Enter the context of a new file, which is synced to disk at the end.
 
     Raises:
         OSError: it exists, or cannot be written.
@@ -88,7 +88,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write(path: Path, parts: Sequence[Part], about: Mapping[str, str]) -> tuple[File, dict[str, Piece]]:
-    """Write a new file and syncs it to disk; returns the file, and the piece of each part.
+    """Write a new file and sync it to disk; return the file, and the piece of each part.
 
     Raises:
         OSError: it cannot be written.
@@ -180,7 +180,7 @@ class Folder:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[BufferedReader]:
-        """The context of a data file; its length and header are verified when it is first opened."""
+        """Enter the context of a data file; its length and header are verified when it is first opened."""
         try:
             with (self.path / name).open("rb") as file:
                 if name not in self._verified:

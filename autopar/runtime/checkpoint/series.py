@@ -95,7 +95,7 @@ class Checkpointed:
         return local
 
     def _check_optimizer(self, optimizer: Optimizer | None) -> None:
-        """Checks that an optimizer is of this model.
+        """Check that an optimizer is of this model.
 
         Raises:
             UsageError: it is none, or has only parameters of another model.
@@ -111,7 +111,7 @@ class Checkpointed:
     def load(
         self, path: str | Path, optimizer: Optimizer | None, given: CallerStates, *, allow_pickle: bool = False
     ) -> tuple[Mapping[str, Any], Any]:
-        """Load a folder in place; returns the saved progress and ``extra``.
+        """Load a folder in place; return the saved progress and ``extra``.
 
         Raises:
             PlanError: the folder is no checkpoint, is damaged, differs between ranks, or is of another model; raised on all ranks.
@@ -316,7 +316,7 @@ class Checkpoints:
         scheduler: Any = None,
         dataloader: Any = None,
     ) -> int | None:
-        """Load the newest checkpoint; returns its step, or None if there is none. Its ``extra`` is in the attribute ``extra``.
+        """Load the newest checkpoint; return its step, or None if there is none. Its ``extra`` is in the attribute ``extra``.
 
         If it is damaged, the one before it is loaded instead, with a warning; a damaged one is not removed, and does not count among those
         that are kept. A checkpoint that fits only another model or optimizer is an error at once.

@@ -65,7 +65,7 @@ def staging_folder(folder: Path, target: Target) -> Path:
 
 
 def begin_save(folder: Path) -> Target:
-    """Make the folder of a save, and removes what a killed one has left; called by rank 0.
+    """Make the folder of a save, and remove what a killed one has left; called by rank 0.
 
     Raises:
         OSError: it cannot.
@@ -80,7 +80,7 @@ def begin_save(folder: Path) -> Target:
 
 @contextmanager
 def as_usage_errors(what: str, more: str = "") -> Iterator[None]:
-    """The context of writing ``what``, on all ranks.
+    """Enter the context of writing ``what``, on all ranks.
 
     Raises:
         UsageError: in place of an error of the file system; says what to do, and ``more``.
@@ -107,7 +107,7 @@ def remove_failed(folder: Path, target: Target, *, name: str, is_first: bool) ->
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write a file and syncs it to disk.
+    """Write a file and sync it to disk.
 
     Raises:
         OSError: it cannot be written.
@@ -188,7 +188,7 @@ class Save:
         self._name = f"data-{self._target.generation}-{meeting.rank:05d}.safetensors"
 
     def write(self, meeting: Meeting) -> None:
-        """Write and commits.
+        """Write and commit.
 
         Raises:
             UsageError: it cannot be written; raised on all ranks. The previous checkpoint is unchanged.
@@ -227,7 +227,7 @@ class Save:
             return write(place / self._name, self.parts, {"format": "pt", "rank": str(rank)})
 
     def _commit(self, written: Sequence[_Written]) -> None:
-        """Write the index and commits, on rank 0, after all ranks have written."""
+        """Write the index and commit, on rank 0, after all ranks have written."""
         place, pieces = staging_folder(self.folder, self._target), defaultdict[str, list[Piece]](list)
         for _, rank_pieces in written:
             for name, piece in rank_pieces.items():

@@ -203,7 +203,7 @@ class ParallelScaler(GradScaler):
 
     @numbers.setter
     def numbers(self, numbers: Mapping[str, float]) -> None:
-        """The state that checkpoints keep; None if there is no scale."""
+        """Return the state that checkpoints keep; None if there is no scale."""
         self._loaded = {name: float(numbers[name]) for name in SCALER_NUMBERS}
         if self.is_enabled():
             self.load_state_dict({name: int(n) if name in _INTEGERS else n for name, n in self._loaded.items()})

@@ -99,7 +99,7 @@ class BucketedSums:
             bucket.arrived, bucket.flat, bucket.work = 0, None, None
 
     def finish(self) -> None:
-        """Wait for the sums after the last backward, and gives them to the parameters."""
+        """Wait for the sums after the last backward, and give them to the parameters."""
         for bucket in self._buckets:
             if bucket.work is None:
                 _launch(bucket)
@@ -196,7 +196,7 @@ def sum_in_place(held: Sequence[RankParameter], group_of: Callable[[RankParamete
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's elements of a tensor, without gradient."""
+    """Return this rank's elements of a tensor, without gradient."""
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 

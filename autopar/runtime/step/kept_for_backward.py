@@ -59,7 +59,7 @@ class Mover:
 
     @contextmanager
     def block(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """The context of the forward of one block."""
+        """Enter the context of the forward of one block."""
         saved = _Saved(self, self._resident | _storages(parameters), self._previous)
         with saved_tensors_hooks(saved.pack, saved.unpack):
             yield
@@ -248,14 +248,14 @@ class Tape:
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """The context in which the block runs."""
+        """Enter the context in which the block runs."""
         with saved_tensors_hooks(self._pack, _unpack):
             yield
         self._origins.clear()
         self._prune()
 
     def call(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a cheap operator and records it."""
+        """Run a cheap operator and record it."""
         number, read = len(self._calls), set[int]()
 
         def operand(x: object) -> object:

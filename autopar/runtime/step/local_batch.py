@@ -321,7 +321,7 @@ class Batches:
         return partial
 
     def local(self, batch: Batch, partial: PartialBatch | None) -> dict[str, Tensor]:
-        """This rank's samples of a batch, on its device."""
+        """Return this rank's samples of a batch, on its device."""
         rank, device = self._world.data_index, self._world.device
         local = local_batch(batch, self._program.graph.inputs, self._plan, rank, device, partial)
         if partial is None:

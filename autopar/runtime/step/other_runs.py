@@ -247,7 +247,7 @@ def _refusal(program: Program, num_samples: int, problem: str, *, where: str, ot
 
 
 def _divided(num_samples: int, size: int, ranks: int) -> tuple[int, ...] | None:
-    """Samples of each data rank, each a divisor of ``size`` or zero, in descending order; None if there is no such division.
+    """Return samples of each data rank, each a divisor of ``size`` or zero, in descending order; None if there is no such division.
 
     >>> _divided(11, 8, 4), _divided(7, 8, 2)
     ((8, 2, 1, 0), None)
@@ -271,7 +271,7 @@ def _fewest_parts(size: int, limit: int) -> tuple[tuple[int, int], ...]:
 
 
 def _shares(num_samples: int, sizes: Sequence[int]) -> list[int]:
-    """Samples of each data rank: one micro-batch for each in turn, until none is left."""
+    """Return samples of each data rank: one micro-batch for each in turn, until none is left."""
     taken = [0] * len(sizes)
     while num_samples:
         for rank, size in enumerate(sizes):

@@ -50,7 +50,7 @@ class StepGradients:
         self._leaf_sums.begin(num_backwards)
 
     def finish(self) -> None:
-        """Sum the gradients after the last backward, and adds them to those of earlier steps."""
+        """Sum the gradients after the last backward, and add them to those of earlier steps."""
         if not self.is_open:
             return
         self.is_open = False
@@ -100,7 +100,7 @@ class Accumulation:
         self.stage, self._plan, self._inputs, self._scaled = stage, plan, inputs, scaled
 
     def run(self, batch: Batch, count: int) -> Tensor:
-        """Run forward and backward of this rank's samples, in ``count`` micro-batches; returns its part of the loss."""
+        """Run forward and backward of this rank's samples, in ``count`` micro-batches; return its part of the loss."""
         total: Tensor | None = None
         for number, micro_batch in enumerate(micro_batches(batch, self._inputs, count)):
             if count > 1:  # with one micro-batch FSDP's settings are those of the last
@@ -225,7 +225,7 @@ class Pipeline:
         return tensors
 
     def _exchange(self, direction: Any, tensors: Sequence[Tensor], peer: int) -> list[dist.Work]:
-        """Send or receives as one batch, which on GPUs uses the existing communicator of the group and makes none for the two ranks."""
+        """Send or receive as one batch, which on GPUs uses the existing communicator of the group and makes none for the two ranks."""
         works: list[dist.Work] = dist.batch_isend_irecv([dist.P2POp(direction, x, peer, self._group) for x in tensors])
         return works
 
@@ -275,7 +275,7 @@ class _Stage(PipelineStage):
 
 @contextmanager
 def _naming_stage(index: int) -> Iterator[None]:
-    """Adds the stage to an error, and raises the model's error instead of torch's, which wraps it in a list of tensors."""
+    """Add the stage to an error, and raise the model's error instead of torch's, which wraps it in a list of tensors."""
     try:
         yield
     except Exception as error:  # any kind, as it is raised again

@@ -49,7 +49,7 @@ def generic(builder: Builder, call: Call) -> Value:
 
 
 def _normal_args(builder: Builder, call: Call) -> list[Argument]:
-    """The positional arguments of a call with non-negative dims."""
+    """Return the positional arguments of a call with non-negative dims."""
     result = list(call.args)
     rank = _rank(builder, call)
     for position, argument in enumerate(call.overload._schema.arguments[: len(result)]):
@@ -59,7 +59,7 @@ def _normal_args(builder: Builder, call: Call) -> list[Argument]:
 
 
 def _rank(builder: Builder, call: Call) -> int:
-    """The number of dims that the dim arguments of a call index, which is 0 if the call has no tensor first."""
+    """Return the number of dims that the dim arguments of a call index, which is 0 if the call has no tensor first."""
     first = call.args[0] if call.args else None
     while isinstance(first, tuple):
         first = first[0] if first else None
@@ -68,7 +68,7 @@ def _rank(builder: Builder, call: Call) -> int:
 
 
 def _wrap(dim: Argument, rank: int) -> Argument:
-    """A dim, or a tuple of dims, with non-negative values."""
+    """Return a dim, or a tuple of dims, with non-negative values."""
     if isinstance(dim, tuple):
         return tuple(_wrap(item, rank) for item in dim)
     return dim + rank if isinstance(dim, int) and dim < 0 else dim
@@ -180,7 +180,7 @@ def _repeat(builder: Builder, call: Call) -> Value:
 
 
 def _is_outer(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
-    """Whether a repetition repeats dim 0, of size larger than 1, and no other dim."""
+    """Return whether a repetition repeats dim 0, of size larger than 1, and no other dim."""
     return 1 < before[0] < after[0] and before[1:] == after[1:]
 
 
@@ -203,7 +203,7 @@ def _slice(builder: Builder, call: Call) -> Value:
 
 
 def _source_and_dim(builder: Builder, call: Call) -> tuple[Ref, int]:
-    """The first tensor of a call and its argument ``dim``, made non-negative."""
+    """Return the first tensor of a call and its argument ``dim``, made non-negative."""
     source, dim = call.operands[0], call.bound()["dim"]
     assert isinstance(dim, int)
     return source, dim % len(builder.shape(source))

@@ -106,7 +106,7 @@ def _users(builder: Builder) -> dict[str, list[Op]]:
 
 
 def _cover(parameter: Parameter, users: list[Op], roots: frozenset[Ref]) -> bool:
-    """Whether the users of a parameter are slices of step 1 along one dim that cover it without overlap."""
+    """Return whether the users of a parameter are slices of step 1 along one dim that cover it without overlap."""
     if len(users) < 2 or any(
         op.target != "aten.slice.Tensor"
         or len(op.args) != 4
@@ -122,7 +122,7 @@ def _cover(parameter: Parameter, users: list[Op], roots: frozenset[Ref]) -> bool
 
 
 def _partition(spans: set[tuple[int, int]], length: int) -> bool:
-    """Whether two or more ranges cover a dim of size ``length`` without overlap."""
+    """Return whether two or more ranges cover a dim of size ``length`` without overlap."""
     ordered = sorted(spans)
     edges = [0, *(stop for _, stop in ordered)]
     return len(spans) > 1 and edges == [*(start for start, _ in ordered), length]
@@ -169,7 +169,7 @@ def _cuts(linear: Op, users: dict[str, list[Op]], roots: frozenset[Ref]) -> tupl
 
 
 def _moved(op: Op, labels: tuple[Label, ...], last: int, user: Op) -> tuple[Label, ...] | None:
-    """The labels of the dims after ``user``, an operator that only moves or splits the dims of ``op``.
+    """Return the labels of the dims after ``user``, an operator that only moves or splits the dims of ``op``.
 
     None for any other operator, and if a view joins the features with another dim.
     """
@@ -235,7 +235,7 @@ def _part(builder: Builder, parameter: Parameter, dim: int, start: int, stop: in
 
 
 def _ordered(builder: Builder, linear: Op, leaf: _Leaf) -> list[Op]:
-    """The operators that compute the value of ``leaf.op``, under its name, from the linear of its part."""
+    """Return the operators that compute the value of ``leaf.op``, under its name, from the linear of its part."""
     ops: list[Op] = []
     source, spec = Ref(linear.name), linear.spec
     sizes = linear.spec.shape
@@ -268,7 +268,7 @@ def fuse_gelu(builder: Builder, roots: frozenset[Ref]) -> None:
     num_reads = Counter(ref.name for refs in (roots, *(op.operands for op in builder.ops)) for ref in refs)
 
     def only(ref: object, target: str) -> Op | None:
-        """The operator that computes ``ref`` if its target is ``target`` and it has a single reader."""
+        """Return the operator that computes ``ref`` if its target is ``target`` and it has a single reader."""
         op = builder.producers.get(ref.name) if isinstance(ref, Ref) else None
         return op if op is not None and op.target == target and num_reads[op.name] == 1 else None
 
@@ -283,7 +283,7 @@ def fuse_gelu(builder: Builder, roots: frozenset[Ref]) -> None:
 
 
 def _gelu_input(op: Op, only: Callable[[object, str], Op | None]) -> Ref | None:
-    """The operand x of the gelu whose last product is ``op``; None if ``op`` is another product."""
+    """Return the operand x of the gelu whose last product is ``op``; None if ``op`` is another product."""
     for first, second in (op.args[:2], op.args[1::-1]):
         halved, shifted = only(first, "aten.mul.Tensor"), only(second, "aten.add.Tensor")
         if halved is None or shifted is None or halved.args[1] != 0.5 or shifted.args[1] != 1.0:

@@ -43,7 +43,7 @@ def _mm(builder: Builder, call: Call) -> Value:
 
 
 def _is_weight(builder: Builder, ref: Argument) -> bool:
-    """Whether an argument is a parameter of rank 2."""
+    """Return whether an argument is a parameter of rank 2."""
     return isinstance(ref, Ref) and ref.name in builder.parameters and len(builder.shape(ref)) == 2
 
 
@@ -261,7 +261,7 @@ def swap_norms(model: torch.nn.Module) -> None:
 
 
 def _cumulative(norm: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
-    """The forward of a batch norm with ``momentum=None``, whose running statistics are the mean of those of all batches."""
+    """Return the forward of a batch norm with ``momentum=None``, whose running statistics are the mean of those of all batches."""
     norm._check_input_dim(x)  # type: ignore[no-untyped-call]
     running = norm.running_mean, norm.running_var
     assert norm.num_batches_tracked is not None
@@ -276,7 +276,7 @@ def _cumulative(norm: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
 
 
 def _instance_norm(norm: _InstanceNorm, x: torch.Tensor) -> torch.Tensor:
-    """The forward of an instance norm in training.
+    """Return the forward of an instance norm in training.
 
     Each sample is normalised by its statistics. The running statistics are moving averages of the mean of these over the samples.
     """
@@ -423,7 +423,7 @@ def _bags(builder: Builder, call: Call) -> Value:
 
 
 def _bag_length(builder: Builder, offsets: Ref, num_ids: int, num_bags: int) -> int:
-    """The common length of all bags; 0 if they differ in length or their offsets are not constant."""
+    """Return the common length of all bags; 0 if they differ in length or their offsets are not constant."""
     value = builder.values.get(offsets)
     if value is None or not num_bags or num_ids % num_bags:
         return 0

@@ -223,7 +223,7 @@ def over_samples(builder: Builder, loss: Ref, inputs: Sequence[Input], batch_siz
             of_samples.add(op.name)
 
     def as_mean(op: Op, term: Argument) -> Argument:
-        """The mean over the batch of a term that depends on no sample."""
+        """Return the mean over the batch of a term that depends on no sample."""
         spec = TensorSpec(shape=(batch_size,), dtype=op.spec.dtype)
         if isinstance(term, Ref):
             requires_grad = builder.specs[term].requires_grad
@@ -239,7 +239,7 @@ def over_samples(builder: Builder, loss: Ref, inputs: Sequence[Input], batch_siz
         return builder.append(replace(op, name=name, target=target, args=args, kwargs=(), outputs=(spec,)))
 
     def rewritten(ref: Ref) -> Ref:
-        """A scalar that depends on samples, with means in place of the terms that do not."""
+        """Return a scalar that depends on samples, with means in place of the terms that do not."""
         op = builder.producers.get(ref.name)
         if op is None or op.spec.shape or op.target not in _ADDS | _SCALES:
             return ref
@@ -284,7 +284,7 @@ def _scatter_add(builder: Builder, call: Call) -> Value:
 
 
 def _is_zero(builder: Builder, argument: Argument) -> bool:
-    """Whether an argument is a constant tensor of zeros."""
+    """Return whether an argument is a constant tensor of zeros."""
     value = builder.values.get(argument) if isinstance(argument, Ref) else None
     return value is not None and not bool(value.any())
 
