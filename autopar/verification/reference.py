@@ -54,7 +54,7 @@ class Trained(TypedDict):
     Attributes:
         losses: one for each step.
         gradients: those of the first step, by the model's names.
-        parameters: all parameters after the last step, and buffers that the steps changed.
+        parameters: those with a gradient after the last step, and buffers that the steps changed.
     """
 
     losses: tuple[float, ...]
@@ -93,7 +93,8 @@ def _trained(model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> Train
         if step == 0:
             gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    # experts that no token reaches have no gradient here, and one of zeros where ranks run them as an opaque module
+    parameters = {name: p.detach() for name, p in model.named_parameters() if p.grad is not None}
     parameters |= {name: new for name, new in model.named_buffers() if not torch.equal(new, buffers[name])}
     return {"losses": tuple(losses), "gradients": gradients, "parameters": parameters}
 
