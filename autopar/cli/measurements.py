@@ -19,6 +19,7 @@ from autopar.cli.options import (
     cache_dir,
     print_result,
     progress,
+    refuse_beside,
     split_pins,
     warn,
     write_report,
@@ -172,6 +173,9 @@ def validate(
     A run that cannot be predicted is reported with its error; the others are predicted, and the exit code is 1.
     """
     if from_run is not None:
+        refuse_beside(
+            "beside --from-run", leave_one_out=leave_one_out, calibrate=calibrate, html=html, markdown=markdown
+        )
         _from_run(from_run, files or [], as_json)
         return
     if out is not None:

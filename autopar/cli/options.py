@@ -267,6 +267,17 @@ def takes_plan_options(*, without: Sequence[str] = (), **otherwise: Any) -> Call
     return with_options
 
 
+def refuse_beside(what: str, **options: object) -> None:
+    """Refuse options that would have no effect.
+
+    Raises:
+        UsageError: one of them is given, beside ``what``.
+    """
+    for name, value in options.items():
+        if value:
+            raise UsageError(f"--{name.replace('_', '-')} has no effect {what}", fix="Leave it out")
+
+
 def parse_cluster(text: str) -> Cluster:
     """Return the cluster of ``--cluster``; measurements of this machine are in :func:`cache_dir`."""
     from autopar.hardware.cluster import Cluster

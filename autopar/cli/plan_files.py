@@ -19,6 +19,7 @@ from autopar.cli.options import (
     print_result,
     print_text,
     progress,
+    refuse_beside,
     split_pins,
     write_report,
 )
@@ -152,6 +153,10 @@ def verify(
     from autopar.verification.compared_models import is_plan, of_file, of_model
     from autopar.verification.results import render_verification, verification
 
+    if is_plan(target):
+        refuse_beside("on a plan", cluster=cluster, pin=pin, global_batch=global_batch, seq=seq, opaque=opaque)
+    else:
+        refuse_beside("without a plan", model=model)
     with progress("tracing the model") as advance:
         if is_plan(target):
             plan, subject, graph = of_file(Path(target), model)

@@ -16,6 +16,7 @@ from autopar.cli.options import (
     parse_cluster,
     print_result,
     progress,
+    refuse_beside,
     split_pins,
     takes_plan_options,
     warn,
@@ -175,6 +176,7 @@ def explain(
 
     plan = Plan.load(plan_file)
     if not why_not:
+        refuse_beside("without --why-not", model=model)
         print_result(
             as_json,
             lambda: {"reasons": list(plan.search.reasons), "pins": list(plan.pins), "notes": list(plan.notes)},
@@ -185,6 +187,8 @@ def explain(
     from autopar.planner.space.pins import replaced
 
     pins = split_pins(why_not)
+    if not pins:
+        raise UsageError(f"--why-not {why_not[0]} names no pin", fix="Write for example --why-not tp=4")
     name = model or model_of(plan, plan_file)
     other = make_plan(
         "search",

@@ -8,6 +8,7 @@ rank 0 writes an offer with the names that it has read. The ranks that find thei
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -370,7 +371,7 @@ def command(
         max_restarts: how often all ranks are restarted after one has failed.
 
     Raises:
-        UsageError: the number of ranks is not divisible by that of machines, or several machines have no rendezvous.
+        UsageError: the number of ranks is not divisible by that of machines, or several machines have no rendezvous of this form.
     """
     ranks = plan.mesh.world_size
     if ranks % nodes:
@@ -383,6 +384,8 @@ def command(
             f"{nodes} machines need a place to meet" if nodes > 1 else "One machine alone meets nobody",
             fix="Give --nodes and --rendezvous HOST:PORT together",
         )
+    if rendezvous is not None and not re.fullmatch(r".+:\d+", rendezvous):
+        raise UsageError(f"'{rendezvous}' is no place to meet", fix="Write for example --rendezvous node0:29500")
     restarts = [f"--max-restarts={max_restarts}"] if max_restarts else []
     place = ["--standalone"]
     if rendezvous is not None:

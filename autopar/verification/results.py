@@ -247,7 +247,7 @@ GRAPH_TOLERANCE = 1e-5
 def render_verification(report: VerifyReport, plan: Plan) -> str:
     """Return the plan in a few lines, followed by :func:`render_report`."""
     schedule = "" if plan.schedule == "none" else f", {plan.schedule}"
-    batches = f"{plan.num_micro_batches} micro-batches of {micro_batch_text(plan)}"
+    batches = f"{plan.num_micro_batches} micro-batch{'es' * (plan.num_micro_batches > 1)} of {micro_batch_text(plan)}"
     head = f"{plan.model.name} on {plan.cluster}: {plan.mesh}, ZeRO {plan.zero_stage}{schedule}, {batches}"
     return "\n".join((head, *_splits(plan), render_report(report)))
 

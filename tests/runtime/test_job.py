@@ -289,6 +289,7 @@ def test_one_machine_takes_all_ranks_and_several_meet() -> None:
     [
         ({"nodes": 3, "rendezvous": "first:29500"}, "16 ranks do not divide among 3 machines"),
         ({"nodes": 2}, "2 machines need a place to meet"),
+        ({"nodes": 2, "rendezvous": "first"}, "'first' is no place to meet"),
         ({"rendezvous": "first:29500"}, "One machine alone meets nobody"),
     ],
 )
