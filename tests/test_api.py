@@ -119,7 +119,7 @@ def test_arguments_of_another_kind_are_refused(given: dict[str, Any], message: s
         autopar.search(mlp(), **{"cluster": "cpu:1x2", "global_batch_size": 4, **given})
 
 
-@pytest.mark.parametrize("inputs", [3, "x", {1, 2}, iter([])], ids=repr)
+@pytest.mark.parametrize("inputs", [3, "x", {1, 2}, iter([])], ids=["number", "text", "set", "iterator"])
 def test_example_inputs_that_are_no_batch_are_refused(inputs: Any) -> None:
     with pytest.raises(UsageError, match="Give a batch: a dict of tensors by the names of forward's parameters"):
         autopar.trace(torch.nn.Linear(8, 8), example_inputs=inputs)
