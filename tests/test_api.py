@@ -111,7 +111,7 @@ def test_pins_that_are_no_texts_are_refused(keyword: str, wrong: Any) -> None:
         ({"storage": "sqlite://", "study_name": 3}, "study_name takes a text, but got 3"),
         ({"cache_dir": 3}, "The cache_dir is 3. Give the path of a folder"),
         ({"precision": "bf16"}, "The graph was traced for float32, but a plan in bf16 computes in bfloat16"),
-        ({"loss_fn": max}, "loss_fn does not go with a graph, which has its own. Give loss_fn to autopar.trace"),
+        ({"loss_fn": max}, "loss_fn cannot be given with a graph. Give loss_fn to autopar.trace"),
     ],
 )
 def test_arguments_of_another_kind_are_refused(given: dict[str, Any], message: str) -> None:

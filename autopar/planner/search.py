@@ -104,7 +104,7 @@ def _check_traced_for(graph: Graph, request: Request) -> None:
     """
     for name in ("example_inputs", "loss_fn"):
         if getattr(request, name) is not None:
-            raise UsageError(f"{name} does not go with a graph, which has its own", fix=f"Give {name} to autopar.trace")
+            raise UsageError(f"{name} cannot be given with a graph", fix=f"Give {name} to autopar.trace")
     dtypes = {p.spec.dtype for p in graph.parameters if p.spec.dtype.is_floating_point}
     compute = getattr(torch, request.recipe.compute)
     if dtypes - {compute}:

@@ -86,7 +86,7 @@ def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
         return in_autocast(place)
     if "FlexAttention" in text:
         return TraceError(
-            "flex_attention cannot be traced",
+            "A call of flex_attention cannot be traced",
             where=place,
             fix="Use torch.nn.functional.scaled_dot_product_attention with a mask (in transformers: attn_implementation='sdpa')",
         )

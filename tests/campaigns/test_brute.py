@@ -17,7 +17,7 @@ from tools.campaigns.small import draw, tiny
 SEEDS = (5, 7, 10, 13, 17)
 """Of problems without ``tp``, whose blocks are larger: cuts, recompute, ZeRO and schedules."""
 
-OF_CPUS = [(2, 2, 1), (5, 4, 2), (44, 4, 1), (13, 4, 3)]
+OF_CPUS = [(2, 2, 1), (35, 4, 2), (44, 4, 1), (13, 4, 3)]
 """Seeds, ranks and the cores that these divide."""
 
 OVERHEADS = """

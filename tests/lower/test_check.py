@@ -119,7 +119,7 @@ STAGES = {8: "tp=2 pp=2 dp_shard=2", 64: "tp=4 pp=2 dp_shard=8", 1024: "tp=8 pp=
 
 
 def lowered(graph: Graph, world_size: int, pins: str, *, samples: int = 4) -> Program:
-    options = {"cluster": CLUSTERS[world_size], "global_batch_size": samples * world_size, "precision": "bf16"}
+    options = {"cluster": CLUSTERS[world_size], "global_batch_size": samples * world_size, "precision": "fp32"}
     plan = estimate(graph, pins=pins.split(), **options)
     assert plan.mesh.world_size == world_size
     return lower(plan, graph)

@@ -212,7 +212,7 @@ def test_a_block_that_is_too_wide_changes_a_value_to_fewer_types(monkeypatch: py
     assert found.solve(Weights()).value >= free.value
 
 
-def _scan(self: Any, x: Tensor) -> Tensor:
+def forward(self: Any, x: Tensor) -> Tensor:
     drive, state, states = self.inside(x), torch.zeros_like(x[:, 0]), []
     for t in range(x.shape[1]):
         state = torch.tanh(0.5 * state + drive[:, t])
@@ -222,7 +222,7 @@ def _scan(self: Any, x: Tensor) -> Tensor:
 
 @cache
 def scan() -> Graph:
-    return trace(model_of(_scan, inside=nn.Linear(8, 8), outside=nn.Linear(8, 8)), (torch.zeros(4, 6, 8),))
+    return trace(model_of(forward, inside=nn.Linear(8, 8), outside=nn.Linear(8, 8)), (torch.zeros(4, 6, 8),))
 
 
 @pytest.mark.parametrize("model", ["attention", "loop"])

@@ -383,7 +383,7 @@ def test_processes_with_a_sampler_give_the_plan_of_one_and_survive_deaths(graph:
 @pytest.mark.slow
 def test_a_worker_does_a_whole_search(graph: Graph, alone: Plan, tmp_path: Path, checkout: Path) -> None:
     task, url = task_of(graph), f"sqlite:///{tmp_path / 'study.db'}"
-    job = Job(task=task, rules=(), limits=Limits(), storage=url, study_name=study_name(task), identity=identity(task),
+    job = Job(task=task, rules={}, limits=Limits(), storage=url, study_name=study_name(task), identity=identity(task),
               durable=True, parent=os.getpid())  # fmt: skip
     (tmp_path / "job").write_bytes(pickle.dumps(job))
     command = [sys.executable, "-m", "autopar.planner.studies.worker_main", str(tmp_path / "job")]

@@ -200,7 +200,9 @@ def strided(builder: Builder, call: Call, traced: torch.Tensor) -> Value:
     length = 1 + max(at + sum((n - 1) * step for n, step in zip(*dims, strict=True)) for *dims, at in layouts)
     if length > FOLD_LIMIT or not call.spec.numel:
         raise TraceError(
-            f"as_strided over {length} elements is not supported", where=call.source or call.name, fix=_NO_STRIDES
+            f"A call of as_strided over {length} elements is not supported",
+            where=call.source or call.name,
+            fix=_NO_STRIDES,
         )
     elements = torch.full((length,), -1)  # the element of x at each place of the memory
     own = torch.arange(traced.numel()).view(traced.shape)
@@ -208,7 +210,9 @@ def strided(builder: Builder, call: Call, traced: torch.Tensor) -> Value:
     read = elements.as_strided(size, stride, first)
     if (read < 0).any():
         raise TraceError(
-            "as_strided reads memory that is not the tensor's", where=call.source or call.name, fix=_NO_STRIDES
+            "A call of as_strided reads memory that is not the tensor's",
+            where=call.source or call.name,
+            fix=_NO_STRIDES,
         )
     samples = traced.shape[0]
     of_each = own.flatten()[:: traced.numel() // samples].view(-1, *(1,) * (read.dim() - 1))
