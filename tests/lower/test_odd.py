@@ -256,6 +256,7 @@ def put(places: Callable[..., Any], value: Callable[..., Any]) -> nn.Module:
         lambda y, place, mask: (torch.arange(y.shape[0]), place),
         lambda y, place, mask: (torch.arange(y.shape[0])[:, None], torch.stack([place, place - 2], dim=1)),
         lambda y, place, mask: (slice(None), [0, 2]),
+        lambda y, place, mask: (mask[:, 0], slice(None), ...),
     ],
 )
 def test_what_is_put_at_places_leaves_samples_apart(places: Callable[..., Any], value: Callable[..., Any]) -> None:
@@ -279,3 +280,17 @@ def test_strides_are_those_of_the_trace(turned: bool) -> None:
     )
     with pytest.raises(TraceError, match="as_strided reads memory that is not the tensor's"):
         autopar.trace(outside, example_inputs={"x": torch.randn(2, 5, 4)})
+
+
+def test_indices_of_a_put_may_end_in_none() -> None:
+    """As calls of the operator itself have them; slices of Python leave none."""
+
+    def forward(self: Any, x: Tensor, mask: Tensor, place: Tensor) -> Tensor:
+        y = torch.ops.aten.index_put(self.linear(x), [mask, None], torch.tensor(0.5))
+        y = torch.ops.aten.index_put(y[:, None], [torch.arange(len(y)), place, None], self.row)
+        return y.square().sum()
+
+    model = model_of(forward, linear=nn.Linear(4, 4), row=nn.Parameter(torch.randn(4)))
+    mask, place = torch.tensor([True, False, False, True]), torch.zeros(4, dtype=torch.int64)
+    check(model, {"x": torch.randn(4, 4), "mask": mask, "place": place}, ["tp=2"])
+    check(model, {"x": torch.randn(4, 4), "mask": mask, "place": place}, ["dp_shard=2", "num_micro_batches=2"])

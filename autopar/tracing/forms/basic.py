@@ -347,7 +347,7 @@ def put_where(builder: Builder, call: Call) -> Value:
     if given["accumulate"] or len(masks) != 1 or builder.specs[masks[0]].dtype != torch.bool:
         return generic(builder, call)
     dims = len(call.spec.shape)
-    num_behind = dims - (len(indices) - 1) - len(builder.shape(masks[0]))
+    num_behind = dims - indices.index(masks[0]) - len(builder.shape(masks[0]))  # indices may end in None
     first, behind = builder.shape(value)[: -num_behind or dims], builder.shape(value)[-num_behind or dims :]
     if any(size != 1 for size in first):
         return generic(builder, call)

@@ -168,9 +168,9 @@ def _put_in_each(builder: Builder, call: Call) -> Value:
 def _rows_of_each(builder: Builder, call: Call, source: Ref, indices: tuple[Argument, ...]) -> Ref | None:
     """Return the index of a gather along dim 1 of the rows at ``[arange(n), i]`` with i [n, ...]; None if the indices are no such."""
     shape = builder.shape(source)
-    if len(indices) != 2 or not all(isinstance(index, Ref) for index in indices):
+    if len(indices) < 2 or not all(isinstance(index, Ref) for index in indices[:2]) or any(indices[2:]):
         return None
-    first, second = indices
+    first, second = indices[:2]
     assert isinstance(first, Ref) and isinstance(second, Ref)
     counting, spec = builder.values.get(first), builder.specs[second]
     if counting is None or second in builder.values or spec.dtype != torch.int64 or spec.shape[:1] != shape[:1]:
@@ -205,8 +205,8 @@ def strided(builder: Builder, call: Call, traced: torch.Tensor) -> Value:
             fix=_NO_STRIDES,
         )
     elements = torch.full((length,), -1)  # the element of x at each place of the memory
-    own = torch.arange(traced.numel()).view(traced.shape)
-    elements.as_strided(*layouts[1]).copy_(own)
+    numbers = torch.arange(traced.numel()).view(traced.shape)
+    elements.as_strided(*layouts[1]).copy_(numbers)
     read = elements.as_strided(size, stride, first)
     if (read < 0).any():
         raise TraceError(
@@ -215,7 +215,7 @@ def strided(builder: Builder, call: Call, traced: torch.Tensor) -> Value:
             fix=_NO_STRIDES,
         )
     samples = traced.shape[0]
-    of_each = own.flatten()[:: traced.numel() // samples].view(-1, *(1,) * (read.dim() - 1))
+    of_each = numbers.flatten()[:: traced.numel() // samples].view(-1, *(1,) * (read.dim() - 1))
     if len(read) == samples and torch.equal(read, read[:1] + of_each):
         rows, read = view_to(builder, call, source, (samples, traced.numel() // samples)), read[0]
     else:
