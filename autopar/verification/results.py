@@ -29,7 +29,7 @@ DOUBLE_LOSS_TOLERANCE = 1e-10
 DOUBLE_TENSOR_TOLERANCE = 1e-9
 """Relative error up to which gradients and parameters in fp64 agree.
 
-Rounding in fp64 is 1e-16. The errors of a tensor of nothing but rounding are relative to 1e-6 of the largest one (see :func:`worst`), so
+Rounding in fp64 is 1e-16. The errors of a tensor of nothing but rounding are relative to 1e-6 of the largest one (see :func:`~autopar.verification.reference.worst`), so
 that its rounding counts as 1e-10, and as a few times that after sums in another order."""
 _TOLERANCES = {
     "fp32": (LOSS_TOLERANCE, TENSOR_TOLERANCE),

@@ -48,7 +48,7 @@ class Work:
         is_attention: whether the products are those of fused attention, which has its own rate.
         dtype: the dtype of products where it is not the operator's.
         num_bytes, backward_bytes: bytes read and written.
-        beside_bytes: bytes read and written in backward by kernels other than the products' (sums for a bias).
+        backward_extra_bytes: bytes read and written in backward by kernels other than the products' (sums for a bias).
         launches, backward_launches: kernel launches; 0 for a view.
         saved: the positions of the operands that backward needs.
         saves_output: whether backward needs the output.

@@ -1,6 +1,6 @@
 """Sums of gradients that FSDP does not do: which all-reduces the runtime runs, and when they can start.
 
-Source: ``runtime/gradients.py`` and ``runtime/assemble.py``. A parameter that FSDP does not hold (all of them without ZeRO and mixed
+Source: ``runtime/step/gradients.py`` and ``runtime/assemble.py``. A parameter that FSDP does not hold (all of them without ZeRO and mixed
 precision, else scalars and experts over data ranks) is summed over the data axes and over the axes on which its gradient is pending. It is
 in a bucket that starts as soon as the last micro-batch's gradients of its members exist. What FSDP holds is summed over pending axes after
 the last backward, all of one set of axes together.

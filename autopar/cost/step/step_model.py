@@ -126,7 +126,7 @@ class StepModel:
         Args:
             block: the block.
             recompute: its mode of recompute.
-            beside: pairs of blocks that may be before and after it; the least over them counts. If empty, these are blocks like itself.
+            neighbours: pairs of blocks that may be before and after it; the least over them counts. If empty, these are blocks like itself.
         """
         data, interference = self.data, self.ranks.device.interference
         unit, (forward_s, backward_s) = self.unit(block), own_times(block, recompute)

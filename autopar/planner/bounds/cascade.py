@@ -178,7 +178,7 @@ class Cascade:
         return lower
 
     def _work_of_s(self, candidate: Candidate, typed: TypedLayout) -> float:
-        """Return the work relaxation of a typed layout in seconds, as :meth:`Columns.work_s` with equal ranks."""
+        """Return the work relaxation of a typed layout in seconds, as :meth:`~autopar.planner.bounds.columns.Columns.work_s` with equal ranks."""
         if typed.solution is None:
             return 0.0
         members = self.context.layouts.compact.members

@@ -110,7 +110,7 @@ class BlockOptions:
             modes: the activation modes that it may have.
             step: how the devices run it.
             model: the cost model of these devices.
-            beside: the blocks that may stand next to it.
+            neighbours: the blocks that may stand next to it.
         """
         options = []
         private_cost = without_shared(cost)
