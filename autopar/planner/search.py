@@ -239,7 +239,7 @@ class SearchContext:
         layouts: all layouts of the model.
         modes: the recompute modes that the space allows.
         recompute, stages: the pinned mode and the pinned stage of blocks of ``graph``, by position.
-        moved: the blocks whose activations are pinned to the host.
+        offloaded: the blocks whose activations are pinned to the host.
         buckets: the sizes of gradient buckets in bytes, of which a plan takes the fastest.
         flops_per_sample: the FLOPs of matrix products of one sample, forward and backward.
         tokens_per_sample: the tokens of one sample; 1 if it is no sequence of ids.
@@ -254,7 +254,7 @@ class SearchContext:
     modes: tuple[Recompute, ...]
     recompute: Mapping[int, Recompute]
     stages: Mapping[int, int]
-    moved: frozenset[int]
+    offloaded: frozenset[int]
     buckets: tuple[int, ...]
     flops_per_sample: float
     tokens_per_sample: int
@@ -263,7 +263,7 @@ class SearchContext:
     def of(cls, graph: Graph, model: CostModel, *, global_batch_size: int, pins: Pins, space: Space) -> SearchContext:
         """Return the context of a search."""
         layouts = Layouts(graph, model, global_batch_size=global_batch_size, pins=pins, space=space)
-        moved = pins.moved(graph)
+        offloaded = pins.offloaded(graph)
         return cls(
             graph=graph,
             model=model,
@@ -271,10 +271,10 @@ class SearchContext:
             pins=pins,
             global_batch_size=global_batch_size,
             layouts=layouts,
-            modes=space.recompute if not moved else tuple(m for m in space.recompute if m != "selective"),
+            modes=space.recompute if not offloaded else tuple(m for m in space.recompute if m != "selective"),
             recompute=pins.recompute(graph),
             stages=pins.stages(graph),
-            moved=moved,
+            offloaded=offloaded,
             buckets=pins.buckets(space.bucket_bytes),
             flops_per_sample=flops_per_sample(layouts.compact, model.device.kernel_kind),
             tokens_per_sample=tokens_per_sample(graph),
@@ -369,7 +369,7 @@ class Evaluation:
     """
 
     candidate: Candidate
-    option: PricedLayout
+    layout: PricedLayout
     stops: tuple[int, ...]
     modes: tuple[Mode, ...]
     prediction: Prediction

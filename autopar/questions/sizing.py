@@ -277,7 +277,9 @@ def _least_time_s(planner: Planner) -> float:
     """
     batch_size, evaluator = planner.task.global_batch_size, planner.evaluator
     keys = [LayoutKey(micro_batch_size=m, tp=batch_size) for m in planner.task.space.micro_batches if m <= batch_size]
-    times = (evaluator.plans.placed.least_s(evaluator.layouts.unsplit(key)) / key.micro_batch_size for key in keys)
+    times = (
+        evaluator.plans.rank_devices.least_s(evaluator.layouts.unsplit(key)) / key.micro_batch_size for key in keys
+    )
     return batch_size * min(times, default=0.0)
 
 

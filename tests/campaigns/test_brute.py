@@ -116,7 +116,7 @@ def check_candidates(small: Small) -> None:
         choice = Choice(
             mesh=mesh, micro_batch_size=candidate.micro_batch_size, zero_stage=candidate.zero_stage,
             schedule=candidate.schedule, virtual_stages=candidate.virtual_stages, offload=candidate.offload,
-            moves=candidate.moves,
+            moves=candidate.offloads_activations,
         )  # fmt: skip
         best = best_of(whole.fronts[choice], planner.evaluator.model.fitting_bytes)
         assert best is None or max(bounds_s) <= best.time_s * (1 + ROUNDING), candidate

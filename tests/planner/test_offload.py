@@ -14,7 +14,7 @@ from autopar.plan.file import plan_from_dict, plan_to_dict
 from autopar.plan.plan import Plan
 from autopar.planner.planner import Planner
 from autopar.planner.space.space import Hosted, load_space
-from autopar.planner.stages.recompute import MOVED, BlockOption, CutBlock
+from autopar.planner.stages.recompute import OFFLOADED, BlockOption, CutBlock
 from autopar.planner.stages.stage_cut import Cut, CutBlocks, cut, stage_masks
 from autopar.planner.studies.study import params
 from autopar.util.files import data_files
@@ -58,14 +58,14 @@ def test_no_bound_is_above_a_plan_whose_blocks_keep_on_the_host(memory: str) -> 
     assert found.best.prediction.breakdown.offload_s > 0
 
 
-@pytest.mark.parametrize(("memory", "moved"), [("16GB", 0), ("560MB", 5), ("500MB", 6)])
-def test_the_search_moves_what_blocks_keep_where_that_pays(memory: str, moved: int) -> None:
+@pytest.mark.parametrize(("memory", "offloaded"), [("16GB", 0), ("560MB", 5), ("500MB", 6)])
+def test_the_search_moves_what_blocks_keep_where_that_pays(memory: str, offloaded: int) -> None:
     """Of all candidates the best is found, and no bound is above a plan."""
     pins = ("micro_batch=2048", "pp<=2", "tp=1")
     found, plans = check_search(lambda: made(memory, *pins, tried=("activations",), batch=8192))
-    assert all(candidate.moves or MOVED not in plan.modes for candidate, plan in plans.items())
-    assert any(c.moves for c in plans)
-    assert found.best.modes.count(MOVED) == moved
+    assert all(candidate.offloads_activations or OFFLOADED not in plan.modes for candidate, plan in plans.items())
+    assert any(c.offloads_activations for c in plans)
+    assert found.best.modes.count(OFFLOADED) == offloaded
 
 
 def test_a_plan_says_which_blocks_the_search_moved(tmp_path: Path) -> None:
@@ -83,10 +83,10 @@ def test_a_plan_says_which_blocks_the_search_moved(tmp_path: Path) -> None:
 def test_blocks_that_move_stand_evenly_among_those_that_do_not() -> None:
     """So that each has others' forwards to copy beside; copies that are longer than all of them are waited for."""
     plain = BlockOption(mode="none", time_s=3.0, held_bytes=10.0, transient_bytes=0.0, forward_s=1.0)
-    moved = BlockOption(
-        mode=MOVED, time_s=3.0, held_bytes=0.0, transient_bytes=0.0, forward_s=1.0, down_s=2.0, up_s=2.0
+    offloaded = BlockOption(
+        mode=OFFLOADED, time_s=3.0, held_bytes=0.0, transient_bytes=0.0, forward_s=1.0, down_s=2.0, up_s=2.0
     )
-    block = CutBlock(key=0, options=(plain, moved), static_bytes=0.0)
+    block = CutBlock(key=0, options=(plain, offloaded), static_bytes=0.0)
 
     def within(limit_bytes: float) -> Cut | None:
         masks = stage_masks(8, 1, None, {})
@@ -95,10 +95,10 @@ def test_blocks_that_move_stand_evenly_among_those_that_do_not() -> None:
         )
 
     half = within(40.0)
-    assert half.modes == ("none", MOVED) * 4
+    assert half.modes == ("none", OFFLOADED) * 4
     assert half.time_s == 8 * 3.0 + 2.0  # the last one up
     most = within(20.0)
-    assert most.modes.count(MOVED) == 6
+    assert most.modes.count(OFFLOADED) == 6
     assert most.time_s == 8 * 3.0 + (6 * 2.0 - 8 * 1.0) + 2.0
 
 

@@ -34,8 +34,8 @@ from autopar.rules.local_calls import conversion
 from autopar.rules.strategy import Strategy, Typing
 
 TP = "tp"
-Way = Recompute | Literal["moved"]
-MOVING: tuple[Way, ...] = ("none", "moved", "full")
+Way = Recompute | Literal["offloaded"]
+WITH_OFFLOAD: tuple[Way, ...] = ("none", "offloaded", "full")
 """Where blocks may keep on the host what their backward needs, none recomputes selectively."""
 
 
@@ -78,7 +78,7 @@ class Choice:
 class Point:
     """A plan: its time, the peak of its fullest rank, and what it is.
 
-    ``ways``: of each block its mode of recompute, or ``moved``: it keeps on the host what its backward needs.
+    ``ways``: of each block its mode of recompute, or ``offloaded``: it keeps on the host what its backward needs.
     """
 
     time_s: float
@@ -252,7 +252,7 @@ class _Enumeration:
         self, costs: Sequence[BlockCost], step: Step, virtual_stages: int, layout: int, *, moves: bool
     ) -> Iterator[Point]:
         """Every cut with every choice of recompute, or of what lives on the host, that fits there."""
-        every = [[(way, self._run(cost, way)) for way in (MOVING if moves else modes(cost))] for cost in costs]
+        every = [[(way, self._run(cost, way)) for way in (WITH_OFFLOAD if moves else modes(cost))] for cost in costs]
         for stops, chosen in product(cuts(len(costs), step.mesh.pp * virtual_stages), product(*every)):
             stages = [
                 StageCost(
@@ -276,7 +276,7 @@ class _Enumeration:
 
     def _run(self, cost: BlockCost, way: Way) -> tuple[BlockCost, Recompute]:
         """A block as it runs, and what it recomputes."""
-        if way != "moved":
+        if way != "offloaded":
             return cost, way
         if id(cost) not in self._hosted:
             self._hosted[id(cost)] = (cost, replace(cost, offloads=True))

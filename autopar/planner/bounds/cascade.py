@@ -92,7 +92,7 @@ class Cascade:
         lower = self.layout_bounds_s(candidate, layouts, goal_s)
         for i in sorted(range(len(layouts)), key=lower.__getitem__):
             typed = layouts[i]
-            if lower[i] >= goal_s or candidate.moves or self.context.moved:
+            if lower[i] >= goal_s or candidate.offloads_activations or self.context.offloaded:
                 continue
             priced = self.context.layouts.price(typed)
             if candidate.mesh.pp == 1:
@@ -108,7 +108,9 @@ class Cascade:
                     if lower[i] >= goal_s:
                         continue
                 # Among equal ranks fractions of blocks spread as evenly as whole blocks: integer programs take long and raise little.
-                is_near = whole_s is not None and (lower[i] >= whole_s or not self.maker.placed.is_mixed(candidate))
+                is_near = whole_s is not None and (
+                    lower[i] >= whole_s or not self.maker.rank_devices.is_mixed(candidate)
+                )
                 aim_s = 0.0 if is_near else whole_s
                 bound = chain_bound(instance, goal_s, (*known, *proofs), above_s=lower[i], whole_s=aim_s, rounds=rounds)
                 if bound is not None:

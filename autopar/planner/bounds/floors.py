@@ -19,7 +19,7 @@ from autopar.plan.mesh import EXPERT_AXIS
 from autopar.plan.plan import Recompute
 from autopar.planner.bounds.instance import BlockFloor, FloorTable, ModeFloor, are_inside, at_both_ends, least_sums_s
 from autopar.planner.layouts.layout import LayoutKey, PricedLayout
-from autopar.planner.stages.cut_problem import EqualBlocks
+from autopar.planner.stages.cut_problem import BlockClasses
 from autopar.rules.local_calls import SPREAD
 
 
@@ -54,7 +54,7 @@ class BlockFloors:
         model: the cost model of the device.
     """
 
-    def __init__(self, blocks: EqualBlocks, model: CostModel) -> None:
+    def __init__(self, blocks: BlockClasses, model: CostModel) -> None:
         self.blocks, self.model = blocks, model
         ends = [-1, *blocks.class_of, -1]
         self.neighbours: list[set[tuple[int, int]]] = [set() for _ in blocks.counts]
@@ -300,7 +300,7 @@ class BlockFloors:
         if layout not in self._costs:
             costs = []
             for k, cost in enumerate(layout.costs):
-                if self.blocks.is_moved[k] or self.blocks.moves:
+                if self.blocks.is_offloaded[k] or self.blocks.may_offload:
                     cost = replace(cost, saved_bytes=0, input_bytes=0, saved_input_bytes=0)
                 costs.append(without_shared(cost) if k else cost)
             self._costs[layout] = costs

@@ -14,8 +14,8 @@ from autopar.planner.bounds.instance import FloorTable, PipelineInstance, are_in
 from autopar.planner.layouts.layout import PricedLayout, TypedLayout
 from autopar.planner.search import SearchContext
 from autopar.planner.space.candidates import Candidate
-from autopar.planner.stages.block_options import Placed
-from autopar.planner.stages.cut_problem import EqualBlocks
+from autopar.planner.stages.block_options import RankDevices
+from autopar.planner.stages.cut_problem import BlockClasses
 
 Places = frozenset[int]
 """The node groups that a pipeline rank lies on; several are priced as the slowest of them."""
@@ -29,9 +29,9 @@ class InstanceMaker:
     """
 
     def __init__(self, context: SearchContext) -> None:
-        self.context, self.placed = context, Placed(context.layouts, context.model)
+        self.context, self.rank_devices = context, RankDevices(context.layouts, context.model)
         self._everywhere = frozenset(range(len(context.model.cluster.groups)))
-        self._blocks = {moves: EqualBlocks(context, moves=moves) for moves in (False, True)}
+        self._blocks = {may_offload: BlockClasses(context, may_offload=may_offload) for may_offload in (False, True)}
         groups, _ = self._blocks[False].groups()
         self._runs = runs_of(context.layouts.compact.class_of)
         self._groups = tuple(tuple(group) for group in groups)
@@ -85,7 +85,10 @@ class InstanceMaker:
         base = self._instance(candidate, {self._everywhere: floors.priced(layout, step)[0]})
         read_bytes = float(sum(ChainMap(*self._reads(layout)).values()))
         return replace(
-            base, forward_s=(forward_s,), limit_bytes=(self.placed.tensor_bytes(floors.model),), read_bytes=read_bytes
+            base,
+            forward_s=(forward_s,),
+            limit_bytes=(self.rank_devices.tensor_bytes(floors.model),),
+            read_bytes=read_bytes,
         )
 
     def _reads(self, layout: PricedLayout) -> list[dict[str, int]]:
@@ -99,7 +102,7 @@ class InstanceMaker:
             layout: the layout of the group's micro-batch, at the prices of its devices.
             model: the cost model of the group alone.
         """
-        return self._with_ends(candidate, layout, self._floors_on(model, moves=False))
+        return self._with_ends(candidate, layout, self._floors_on(model, may_offload=False))
 
     def one_stage(self, candidate: Candidate, layout: PricedLayout) -> PipelineInstance:
         """Return the instance of a candidate without a pipeline, including what a step takes over the floors of its blocks."""
@@ -136,7 +139,7 @@ class InstanceMaker:
 
         Virtual stages on equal devices are cut as evenly as whole blocks allow.
         """
-        if candidate.virtual_stages == 1 or self.placed.is_mixed(candidate):
+        if candidate.virtual_stages == 1 or self.rank_devices.is_mixed(candidate):
             return math.inf
         return self._blocks[False].most_blocks(layout, candidate.mesh.pp * candidate.virtual_stages)
 
@@ -165,19 +168,19 @@ class InstanceMaker:
     @property
     def floors(self) -> BlockFloors:
         """The floors of blocks on the slowest device; only activations that pins put on the host are left out."""
-        return self._floors_on(self.context.model, moves=False)
+        return self._floors_on(self.context.model, may_offload=False)
 
-    def blocks_of(self, candidate: Candidate) -> EqualBlocks:
+    def blocks_of(self, candidate: Candidate) -> BlockClasses:
         """Return which blocks of a candidate may form stages."""
-        return self._blocks[candidate.moves]
+        return self._blocks[candidate.offloads_activations]
 
     # --- devices
 
     def places(self, candidate: Candidate) -> tuple[Places, ...]:
         """Return for each pipeline rank the node groups that it lies on."""
         return (
-            self.placed.places(candidate)
-            if self.placed.is_mixed(candidate)
+            self.rank_devices.places(candidate)
+            if self.rank_devices.is_mixed(candidate)
             else (self._everywhere,) * candidate.mesh.pp
         )
 
@@ -185,14 +188,18 @@ class InstanceMaker:
         model, order = self.context.model.part(places), candidate.order
         # Which data ranks communicate depends on the order of node groups where a pipeline rank lies on several; elsewhere a rank holds
         # whole groups.
-        if order and self.placed.is_mixed(candidate) and any(len(groups) > 1 for groups in self.places(candidate)):
+        if (
+            order
+            and self.rank_devices.is_mixed(candidate)
+            and any(len(groups) > 1 for groups in self.places(candidate))
+        ):
             model = self.context.model.in_order(order).part(frozenset(map(order.index, places)))
-        return self._floors_on(model, moves=candidate.moves)
+        return self._floors_on(model, may_offload=candidate.offloads_activations)
 
-    def _floors_on(self, model: CostModel, *, moves: bool) -> BlockFloors:
-        if (model, moves) not in self._floors:
-            self._floors[model, moves] = BlockFloors(self._blocks[moves], model)
-        return self._floors[model, moves]
+    def _floors_on(self, model: CostModel, *, may_offload: bool) -> BlockFloors:
+        if (model, may_offload) not in self._floors:
+            self._floors[model, may_offload] = BlockFloors(self._blocks[may_offload], model)
+        return self._floors[model, may_offload]
 
     def _on(self, places: Places, layout: PricedLayout) -> PricedLayout:
         """Return a layout at the prices of the devices of these node groups."""
@@ -211,7 +218,7 @@ class InstanceMaker:
             groups=self._groups,
             floors=tuple(tables.values()),
             device_of_rank=tuple(kinds[places] for places in self.places(candidate)),
-            limit_bytes=tuple(map(self.placed.tensor_bytes, models)),
+            limit_bytes=tuple(map(self.rank_devices.tensor_bytes, models)),
             forward_s=action_s,
             backward_s=action_s,
         )

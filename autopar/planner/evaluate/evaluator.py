@@ -119,8 +119,8 @@ class Evaluator:
                 if is_slow or (math.isfinite(least) and self.chained_s(candidate, least, layouts=[typed]) >= least):
                     failures.append(Failure(is_slow=True))
                     continue
-                option = self.layouts.price(typed)
-                plan = self.plans.best(candidate, option, least, may_fit=bound < math.inf)
+                layout = self.layouts.price(typed)
+                plan = self.plans.best(candidate, layout, least, may_fit=bound < math.inf)
                 if isinstance(plan, Failure):
                     failures.append(plan)
                 elif best is None or plan.time_s < best.time_s:
@@ -147,11 +147,11 @@ class Evaluator:
 
         It assumes that ``cp`` and ``tp`` divide everything that one rank holds.
         """
-        if candidate.shares or self.plans.placed.is_mixed(candidate):
+        if candidate.shares or self.plans.rank_devices.is_mixed(candidate):
             return None  # a larger device may hold what is too much for one rank
-        option = self.context.unsplit(candidate)
+        layout = self.context.unsplit(candidate)
         device = self.model.device
-        least = self.plans.options.least_bytes(candidate, option, self.context.step(candidate, option))
+        least = self.plans.options.least_bytes(candidate, layout, self.context.step(candidate, layout))
         least /= candidate.mesh.cp * candidate.mesh.tp
         needs = round(least * (1 + device.fragmentation)) + device.reserved_bytes
         if needs <= self.model.fitting_bytes:

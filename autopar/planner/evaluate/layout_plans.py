@@ -32,7 +32,7 @@ from autopar.planner.stages.cut_problem import (
     leanest_bytes,
 )
 from autopar.planner.stages.exchange import exchanged
-from autopar.planner.stages.recompute import none_if_moved
+from autopar.planner.stages.recompute import recompute_of
 from autopar.planner.stages.refinement import improved, refined
 from autopar.planner.stages.stage_cut import Mask, cut, every_cut, stage_masks
 
@@ -47,7 +47,12 @@ class LayoutPlans:
     """
 
     def __init__(self, context: SearchContext, options: BlockOptions, maker: InstanceMaker) -> None:
-        self.context, self.options, self.placed, self.blocks_of = context, options, maker.placed, maker.blocks_of
+        self.context, self.options, self.rank_devices, self.blocks_of = (
+            context,
+            options,
+            maker.rank_devices,
+            maker.blocks_of,
+        )
         self.pinned, self.buckets = dict(context.stages), context.buckets
 
     def best(
@@ -91,8 +96,8 @@ class LayoutPlans:
         """
         if plan.candidate.mesh.pp == 1:
             return plan
-        problem = self.problem(plan.candidate, plan.option).with_buckets(plan.bucket_bytes)
-        is_given = self.pinned or self.context.moved or self.context.space.equal_stages
+        problem = self.problem(plan.candidate, plan.layout).with_buckets(plan.bucket_bytes)
+        is_given = self.pinned or self.context.offloaded or self.context.space.equal_stages
         # Given stages stay; where devices differ, the evaluation has already improved them.
         if not is_given and not problem.devices_differ:
             plan = self._searched(improved, problem, plan)
@@ -108,12 +113,12 @@ class LayoutPlans:
 
     def problem(self, candidate: Candidate, layout: PricedLayout) -> CutProblem:
         """Return the problem of cutting a candidate in a layout into stages."""
-        layout = self.placed.option(candidate, layout)
-        step = self.placed.step(self.context.step(candidate, layout), layout)
+        layout = self.rank_devices.priced(candidate, layout)
+        step = self.rank_devices.step(self.context.step(candidate, layout), layout)
         model, mesh = self.context.model.in_order(candidate.order), candidate.mesh
         parts = model.parts(mesh)
         options = tuple(
-            self.options.of_rank(layout.of_rank(rank), step, part, moves=candidate.moves)
+            self.options.of_rank(layout.of_rank(rank), step, part, may_offload=candidate.offloads_activations)
             for rank, part in enumerate(parts)
         )
         return CutProblem(
@@ -122,8 +127,8 @@ class LayoutPlans:
             layout=layout,
             model=model,
             block_options=options,
-            memory_limits=tuple(map(self.placed.fitting_bytes, parts)),
-            tensor_limits=tuple(map(self.placed.tensor_bytes, parts)),
+            memory_limits=tuple(map(self.rank_devices.fitting_bytes, parts)),
+            tensor_limits=tuple(map(self.rank_devices.tensor_bytes, parts)),
             pinned=self.pinned,
             allowed_stages=tuple(self._allowed(candidate, layout)),
             stages_of=lambda stops, modes: self.options.stages(stops, modes, layout, mesh.pp),
@@ -141,7 +146,7 @@ class LayoutPlans:
     def _plan(self, problem: CutProblem, fitting: Fitting) -> Evaluation:
         return Evaluation(
             candidate=problem.candidate,
-            option=problem.layout,
+            layout=problem.layout,
             stops=fitting.stops,
             modes=fitting.modes,
             prediction=problem.model.predict(fitting.stages, problem.step, memory=fitting.memory),
@@ -221,7 +226,7 @@ class _Shared:
     """A candidate as each node group runs it, in the order of ranks."""
 
     models: tuple[CostModel, ...]
-    options: tuple[PricedLayout, ...]
+    layouts: tuple[PricedLayout, ...]
     steps: tuple[Step, ...]
 
 
@@ -250,9 +255,9 @@ class SharesEvaluator:
             size: the samples of the micro-batch.
             vocab_multiple: the multiple to which the vocabulary is padded.
         """
-        option = self._option(place, size, vocab_multiple)
-        times = zip(option.costs, self.layouts.compact.members, strict=True)
-        return option.prelude_s + sum((c.forward_s + c.backward_s) * len(blocks) for c, blocks in times)
+        layout = self._layout(place, size, vocab_multiple)
+        times = zip(layout.costs, self.layouts.compact.members, strict=True)
+        return layout.prelude_s + sum((c.forward_s + c.backward_s) * len(blocks) for c, blocks in times)
 
     # --- bounds
 
@@ -280,10 +285,10 @@ class SharesEvaluator:
         unknown and that of level 1 is returned.
         """
         fastest_s = self.bound_s(1, candidate)
-        if self.context.moved:
+        if self.context.offloaded:
             return fastest_s
         parts = self._parts(candidate)
-        instances = [self.maker.of_group(candidate, *pair) for pair in zip(parts.options, parts.models, strict=True)]
+        instances = [self.maker.of_group(candidate, *pair) for pair in zip(parts.layouts, parts.models, strict=True)]
         if not all(instance.holds_in_order() for instance in instances):
             return math.inf
         return max(fastest_s, float(max(feasible_bounds(instances))) * (1 - ROUNDING))
@@ -313,7 +318,7 @@ class SharesEvaluator:
                 if best is None or prediction.step_time_s < best.prediction.step_time_s:
                     best = Evaluation(
                         candidate=candidate,
-                        option=self.layouts.unsplit(layout_key_of(candidate)),
+                        layout=self.layouts.unsplit(layout_key_of(candidate)),
                         stops=(len(modes),),
                         modes=modes,
                         prediction=prediction,
@@ -342,17 +347,17 @@ class SharesEvaluator:
         fastest = self.options.fastest_modes()
         if self._all_fit(parts, shared_memory(parts.models, self._stages(parts, fastest), parts.steps)):
             return [fastest]
-        needed = [self._needed(*group) for group in zip(parts.models, parts.options, parts.steps, strict=True)]
+        needed = [self._needed(*group) for group in zip(parts.models, parts.layouts, parts.steps, strict=True)]
         most = tuple(max(block, key=RECOMPUTES.index) for block in zip(*needed, strict=True))
         leanest = tuple(
             self.context.recompute.get(i, max(self.context.modes, key=RECOMPUTES.index)) for i in range(len(most))
         )
         return [*dict.fromkeys((*needed, most, leanest))]
 
-    def _needed(self, model: CostModel, option: PricedLayout, step: Step) -> Modes:
+    def _needed(self, model: CostModel, layout: PricedLayout, step: Step) -> Modes:
         """Return what one group has to recompute to fit; all that it can where that is not enough."""
-        options = self.options.of_rank(option, step, model, moves=False)
-        room, limit = self.maker.placed.fitting_bytes(model), self.maker.placed.tensor_bytes(model)
+        options = self.options.of_rank(layout, step, model, may_offload=False)
+        room, limit = self.maker.rank_devices.fitting_bytes(model), self.maker.rank_devices.tensor_bytes(model)
         blocks = len(options.blocks)
         for _ in range(MAX_CUTS):
             solution = cut(
@@ -361,15 +366,16 @@ class SharesEvaluator:
             )  # fmt: skip
             if solution is None:
                 break
-            spare = room - model.memory(self.options.stages((blocks,), solution.modes, option, 1), step)[0].total
+            spare = room - model.memory(self.options.stages((blocks,), solution.modes, layout, 1), step)[0].total
             if spare >= 0:
-                return tuple(map(none_if_moved, solution.modes))
+                return tuple(map(recompute_of, solution.modes))
             limit += EXCESS_FACTOR * spare
-        return tuple(none_if_moved(min(block.options, key=lambda o: o.held_bytes).mode) for block in options.blocks)
+        return tuple(recompute_of(min(block.options, key=lambda o: o.held_bytes).mode) for block in options.blocks)
 
     def _all_fit(self, parts: _Shared, memory: Sequence[Memory]) -> bool:
         return all(
-            m.total <= self.maker.placed.fitting_bytes(model) for m, model in zip(memory, parts.models, strict=True)
+            m.total <= self.maker.rank_devices.fitting_bytes(model)
+            for m, model in zip(memory, parts.models, strict=True)
         )
 
     # --- what groups do
@@ -378,7 +384,7 @@ class SharesEvaluator:
         """Return the positions of the node groups in the cluster as given, in the order of ranks."""
         return candidate.order or range(len(candidate.shares))
 
-    def _option(self, place: int, size: int, vocab_multiple: int) -> PricedLayout:
+    def _layout(self, place: int, size: int, vocab_multiple: int) -> PricedLayout:
         split = LayoutKey(micro_batch_size=size, vocab_multiple=vocab_multiple)
         return self.layouts.on_device(self.layouts.unsplit(split), self.model.part(frozenset({place})))
 
@@ -387,11 +393,11 @@ class SharesEvaluator:
             if candidate.order not in self._alone:
                 self._alone[candidate.order] = self.model.in_order(candidate.order).alone()
             groups = zip(self._places(candidate), candidate.shares, strict=True)
-            options = tuple(self._option(place, share, candidate.vocab_multiple) for place, share in groups)
-            steps = tuple(self.context.step(candidate, option) for option in options)
-            self._shared[candidate] = _Shared(models=self._alone[candidate.order], options=options, steps=steps)
+            layouts = tuple(self._layout(place, share, candidate.vocab_multiple) for place, share in groups)
+            steps = tuple(self.context.step(candidate, layout) for layout in layouts)
+            self._shared[candidate] = _Shared(models=self._alone[candidate.order], layouts=layouts, steps=steps)
         return self._shared[candidate]
 
     def _stages(self, parts: _Shared, modes: Modes) -> tuple[StageCost, ...]:
         """Return one stage of all blocks for each group, as that group runs it."""
-        return tuple(self.options.stages((len(modes),), modes, option, 1)[0] for option in parts.options)
+        return tuple(self.options.stages((len(modes),), modes, layout, 1)[0] for layout in parts.layouts)

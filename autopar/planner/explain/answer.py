@@ -39,7 +39,7 @@ from autopar.planner.space.constraints import Problem
 from autopar.planner.space.pin_syntax import ParameterPin, StagePin
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.variants import against, offloaded, rank_groups
-from autopar.planner.stages.recompute import MOVED, none_if_moved
+from autopar.planner.stages.recompute import OFFLOADED, recompute_of
 from autopar.rules.local_calls import DISPATCH, EXPERTS, SAMPLES, SPREAD, can_spread
 from autopar.rules.missing import Found, key_of
 from autopar.rules.strategy import Strategy
@@ -55,7 +55,7 @@ MIXTURE_NOTE = "mixtures of experts ("
 def plan_of(task: Task, evaluator: Evaluator, best: Evaluation, record: SearchRecord, notes: Sequence[str]) -> Plan:
     """Return the plan of an evaluation that was improved, with the record of its search."""
     graph, candidate = task.graph, best.candidate
-    layouts, of_block = block_layouts(evaluator.layouts, best.option)
+    layouts, of_block = block_layouts(evaluator.layouts, best.layout)
     return Plan(
         model=ModelInfo(
             name=graph.name,
@@ -65,7 +65,7 @@ def plan_of(task: Task, evaluator: Evaluator, best: Evaluation, record: SearchRe
             tokens_per_sample=evaluator.context.tokens_per_sample,
         ),
         cluster=task.cluster.name,
-        mesh=replace(candidate.mesh, ep=expert_degree(best.option, candidate.mesh.tp)),
+        mesh=replace(candidate.mesh, ep=expert_degree(best.layout, candidate.mesh.tp)),
         global_batch_size=task.global_batch_size,
         micro_batch_size=candidate.micro_batch_size,
         schedule=candidate.schedule,
@@ -79,7 +79,7 @@ def plan_of(task: Task, evaluator: Evaluator, best: Evaluation, record: SearchRe
         stages=_stages(best),
         predicted=best.prediction,
         search=record,
-        padding=best.option.padding,
+        padding=best.layout.padding,
         pins=task.pins.texts,
         opaque=task.opaque,
         groups=rank_groups(candidate, task.cluster),
@@ -118,12 +118,12 @@ def notes_of(
     return (
         *certificate_note(best, outcome),
         *graph.notes,
-        *padding_notes(graph, best.option.padding, candidate.mesh.tp, candidate.vocab_multiple),
+        *padding_notes(graph, best.layout.padding, candidate.mesh.tp, candidate.vocab_multiple),
         *unaligned_note(evaluator, best),
         *operators_without_rule(graph, found, evaluator.model),
         *mixing_note(mixing),
-        *mixtures(evaluator.layouts, best.option),
-        *repeated(evaluator.layouts, best.option),
+        *mixtures(evaluator.layouts, best.layout),
+        *repeated(evaluator.layouts, best.layout),
         *precision_note(task),
         *range_note(task),
         *recompute_note(task, best),
@@ -140,8 +140,8 @@ def _blocks(graph: Graph, evaluator: Evaluator, best: Evaluation, of_block: Sequ
             index=block.index,
             label=block.label,
             layout=layout,
-            recompute=none_if_moved(mode),
-            offload=block.index in evaluator.context.moved or mode == MOVED,
+            recompute=recompute_of(mode),
+            offload=block.index in evaluator.context.offloaded or mode == OFFLOADED,
         )
         for block, layout, mode in zip(graph.blocks, of_block, best.modes, strict=True)
     )
@@ -158,15 +158,15 @@ def _stages(best: Evaluation) -> tuple[StagePlan, ...]:
 # --- layouts
 
 
-def block_layouts(layouts: Layouts, option: PricedLayout) -> tuple[tuple[BlockLayout, ...], tuple[int, ...]]:
+def block_layouts(layouts: Layouts, priced: PricedLayout) -> tuple[tuple[BlockLayout, ...], tuple[int, ...]]:
     """Return the distinct layouts of the plan's blocks, and the index of its layout for each block of the model."""
     graph, index_of = layouts.compact.graph, dict[BlockLayout, int]()
     of_class = []
     for i, block in enumerate(graph.blocks):
         typings = [_batch_layout(graph, block, layouts.batch.strategies)]
-        if option.key.ep_data > 1:
+        if priced.key.ep_data > 1:
             typings.append(_spread_layout(graph, block))
-        for solution in (option.sequence, option.solution):
+        for solution in (priced.sequence, priced.solution):
             if solution is not None:
                 boundary = _boundary(graph, block, solution.typing.strategies)
                 typings.append(replace(solution.blocks[i], parameter_names=_names(graph, block), boundary=boundary))
@@ -175,25 +175,25 @@ def block_layouts(layouts: Layouts, option: PricedLayout) -> tuple[tuple[BlockLa
     return tuple(index_of), tuple(of_class[k] for k in layouts.compact.class_of)
 
 
-def mixtures(layouts: Layouts, option: PricedLayout) -> tuple[str, ...]:
+def mixtures(layouts: Layouts, layout: PricedLayout) -> tuple[str, ...]:
     """Return a note for each strategy of mixtures of experts, beginning with :data:`MIXTURE_NOTE`."""
     graph, strategies = layouts.compact.graph, Counter[str]()
     for op, count in calls(graph, layouts):
         if op.target != EXPERTS:
             continue
-        is_spread = option.key.ep_data > 1 and can_spread(graph, op)
-        parts = [f"experts spread and tokens sent over {option.key.ep_data} data ranks"] if is_spread else []
-        for axis, solution in ((CP, option.sequence), (TP, option.solution)):
+        is_spread = layout.key.ep_data > 1 and can_spread(graph, op)
+        parts = [f"experts spread and tokens sent over {layout.key.ep_data} data ranks"] if is_spread else []
+        for axis, solution in ((CP, layout.sequence), (TP, layout.solution)):
             if solution is not None:
                 parts.append(f"{axis}={solution.typing.size} '{solution.typing.strategies[op.name].name}'")
         strategies[", ".join(parts) or "whole, on each rank's samples"] += count
     return tuple(f"{MIXTURE_NOTE}{count}): {name}" for name, count in strategies.items())
 
 
-def repeated(layouts: Layouts, option: PricedLayout) -> tuple[str, ...]:
+def repeated(layouts: Layouts, layout: PricedLayout) -> tuple[str, ...]:
     """Return a note for each axis on which a large part of the matrix products is repeated by every rank."""
     graph, notes = layouts.compact.graph, []
-    for axis, solution in ((CP, option.sequence), (TP, option.solution)):
+    for axis, solution in ((CP, layout.sequence), (TP, layout.solution)):
         if solution is None or solution.typing.size == 1:
             continue
         by_module, total = dict[str, float](), 0.0

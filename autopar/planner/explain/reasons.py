@@ -294,8 +294,8 @@ def calls(graph: Graph, layouts: Layouts) -> Iterator[tuple[Op, int]]:
 
 def unaligned_note(evaluator: Evaluator, best: Evaluation) -> tuple[str, ...]:
     """Return a note on the time that rows of no multiple of 16 bytes cost, if it is a percent of the computation or more."""
-    model, layouts, option = evaluator.model, evaluator.layouts, best.option
-    graph = layouts.local_graph(option)
+    model, layouts, layout = evaluator.model, evaluator.layouts, best.layout
+    graph = layouts.local_graph(layout)
     device, ideal = model.device, model.device.at_best()
     lost_s: dict[Op, float] = {}
     total_s = 0.0
@@ -318,11 +318,11 @@ def unaligned_note(evaluator: Evaluator, best: Evaluation) -> tuple[str, ...]:
 
 def measured_note(evaluator: Evaluator, best: Evaluation) -> tuple[str, ...]:
     """Return a note on how many operators of a plan have a measured time; none if the device has no measurements."""
-    model, layouts, option = evaluator.model, evaluator.layouts, best.option
+    model, layouts, layout = evaluator.model, evaluator.layouts, best.layout
     measured = model.measured
     if not isinstance(measured, Measured):
         return ()
-    graph = layouts.local_graph(option)
+    graph = layouts.local_graph(layout)
     counts: Counter[Source] = Counter()
     for op, count in (*((op, 1) for op in graph.prelude), *calls(graph, layouts)):
         operands = operand_specs(op, graph.spec)

@@ -53,7 +53,7 @@ class Candidate:
         offload: what lives on the host.
         shares: the micro-batch size of a data rank of each node group, in the order of ranks; ``micro_batch_size`` is then the largest.
             Empty: equal for all.
-        moves: whether blocks may keep their activations on the host between forward and backward; the stage cut decides which do.
+        offloads_activations: whether blocks may keep their activations on the host between forward and backward; the stage cut decides which do.
         vocab_multiple: the multiple to which each rank's rows of a vocabulary are padded (:mod:`autopar.graph.rewrites`).
     """
 
@@ -66,13 +66,13 @@ class Candidate:
     order: tuple[int, ...] = ()
     offload: tuple[Offload, ...] = ()
     shares: tuple[int, ...] = ()
-    moves: bool = False
+    offloads_activations: bool = False
     vocab_multiple: int = 1
 
     @property
     def on_host(self) -> tuple[str, ...]:
         """What lives or may live on the host, in words."""
-        return (*self.offload, *(("activations",) if self.moves else ()))
+        return (*self.offload, *(("activations",) if self.offloads_activations else ()))
 
     def __str__(self) -> str:
         samples = "-".join(map(str, self.shares)) or str(self.micro_batch_size)

@@ -145,7 +145,7 @@ class Pins:
                 modes |= dict.fromkeys(select_blocks(graph, pin.selector, pin=pin.text), pin.mode)
         return modes
 
-    def moved(self, graph: Graph) -> frozenset[int]:
+    def offloaded(self, graph: Graph) -> frozenset[int]:
         """Return the indices of the blocks whose activations are pinned to the host."""
         on_host = [pin for pin in self.pins if isinstance(pin, ActivationPin)]
         return frozenset(i for pin in on_host for i in select_blocks(graph, pin.selector, pin=pin.text))
@@ -169,9 +169,9 @@ class Pins:
         Raises:
             UsageError: the model lacks one of these, or pins on activations contradict each other.
         """
-        modes, moved = self.recompute(graph), self.moved(graph)
+        modes, offloaded = self.recompute(graph), self.offloaded(graph)
         self.stages(graph)
-        if both := [i for i in moved if modes.get(i) == "selective"]:
+        if both := [i for i in offloaded if modes.get(i) == "selective"]:
             raise UsageError(
                 "A block cannot have its activations on the host and recompute selectively",
                 where=f"block {graph.blocks[min(both)].label or min(both)}",

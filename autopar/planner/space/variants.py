@@ -106,19 +106,19 @@ def offloaded(
     texts = [pin.text for pin in pins.pins if isinstance(pin, ChoicePin) and pin.key == OFFLOAD]
     if not stays and not goes:
         raise UsageError(f"The pins {', '.join(texts)} leave nothing to choose", fix="Drop one of them")
-    moved = [pin.text for pin in pins.pins if isinstance(pin, ActivationPin)]
-    if moved and (none := [text for text in texts if text.replace("==", "=") == f"{OFFLOAD}=none"]):
-        raise UsageError(f"The pins {', '.join((*moved, *none))} contradict each other", fix="Drop one of them")
-    if moved and (fault := _without_link(cluster)):
-        raise UsageError(fault[0], where=f"pin '{moved[0]}'", fix=fault[1])
+    offloading = [pin.text for pin in pins.pins if isinstance(pin, ActivationPin)]
+    if offloading and (none := [text for text in texts if text.replace("==", "=") == f"{OFFLOAD}=none"]):
+        raise UsageError(f"The pins {', '.join((*offloading, *none))} contradict each other", fix="Drop one of them")
+    if offloading and (fault := _without_link(cluster)):
+        raise UsageError(fault[0], where=f"pin '{offloading[0]}'", fix=fault[1])
     reason = _reason_against(cluster, optimizer)
     if not stays and reason:
         raise UsageError(reason[0], where=f"pin '{texts[0]}'", fix=reason[1])
     variants = list(pool) if stays else []
     if goes and not reason and (texts or "optimizer" in tried):
         variants += [replace(candidate, offload=("optimizer",)) for candidate in pool]
-    if "activations" in tried and pins.allows(OFFLOAD, "activations") and not moved and not _without_link(cluster):
-        variants += [replace(candidate, moves=True) for candidate in variants]
+    if "activations" in tried and pins.allows(OFFLOAD, "activations") and not offloading and not _without_link(cluster):
+        variants += [replace(candidate, offloads_activations=True) for candidate in variants]
     return variants
 
 

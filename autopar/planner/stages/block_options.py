@@ -20,7 +20,15 @@ from autopar.planner.layouts.layout import PricedLayout
 from autopar.planner.search import SearchContext
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.variants import origins
-from autopar.planner.stages.recompute import MOVED, BlockOption, CutBlock, Mode, none_if_moved, undominated, with_moved
+from autopar.planner.stages.recompute import (
+    OFFLOADED,
+    BlockOption,
+    CutBlock,
+    Mode,
+    recompute_of,
+    undominated,
+    with_offloaded,
+)
 from autopar.planner.stages.stage_cut import CutBlocks
 
 
@@ -37,7 +45,7 @@ class BlockOptions:
         self._host_costs: dict[BlockCost, BlockCost] = {}
         self._cut_blocks: dict[tuple[object, ...], CutBlocks] = {}
 
-    def of_rank(self, layout: PricedLayout, step: Step, model: CostModel, *, moves: bool) -> CutBlocks:
+    def of_rank(self, layout: PricedLayout, step: Step, model: CostModel, *, may_offload: bool) -> CutBlocks:
         """Return the blocks as the devices of ``model`` run them; a block that is pinned to a mode has only this option.
 
         Args:
@@ -47,12 +55,12 @@ class BlockOptions:
             moves: whether blocks may keep on the host what they need; then only pinned blocks recompute selectively.
         """
         step_key = step.mesh, step.zero_stage, step.num_micro_batches, step.offload
-        key = layout, model, step_key, moves
+        key = layout, model, step_key, may_offload
         if key not in self._cut_blocks:  # the options do not depend on the schedule
-            self._cut_blocks[key] = CutBlocks(self._blocks(layout, step, model, moves=moves))
+            self._cut_blocks[key] = CutBlocks(self._blocks(layout, step, model, may_offload=may_offload))
         return self._cut_blocks[key]
 
-    def _blocks(self, layout: PricedLayout, step: Step, model: CostModel, *, moves: bool) -> list[CutBlock]:
+    def _blocks(self, layout: PricedLayout, step: Step, model: CostModel, *, may_offload: bool) -> list[CutBlock]:
         """Return the blocks in order; equal blocks with equal pins share one object."""
         by_key: dict[tuple[int, Recompute | None, bool], CutBlock] = {}
         blocks, neighbours = [], self._neighbours(layout) if model.of(step).data.sends_always else {}
@@ -61,8 +69,8 @@ class BlockOptions:
             key = (layout.keys[k], pinned, cost.offloads)
             if key not in by_key:
                 modes: tuple[Mode, ...] = (pinned,) if pinned else self.context.modes
-                if moves and not cost.offloads:
-                    modes = with_moved(modes) if not pinned or pinned == "none" else modes
+                if may_offload and not cost.offloads:
+                    modes = with_offloaded(modes) if not pinned or pinned == "none" else modes
                 by_key[key] = self._block(len(by_key), cost, modes, step, model, neighbours.get(layout.keys[k], ()))
             blocks.append(by_key[key])
         return blocks
@@ -80,7 +88,7 @@ class BlockOptions:
     def costs(self, layout: PricedLayout) -> list[BlockCost]:
         """Return the cost of each block of the original graph."""
         costs = [layout.costs[k] for k in self.class_of]
-        for index in self.context.moved:
+        for index in self.context.offloaded:
             costs[index] = self._on_host(costs[index])
         return costs
 
@@ -116,10 +124,10 @@ class BlockOptions:
         private_cost = without_shared(cost)
         adding_s = model.of(step).block_adding_s(private_cost)
         for mode in modes:
-            recompute, mode_cost = none_if_moved(mode), self._on_host(cost) if mode == MOVED else cost
+            recompute, mode_cost = recompute_of(mode), self._on_host(cost) if mode == OFFLOADED else cost
             time = model.of(step).block_time_s(cost, recompute=recompute, neighbours=neighbours)
             down_s = up_s = 0.0
-            if moved_bytes := mode_cost.moved_bytes(recompute) if mode == MOVED else 0:
+            if moved_bytes := mode_cost.moved_bytes(recompute) if mode == OFFLOADED else 0:
                 down_s = model.host.latency_s + moved_bytes / model.host.to_host_bytes_per_s
                 up_s = model.host.latency_s + moved_bytes / model.host.to_device_bytes_per_s
             options.append(
@@ -154,12 +162,15 @@ class BlockOptions:
             pp: the number of pipeline ranks.
         """
         costs = [self.costs(rank_layout) for rank_layout in layout.ranks or (layout,)]
-        if MOVED in modes:
+        if OFFLOADED in modes:
             costs = [
-                [self._on_host(cost) if mode == MOVED else cost for cost, mode in zip(rank_costs, modes, strict=True)]
+                [
+                    self._on_host(cost) if mode == OFFLOADED else cost
+                    for cost, mode in zip(rank_costs, modes, strict=True)
+                ]
                 for rank_costs in costs
             ]
-        recompute = [none_if_moved(mode) for mode in modes]
+        recompute = [recompute_of(mode) for mode in modes]
         return tuple(
             StageCost(blocks=tuple(costs[s % pp % len(costs)][start:stop]), recompute=tuple(recompute[start:stop]))
             for s, (start, stop) in enumerate(zip((0, *stops), stops, strict=False))
@@ -172,13 +183,13 @@ class BlockOptions:
 
     def least_bytes(self, candidate: Candidate, layout: PricedLayout, step: Step) -> float:
         """Return a lower bound on the bytes of tensors on the fullest rank: those of the average rank, or of a single block."""
-        blocks = self.of_rank(layout, step, self.model, moves=candidate.moves).blocks
+        blocks = self.of_rank(layout, step, self.model, may_offload=candidate.offloads_activations).blocks
         held = [b.static_bytes + min(o.held_bytes for o in b.options) for b in blocks]
         peaks = (b.static_bytes + min(o.held_bytes + o.transient_bytes for o in b.options) for b in blocks)
         return max(sum(held) / candidate.mesh.pp, *peaks)
 
 
-class Placed:
+class RankDevices:
     """Layouts and limits of candidates on the devices of each pipeline rank.
 
     Args:
@@ -213,22 +224,22 @@ class Placed:
         """Return the bytes of tensors in the largest peak that fits, without what the device reserves and loses to fragmentation."""
         return (self.fitting_bytes(part) - part.device.reserved_bytes) / (1 + part.device.fragmentation)
 
-    def option(self, candidate: Candidate, option: PricedLayout) -> PricedLayout:
+    def priced(self, candidate: Candidate, layout: PricedLayout) -> PricedLayout:
         """Return a layout with its prices on each pipeline rank; the same layout if it has them or if all ranks have the same devices."""
-        if option.ranks or not self.is_mixed(candidate):
-            return option
+        if layout.ranks or not self.is_mixed(candidate):
+            return layout
         places = self.places(candidate)
-        return replace(option, ranks=tuple(self.layouts.on_device(option, self.model.part(place)) for place in places))
+        return replace(layout, ranks=tuple(self.layouts.on_device(layout, self.model.part(place)) for place in places))
 
-    def step(self, step: Step, option: PricedLayout) -> Step:
+    def step(self, step: Step, layout: PricedLayout) -> Step:
         """Return how a candidate runs, with the seconds of the prelude on each rank."""
-        return replace(step, preludes_s=tuple(layout.prelude_s for layout in option.ranks)) if option.ranks else step
+        return replace(step, preludes_s=tuple(on_rank.prelude_s for on_rank in layout.ranks)) if layout.ranks else step
 
-    def least_s(self, option: PricedLayout) -> float:
+    def least_s(self, layout: PricedLayout) -> float:
         """Return the seconds of one micro-batch, forward and backward, with each block on the device that runs it fastest."""
         model = self.model
         groups = range(len(model.cluster.groups)) if model.is_mixed else ()
-        options = [self.layouts.on_device(option, model.part(frozenset({i}))) for i in groups] or [option]
-        times = [[cost.forward_s + cost.backward_s for cost in device_times.costs] for device_times in options]
+        on_groups = [self.layouts.on_device(layout, model.part(frozenset({i}))) for i in groups] or [layout]
+        times = [[cost.forward_s + cost.backward_s for cost in device_times.costs] for device_times in on_groups]
         members = zip(*times, self.compact.members, strict=True)
         return float(sum(min(device_times) * len(blocks) for *device_times, blocks in members))

@@ -25,12 +25,12 @@ RANK_SHARES = 6
 """With short first stages, the ranks that have them are the first sixth, the first third and so on of all ranks (ADR 0011)."""
 
 
-class EqualBlocks:
+class BlockClasses:
     """The blocks of a model by class of equal blocks, and the limits on the blocks that virtual stages may hold (ADR 0011).
 
     Args:
         context: the context of the search.
-        moves: whether blocks may keep on the host what their backward needs; then only pinned blocks recompute selectively.
+        may_offload: whether blocks may keep on the host what their backward needs; then only pinned blocks recompute selectively.
 
     Attributes:
         compact: the compact graph.
@@ -38,30 +38,30 @@ class EqualBlocks:
         is_pinned: whether pins say what stages hold.
         every: the number of cuts up to which all are tried.
         modes: the modes of recompute that each block of the compact graph may have.
-        is_moved: whether each of them is pinned to keep on the host what it needs.
+        is_offloaded: whether each of them is pinned to keep on the host what it needs.
         counts: how many blocks each of them represents.
     """
 
-    def __init__(self, context: SearchContext, *, moves: bool) -> None:
+    def __init__(self, context: SearchContext, *, may_offload: bool) -> None:
         self.compact = compact = context.layouts.compact
-        self.class_of, self.is_pinned, self.moves = compact.class_of, bool(context.stages), moves
+        self.class_of, self.is_pinned, self.may_offload = compact.class_of, bool(context.stages), may_offload
         self.every = 0 if context.space.equal_stages else context.space.every
         unselective = tuple(mode for mode in context.modes if mode != "selective") or context.modes
-        modes, pinned = unselective if moves else context.modes, context.recompute
+        modes, pinned = unselective if may_offload else context.modes, context.recompute
         self.modes = [
             tuple(dict.fromkeys(m for i in members for m in ((pinned[i],) if i in pinned else modes)))
             for members in compact.members
         ]
-        self.is_moved = [any(i in context.moved for i in members) for members in compact.members]
+        self.is_offloaded = [any(i in context.offloaded for i in members) for members in compact.members]
         self.counts = [len(members) for members in compact.members]
 
-    def largest(self, option: PricedLayout) -> tuple[int, ...]:
+    def largest(self, layout: PricedLayout) -> tuple[int, ...]:
         """Return the blocks of the compact graph that make up the group of equal operators with the longest total time.
 
         The first and the last block of the model do not count, unless they represent others too.
         """
         groups, inner = self.groups()
-        times = [sum(own_times(cost, recompute="none")) for cost in option.costs]
+        times = [sum(own_times(cost, recompute="none")) for cost in layout.costs]
         return tuple(max(groups, key=lambda group: sum(inner[k] * times[k] for k in group), default=()))
 
     def groups(self) -> tuple[list[list[int]], list[int]]:
@@ -78,35 +78,35 @@ class EqualBlocks:
                 by_hash.setdefault(block.hash, []).append(k)
         return list(by_hash.values()), inner
 
-    def most_blocks(self, option: PricedLayout, stages: int) -> float:
+    def most_blocks(self, layout: PricedLayout, stages: int) -> float:
         """Return how many blocks of the largest group a virtual stage may hold: an even share of the time of the model, in blocks.
 
         The share is rounded up. It limits ranks of several stages. The result is infinite if pins say what stages hold, if all cuts are
         tried, or if there is no such group.
         """
-        group = self.largest(option)
+        group = self.largest(layout)
         if self.is_pinned or not group or self.tries_all(stages):
             return math.inf
-        times = [sum(own_times(cost, recompute="none")) for cost in option.costs]
+        times = [sum(own_times(cost, recompute="none")) for cost in layout.costs]
         total_s = sum(n * time_s for n, time_s in zip(self.counts, times, strict=True))
         return math.ceil(math.floor(total_s / min(times[k] for k in group) + 1e-9) / stages)
 
     def tries_all(self, stages: int) -> bool:
         """Return whether the cuts into so many stages, with every choice of recompute, are few enough to price them all."""
-        choices = [len(self.modes[k]) + self.moves for k in self.class_of]
+        choices = [len(self.modes[k]) + self.may_offload for k in self.class_of]
         return math.comb(len(self.class_of) - 1, stages - 1) * math.prod(choices) <= self.every
 
-    def even_stages(self, option: PricedLayout, pp: int, virtual_stages: int) -> list[list[NDArray[np.bool_]]]:
+    def even_stages(self, layout: PricedLayout, pp: int, virtual_stages: int) -> list[list[NDArray[np.bool_]]]:
         """Return the ways to cut virtual stages within the limit of :meth:`most_blocks`, each a mask of allowed blocks i:j for every stage.
 
         If there are two stages a rank and the blocks do not divide evenly, some ways give short first stages to the first ranks, which
         fills the pipeline sooner.
         """
         stages = pp * virtual_stages
-        most = self.most_blocks(option, stages)
+        most = self.most_blocks(layout, stages)
         if most == math.inf:
             return []
-        group = set(self.largest(option))
+        group = set(self.largest(layout))
         prefix_counts = np.concatenate([[0], np.cumsum([k in group for k in self.class_of])])
         num_blocks = prefix_counts[None, :] - prefix_counts[:, None]
         each, remainder = divmod(int(prefix_counts[-1]), stages)
@@ -117,9 +117,9 @@ class EqualBlocks:
         shares = sorted({pp * k // RANK_SHARES for k in range(1, RANK_SHARES)} - {0})
         return [even, *([short if s < count else long for s in range(stages)] for count in shares)]
 
-    def equal_stages(self, option: PricedLayout, stages: int) -> list[list[NDArray[np.bool_]]]:
+    def equal_stages(self, layout: PricedLayout, stages: int) -> list[list[NDArray[np.bool_]]]:
         """Return the one way to cut stages that hold equal numbers of blocks of the largest group, or one more; see :meth:`even_stages`."""
-        group = set(self.largest(option))
+        group = set(self.largest(layout))
         prefix_counts = np.concatenate([[0], np.cumsum([k in group for k in self.class_of])])
         each, remainder = divmod(int(prefix_counts[-1]), stages)
         num_blocks = prefix_counts[None, :] - prefix_counts[:, None]

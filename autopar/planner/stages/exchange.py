@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.planner.stages.cut_problem import CutProblem, Fitting, Modes
-from autopar.planner.stages.recompute import MOVED, BlockOption, Mode
+from autopar.planner.stages.recompute import OFFLOADED, BlockOption, Mode
 from autopar.planner.stages.refinement import LEAST_GAIN, excess_bytes
 
 Array = NDArray[np.float64]
@@ -58,7 +58,11 @@ def exchanged(problem: CutProblem, fitting: Fitting, time_s: float) -> Fitting:
         fitting: a cut that fits.
         time_s: seconds of its step.
     """
-    if problem.candidate.virtual_stages == 1 or problem.candidate.moves or not {"selective", "full"} & {*fitting.modes}:
+    if (
+        problem.candidate.virtual_stages == 1
+        or problem.candidate.offloads_activations
+        or not {"selective", "full"} & {*fitting.modes}
+    ):
         return fitting
     chains = _Chains(problem, fitting)
     best, seen, tries = fitting, {fitting.modes}, 0
@@ -149,7 +153,7 @@ def _changes_on_rank(problem: CutProblem, fitting: Fitting, rank: int) -> list[_
     for turn, (_, start, stop) in enumerate(problem.spans(fitting.stops)[rank :: problem.pp]):
         first_block = {(blocks[i].key, fitting.modes[i]): i for i in reversed(range(start, stop))}
         for (_, mode), i in first_block.items():
-            options: dict[Mode, BlockOption] = {o.mode: o for o in blocks[i].options if o.mode != MOVED}
+            options: dict[Mode, BlockOption] = {o.mode: o for o in blocks[i].options if o.mode != OFFLOADED}
             if mode not in options:
                 continue
             changes += [

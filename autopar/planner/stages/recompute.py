@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 
 from autopar.plan.plan import Recompute
 
-MOVED: Literal["moved"] = "moved"
+OFFLOADED: Literal["offloaded"] = "offloaded"
 """The mode of a block that recomputes nothing and keeps on the host what its backward needs."""
 
-Mode = Recompute | Literal["moved"]
+Mode = Recompute | Literal["offloaded"]
 """An activation mode of a block: what it recomputes, or :data:`MOVED`."""
 
 
@@ -74,7 +74,7 @@ class CutBlock:
 def undominated(options: Sequence[BlockOption]) -> tuple[BlockOption, ...]:
     """Return the options that no other option dominates; of equal options the first.
 
-    An option dominates another one if it is at least as good in time, held bytes and transient bytes. An option that moves dominates none.
+    An option dominates another one if it is at least as good in time, held bytes and transient bytes. An offloaded block dominates none.
     """
 
     def bytes_and_time(option: BlockOption) -> tuple[float, float, float]:
@@ -82,23 +82,23 @@ def undominated(options: Sequence[BlockOption]) -> tuple[BlockOption, ...]:
 
     def beats(i: int, k: int) -> bool:
         a, b = bytes_and_time(options[i]), bytes_and_time(options[k])
-        return options[i].mode != MOVED and all(x <= y for x, y in zip(a, b, strict=True)) and (a != b or i < k)
+        return options[i].mode != OFFLOADED and all(x <= y for x, y in zip(a, b, strict=True)) and (a != b or i < k)
 
     return tuple(o for k, o in enumerate(options) if not any(beats(i, k) for i in range(len(options)) if i != k))
 
 
-def with_moved(modes: Sequence[Mode]) -> tuple[Mode, ...]:
+def with_offloaded(modes: Sequence[Mode]) -> tuple[Mode, ...]:
     """Return the modes of a block that may also keep on the host what it needs.
 
     Selective recompute drops out, unless it is the only mode.
     """
     plain = [mode for mode in modes if mode != "selective"]
-    return tuple(m for mode in plain for m in ((mode, MOVED) if mode == "none" else (mode,))) or tuple(modes)
+    return tuple(m for mode in plain for m in ((mode, OFFLOADED) if mode == "none" else (mode,))) or tuple(modes)
 
 
-def none_if_moved(mode: Mode) -> Recompute:
+def recompute_of(mode: Mode) -> Recompute:
     """Return what a block recomputes in a mode."""
-    return "none" if mode == MOVED else mode
+    return "none" if mode == OFFLOADED else mode
 
 
 def lower_hull(options: Sequence[BlockOption]) -> list[int]:
@@ -170,15 +170,15 @@ class RecomputeSolver:
     def __init__(self, kinds: Sequence[CutBlock]) -> None:
         self.kinds = tuple(kinds)
         self.static_bytes = np.array([block.static_bytes for block in kinds])
-        no_move = BlockOption(mode=MOVED, time_s=0.0, held_bytes=0.0, transient_bytes=0.0)
-        self._may_move = np.array([any(o.mode == MOVED for o in block.options) for block in kinds])
-        self._must_move = np.array([all(o.mode == MOVED for o in block.options) for block in kinds])
-        self._moving = [next((o for o in block.options if o.mode == MOVED), no_move) for block in kinds]
-        staying = [[o for o in block.options if o.mode != MOVED] for block in kinds]
-        self._staying = [options or list(block.options) for options, block in zip(staying, kinds, strict=True)]
-        self._levels = _levels(self._staying)
+        no_offload = BlockOption(mode=OFFLOADED, time_s=0.0, held_bytes=0.0, transient_bytes=0.0)
+        self._may_offload = np.array([any(o.mode == OFFLOADED for o in block.options) for block in kinds])
+        self._must_offload = np.array([all(o.mode == OFFLOADED for o in block.options) for block in kinds])
+        self._offloaded = [next((o for o in block.options if o.mode == OFFLOADED), no_offload) for block in kinds]
+        resident = [[o for o in block.options if o.mode != OFFLOADED] for block in kinds]
+        self._resident = [options or list(block.options) for options, block in zip(resident, kinds, strict=True)]
+        self._levels = _levels(self._resident)
         levels = self._levels
-        firsts = [[self._staying[k][max(i, 0)] for k, i in enumerate(row)] for row in levels.first.tolist()]
+        firsts = [[self._resident[k][max(i, 0)] for k, i in enumerate(row)] for row in levels.first.tolist()]
         self._time_s = np.array([[o.time_s + b.more_s for o, b in zip(row, kinds, strict=True)] for row in firsts])
         self._held_bytes = np.array([[o.held_bytes for o in row] for row in firsts])
         self._forward_s = np.array([[o.forward_s for o in row] for row in firsts])
@@ -193,8 +193,8 @@ class RecomputeSolver:
         """
         num_held, limits = (np.array(values, dtype=float)[:, None] for values in (in_flight, limit_bytes))
         best = np.full((len(num_held), len(counts)), np.inf)
-        for moved_counts in self._moved_counts(counts):
-            time_s = self._solve(counts, moved_counts, num_held, limits)[0]
+        for offloaded_counts in self._offloaded_counts(counts):
+            time_s = self._solve(counts, offloaded_counts, num_held, limits)[0]
             np.minimum(best, time_s.min(axis=0), out=best)
         return best
 
@@ -209,73 +209,77 @@ class RecomputeSolver:
             limit_bytes: bytes that each stage may fill.
         """
         num_held, limits = (np.array(values, dtype=float)[None] for values in (in_flight, limit_bytes))
-        solutions = [(moved, *self._solve(counts, moved, num_held, limits)) for moved in self._moved_counts(counts)]
+        solutions = [
+            (offloaded, *self._solve(counts, offloaded, num_held, limits))
+            for offloaded in self._offloaded_counts(counts)
+        ]
         mode_counts = []
         for s, stage_counts in enumerate(counts):
-            moved, time_s, taken = min(solutions, key=lambda solution: float(solution[1][:, 0, s].min()))
+            offloaded, time_s, taken = min(solutions, key=lambda solution: float(solution[1][:, 0, s].min()))
             level = int(time_s[:, 0, s].argmin())
-            mode_counts.append(self._count_modes(stage_counts, moved[s], level, taken[:, level, 0, s]))
+            mode_counts.append(self._count_modes(stage_counts, offloaded[s], level, taken[:, level, 0, s]))
         return mode_counts
 
     def _count_modes(
-        self, counts: NDArray[np.int64], moved: NDArray[np.int64], level: int, taken: Array
+        self, counts: NDArray[np.int64], offloaded: NDArray[np.int64], level: int, taken: Array
     ) -> list[dict[Mode, int]]:
         """Return for each kind how many blocks of one stage run in each mode.
 
         Args:
             counts: blocks of each kind.
-            moved: those of them that move.
+            offloaded: those of them that are offloaded.
             level: the level of transient bytes.
             taken: how often each step is taken.
         """
         mode_counts = []
-        for k, options in enumerate(self._staying):
+        for k, options in enumerate(self._resident):
             modes = {o.mode: 0 for o in options}
-            modes[options[int(self._levels.first[level, k])].mode] = int(counts[k] - moved[k])
-            mode_counts.append(modes | ({MOVED: int(moved[k])} if moved[k] else {}))
+            modes[options[int(self._levels.first[level, k])].mode] = int(counts[k] - offloaded[k])
+            mode_counts.append(modes | ({OFFLOADED: int(offloaded[k])} if offloaded[k] else {}))
         for c, count in enumerate(taken.astype(int).tolist()):
             if self._levels.previous[c, level] > -2:
                 k = int(self._levels.kind[c, level])
-                mode_counts[k][self._staying[k][int(self._levels.before[c, level])].mode] -= count
-                mode_counts[k][self._staying[k][int(self._levels.after[c, level])].mode] += count
+                mode_counts[k][self._resident[k][int(self._levels.before[c, level])].mode] -= count
+                mode_counts[k][self._resident[k][int(self._levels.after[c, level])].mode] += count
         return mode_counts
 
-    def _moved_counts(self, counts: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    def _offloaded_counts(self, counts: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """Return the choices of how many blocks of each kind keep on the host what they need [stages, kinds].
 
-        In each choice it is the same share of all blocks that may move, but all of those that must.
+        In each choice it is the same share of all blocks that may be offloaded, but all of those that must be.
         """
-        movable = np.where(self._may_move, counts, 0)
-        most = int(movable.max(initial=0))
-        fixed = np.where(self._must_move, counts, 0)
-        return [np.maximum(movable * part // max(most, 1), fixed) for part in range(most + 1)]
+        may_be_offloaded = np.where(self._may_offload, counts, 0)
+        most = int(may_be_offloaded.max(initial=0))
+        fixed = np.where(self._must_offload, counts, 0)
+        return [np.maximum(may_be_offloaded * part // max(most, 1), fixed) for part in range(most + 1)]
 
     def _solve(
-        self, counts: NDArray[np.int64], moved: NDArray[np.int64], in_flight: Array, limit_bytes: Array
+        self, counts: NDArray[np.int64], offloaded: NDArray[np.int64], in_flight: Array, limit_bytes: Array
     ) -> tuple[Array, Array]:
         """Return the seconds [levels, limits, stages] and how often each step is taken [steps, levels, limits, stages].
 
         Args:
             counts: blocks of each kind on each stage [stages, kinds].
-            moved: those of them that move.
+            offloaded: those of them that are offloaded.
             in_flight: micro-batches that stages hold; its shape broadcasts to [limits, stages].
             limit_bytes: bytes that stages may fill, likewise.
         """
-        levels, staying, moving = self._levels, counts - moved, self._moving
+        levels, resident, on_host = self._levels, counts - offloaded, self._offloaded
         static_bytes = counts @ self.static_bytes
-        moved_bytes = ((moved > 0) * np.array([o.transient_bytes for o in moving])).max(axis=1)
-        transient = np.maximum(levels.transient_bytes[:, None], moved_bytes[None])
+        offloaded_bytes = ((offloaded > 0) * np.array([o.transient_bytes for o in on_host])).max(axis=1)
+        transient = np.maximum(levels.transient_bytes[:, None], offloaded_bytes[None])
         room = (limit_bytes - static_bytes - transient[:, None]) / in_flight
-        more_s = np.array([o.time_s + block.more_s for o, block in zip(moving, self.kinds, strict=True)])
-        time_s = (staying @ self._time_s.T).T + moved @ more_s
-        need = (staying @ self._held_bytes.T).T[:, None] + moved @ np.array([o.held_bytes for o in moving]) - room
-        allowed = ((staying > 0) @ (levels.first < 0).T == 0).T
-        total_s, taken = _covering_steps(levels, staying, need)
+        more_s = np.array([o.time_s + block.more_s for o, block in zip(on_host, self.kinds, strict=True)])
+        time_s = (resident @ self._time_s.T).T + offloaded @ more_s
+        need = (resident @ self._held_bytes.T).T[:, None] + offloaded @ np.array([o.held_bytes for o in on_host]) - room
+        allowed = ((resident > 0) @ (levels.first < 0).T == 0).T
+        total_s, taken = _covering_steps(levels, resident, need)
         total_s = total_s + time_s[:, None]
-        if moved.any():
-            forward_s = (staying @ self._forward_s.T).T + moved @ np.array([o.forward_s for o in moving])
-            down_s, up_s = moved @ np.array([o.down_s for o in moving]), moved @ np.array([o.up_s for o in moving])
-            last_up_s = (moved.sum(axis=1) > 0) * min((o.up_s for o in moving if o.up_s), default=0.0)
+        if offloaded.any():
+            forward_s = (resident @ self._forward_s.T).T + offloaded @ np.array([o.forward_s for o in on_host])
+            down_s = offloaded @ np.array([o.down_s for o in on_host])
+            up_s = offloaded @ np.array([o.up_s for o in on_host])
+            last_up_s = (offloaded.sum(axis=1) > 0) * min((o.up_s for o in on_host if o.up_s), default=0.0)
             wait_s = np.maximum(down_s - forward_s, 0.0)[:, None]
             wait_s = wait_s + np.maximum(up_s - (total_s - forward_s[:, None]), 0.0) + last_up_s
             total_s = total_s + wait_s

@@ -27,7 +27,7 @@ from autopar.cost.step.simulation import Chain
 from autopar.cost.step.step import StageCost
 from autopar.plan.prediction import Memory
 from autopar.planner.stages.cut_problem import CutProblem, Fitting, Modes, Stops, allows, exactly, fitted
-from autopar.planner.stages.recompute import MOVED, Array, Mode, lower_hull
+from autopar.planner.stages.recompute import OFFLOADED, Array, Mode, lower_hull
 
 MAX_CHOICES = 4
 """How often ranks choose again because the memory model finds more bytes than they counted."""
@@ -62,7 +62,11 @@ def refined(problem: CutProblem, fitting: Fitting) -> Fitting:
 
     Cuts with one stage a rank, without recompute, or whose blocks may keep on the host what they need, are returned unchanged.
     """
-    if problem.candidate.virtual_stages == 1 or problem.candidate.moves or not {"selective", "full"} & {*fitting.modes}:
+    if (
+        problem.candidate.virtual_stages == 1
+        or problem.candidate.offloads_activations
+        or not {"selective", "full"} & {*fitting.modes}
+    ):
         return fitting
     covering = _covering_modes(problem, fitting.stops, range(problem.pp))
     if covering is None or covering[0] == fitting.modes:
@@ -147,7 +151,7 @@ def _changes(problem: CutProblem, stops: Stops, rank: int) -> list[_Change]:
             equal_blocks.setdefault((turn, rank_blocks[i].key), []).append(i)
     changes: list[_Change] = []
     for (turn, _), members in equal_blocks.items():
-        options = [option for option in rank_blocks[members[0]].options if option.mode != MOVED]
+        options = [option for option in rank_blocks[members[0]].options if option.mode != OFFLOADED]
         hull = [options[i] for i in lower_hull(options)]
         for level, (before, after) in enumerate(pairwise(hull)):
             changes.append(
@@ -292,7 +296,7 @@ class RankCovers:
     def fitting(self, stops: Stops) -> Fitting | None:
         """Return the cut into stages of these stops; None if no choice of modes is found with which it fits."""
         problem, pp = self.problem, self.problem.pp
-        if problem.candidate.moves:
+        if problem.candidate.offloads_activations:
             fitting = fitted(problem, exactly(stops, problem.num_blocks))
             return fitting if isinstance(fitting, Fitting) else None
         spans = problem.spans(stops)

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from autopar.planner.stages.recompute import MOVED, Array, CutBlock, Mode, RecomputeSolver
+from autopar.planner.stages.recompute import OFFLOADED, Array, CutBlock, Mode, RecomputeSolver
 
 Mask = NDArray[np.bool_]
 """Whether blocks i:j may form a stage, at [i, j]; i and j run from 0 to the number of blocks."""
@@ -134,14 +134,18 @@ class CutBlocks:
     def _spread(self, start: int, stop: int, mode_counts: Sequence[Mapping[Mode, int]]) -> list[Mode]:
         """Return the mode of each block of a stage, given how many of the blocks of each key run in each mode."""
         remaining = {key: dict(counts) for key, counts in zip(self.distinct.keys, mode_counts, strict=True)}
-        moved_of_all = {key: (counts.get(MOVED, 0), sum(counts.values())) for key, counts in remaining.items()}
+        offloaded_of_all = {key: (counts.get(OFFLOADED, 0), sum(counts.values())) for key, counts in remaining.items()}
         position = dict.fromkeys(remaining, 0)  # among the blocks of equal key
         modes: list[Mode] = []
         for block in self.blocks[start:stop]:
-            (moved, count), i, left = moved_of_all[block.key], position[block.key], remaining[block.key]
+            (num_offloaded, count), i, left = offloaded_of_all[block.key], position[block.key], remaining[block.key]
             position[block.key] += 1
-            moves = (i + 1) * moved // count > i * moved // count
-            mode = MOVED if moves else next(o.mode for o in reversed(block.options) if o.mode != MOVED and left[o.mode])
+            is_offloaded = (i + 1) * num_offloaded // count > i * num_offloaded // count
+            mode = (
+                OFFLOADED
+                if is_offloaded
+                else next(o.mode for o in reversed(block.options) if o.mode != OFFLOADED and left[o.mode])
+            )
             left[mode] -= 1
             modes.append(mode)
         return modes

@@ -120,7 +120,7 @@ class Known:
         if self.times[index] * (1 + 2e-9) >= at_most_s:  # by a bound inside, which is above it by rounding
             return Misfit(candidate=found, reason=SLOW)
         prediction = SimpleNamespace(step_time_s=self.times[index], peak_memory_bytes=1)
-        return Evaluation(candidate=found, option=None, stops=(), modes=(), prediction=prediction)
+        return Evaluation(candidate=found, layout=None, stops=(), modes=(), prediction=prediction)
 
 
 @dataclass
