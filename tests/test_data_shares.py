@@ -32,6 +32,8 @@ def test_shares_come_back_from_a_file_and_say_whose_samples_are_whose(plan: Plan
     assert [again.micro_batch_of(rank) for rank in range(4)] == [3, 3, 1, 1]
     assert [again.samples_of(rank) for rank in range(4)] == [range(6), range(6, 12), range(12, 14), range(14, 16)]
     assert plan_summary(plan)["data_shares"] == [3, 1]
+    assert "16 = 2 micro-batches x (2 x 3 on cpu + 2 x 1 on cpu-slow) samples" in str(plan)
+    assert "slowest device sets the pace" not in str(plan)
 
 
 def test_equal_shares_are_not_in_the_file(plan: Plan) -> None:
@@ -42,11 +44,6 @@ def test_equal_shares_are_not_in_the_file(plan: Plan) -> None:
     assert [equal.samples_of(rank) for rank in range(4)] == [range(i, i + 4) for i in range(0, 16, 4)]
     changes = [str(change) for change in diff_plans(equal, plan) if not change.path.startswith("predicted.")]
     assert changes == ["micro_batch_size: 2 -> 3", "data_shares: [] -> [3, 1]"]
-
-
-def test_the_text_says_who_takes_how_many(plan: Plan) -> None:
-    assert "16 = 2 micro-batches x (2 x 3 on cpu + 2 x 1 on cpu-slow) samples" in str(plan)
-    assert "slowest device sets the pace" not in str(plan)
 
 
 def shares(*value: int) -> Callable[[dict[str, Any]], None]:

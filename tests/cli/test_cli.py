@@ -31,16 +31,9 @@ def test_an_interrupt_without_a_result_is_said(run: Run, monkeypatch: pytest.Mon
     assert (done.code, done.out, done.err.splitlines()[-1]) == (130, "", "interrupted before there was a result")
 
 
-def test_version(run: Run) -> None:
-    assert run("--version").out.startswith("autopar 0.")
-
-
-def test_show_prints_the_plan(run: Run, plan_file: Path) -> None:
+def test_show_has_the_keys_of_the_contract(run: Run, plan_file: Path) -> None:
     done = run("show", plan_file)
     assert (done.code, done.out, done.err) == (0, f"{llama_plan()}\n", "")
-
-
-def test_show_json_has_the_keys_of_the_contract(run: Run, plan_file: Path) -> None:
     found = run("show", plan_file, "--json").json
     assert found["mesh"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 4, "ep": 1}
     assert found["num_micro_batches"] == 16
@@ -60,9 +53,6 @@ def test_show_writes_pictures(run: Run, plan_file: Path, tmp_path: Path) -> None
     assert (done.code, done.out) == (0, "")
     assert (tmp_path / "p.html").read_text().startswith("<!doctype html>")
     assert len(json.loads((tmp_path / "p.trace").read_text())["traceEvents"]) > 60
-
-
-def test_show_says_where_it_cannot_write(run: Run, plan_file: Path, tmp_path: Path) -> None:
     done = run("show", plan_file, "--html", tmp_path / "no" / "p.html")
     assert done.code == 2
     assert done.error.startswith(f"Cannot write {tmp_path}/no/p.html: no such file or directory")
@@ -84,15 +74,12 @@ def test_compare_shows_predictions_and_choices(run: Run, plan_file: Path, tmp_pa
     assert "The plans make the same choices." in run("compare", plan_file, plan_file).out
 
 
-def test_explain_prints_the_reasons(run: Run, plan_file: Path) -> None:
-    done = run("explain", plan_file)
-    assert (done.code, done.out) == (0, llama_plan().search.reasons[0] + "\n")
-    assert run("explain", plan_file, "--json").json["pins"] == ["tp<=4"]
-
-
-def test_explain_needs_a_model_for_an_alternative(run: Run, tmp_path: Path) -> None:
+def test_explain_prints_the_reasons_and_needs_a_model_for_an_alternative(run: Run, tmp_path: Path) -> None:
     plan = replace(llama_plan(), model=replace(llama_plan().model, name="MyModel"))
     save_plan(plan, tmp_path / "plan.json")
+    done = run("explain", tmp_path / "plan.json")
+    assert (done.code, done.out) == (0, plan.search.reasons[0] + "\n")
+    assert run("explain", tmp_path / "plan.json", "--json").json["pins"] == ["tp<=4"]
     done = run("explain", tmp_path / "plan.json", "--why-not", "tp=8,pp=2")
     assert done.code == 2
     assert "Say which model with --model" in done.error
@@ -177,5 +164,6 @@ def test_commands_are_those_of_the_contract_and_of_the_help(run: Run) -> None:
     ]
     groups = [group.name for group in cli_app.app.registered_groups]
     assert groups == ["profile", "benchmark"]
+    assert run("--version").out.startswith("autopar 0.")
     said = run("--help").out
     assert all(f"  {name} " in said for name in (*names, *groups))

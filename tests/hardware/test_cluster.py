@@ -107,16 +107,12 @@ def test_cpu_ranks_divide_the_memory_of_their_node_and_share_its_cores() -> None
     assert Cluster.parse("cpu:1x4?cores=8").devices[0] == four
 
 
-@pytest.mark.parametrize(
-    ("text", "num_bytes"), [("1e9", 10**9), ("80GB", 80 * 10**9), ("80gib", 80 * 2**30), ("512MiB", 2**29), ("7b", 7)]
-)
-def test_memory_can_be_stated_on_the_command_line(text: str, num_bytes: int) -> None:
-    device = Cluster.parse(f"cpu:1x4?memory={text}").devices[0]
-    assert device.memory_bytes == num_bytes
-    assert dict(device.provenance)["memory"] == "stated by the user"
-
-
-def test_network_cards_and_host_memory_can_be_stated_on_the_command_line() -> None:
+def test_memory_and_network_cards_can_be_stated_on_the_command_line() -> None:
+    sizes = {"1e9": 10**9, "80GB": 80 * 10**9, "80gib": 80 * 2**30, "512MiB": 2**29, "7b": 7}
+    for text, num_bytes in sizes.items():
+        device = Cluster.parse(f"cpu:1x4?memory={text}").devices[0]
+        assert device.memory_bytes == num_bytes
+        assert dict(device.provenance)["memory"] == "stated by the user"
     group = Cluster.parse("h100-sxm5-80gb:2x8?nics=4&nic_bandwidth=25GB").groups[0]
     assert (group.nics_per_node, group.nic.bandwidth_bytes_per_s) == (4, 25e9)
     known, stated = (Cluster.parse(f"h100-sxm5-80gb:1x8{more}").devices[0].host for more in ("", "?host_memory=64GiB"))
@@ -155,7 +151,9 @@ def test_a_file_can_mix_devices_links_and_tiers(tmp_path: Path) -> None:
 
 
 def test_the_topology_shows_every_device_card_and_switch(tmp_path: Path) -> None:
-    cluster = Cluster.load(write(tmp_path, TWO_RACKS))
+    path = write(tmp_path, TWO_RACKS)
+    cluster = Cluster.load(path)
+    assert cluster == Cluster.load(str(path))
     graph = cluster.topology()
     kinds = [kind for _, kind in graph.nodes(data="kind")]
     assert (kinds.count("device"), kinds.count("nic")) == (24, 2 * 2 + 2 * 8)
@@ -195,7 +193,7 @@ def test_a_malformed_file_names_file_line_and_key(tmp_path: Path, old: str, new:
     assert (caught.value.where, caught.value.problem) == (f"{path}, line {line}", problem)
 
 
-def test_a_group_without_nodes_or_a_library_is_refused(tmp_path: Path) -> None:
+def test_a_group_without_nodes_a_library_an_unknown_dtype_or_rank_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="at least one"):
         Cluster.load(write(tmp_path, 'name = "empty"'))
     mixed = 'name = "mixed"\n' + "".join(
@@ -205,9 +203,6 @@ def test_a_group_without_nodes_or_a_library_is_refused(tmp_path: Path) -> None:
         Cluster.load(write(tmp_path, mixed))
     with pytest.raises(UsageError, match=r"line 2: Unknown collective library 'mpi'.*nccl"):
         Cluster.load(write(tmp_path, mixed.replace("\n", '\nlibrary = "mpi"\n', 1)))
-
-
-def test_an_unknown_dtype_or_rank_is_an_error_that_names_itself() -> None:
     cluster = Cluster.parse("cpu:1x2")
     with pytest.raises(UsageError, match="float8"):
         cluster.devices[0].rate("float8")

@@ -131,6 +131,8 @@ def test_batches_are_valid_repeatable_and_padded_on_request() -> None:
     assert torch.equal(padded["labels"] == -100, padded["attention_mask"] == 0)
     assert len(set(padded["attention_mask"].sum(dim=1).tolist())) > 1, "lengths differ"
     assert (padded["attention_mask"][:, 0] == 1).all()
+    made = example_batch_for(resolve_model(GPT, sequence_length=8).model)
+    assert {n: tuple(t.shape) for n, t in made.items()} == {"input_ids": (2, 8), "labels": (2, 8)}
 
 
 def test_built_models_are_equal_for_equal_seeds_and_have_no_dropout() -> None:
@@ -222,11 +224,6 @@ def test_batches_of_a_factory_are_made_of_its_samples(factories: str) -> None:
     assert source.trace().num_parameters == 15
 
 
-def test_a_hugging_face_model_has_example_inputs_made_from_its_config() -> None:
-    model = resolve_model(GPT, sequence_length=8).model
-    assert {n: tuple(t.shape) for n, t in example_batch_for(model).items()} == {"input_ids": (2, 8), "labels": (2, 8)}
-
-
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
@@ -271,9 +268,6 @@ def test_a_package_that_a_model_needs_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", lacks)
     with pytest.raises(UsageError, match=r"package that is not installed: .*requires the timm library.*Install"):
         resolve_model("hf:gpt2")
-
-
-def test_without_transformers_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UsageError, match="pip install"):
         resolve_model("hf:gpt2")
@@ -345,21 +339,14 @@ def test_layers_are_not_dropped_at_random_unless_asked_for() -> None:
     assert asked.model.config.encoder_layerdrop == 0.5
 
 
-def test_without_dropout_drops_no_branches_either() -> None:
-    model = torch.nn.Module()
+def test_without_dropout_neither_branches_are_dropped_nor_what_forward_makes_of_a_config() -> None:
+    """As BigBird makes another attention for short sequences."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    config = SimpleNamespace(attention_probs_dropout_prob=0.1, size=0.5)
+    model.config = model[0].config = config
     model.drop_prob, model.drop_path, model.attention_dropout, model.scale = 0.1, 0.2, 0.3, 0.4
     without_dropout(model)
     assert (model.drop_prob, model.drop_path, model.attention_dropout, model.scale) == (0.0, 0.0, 0.0, 0.4)
-
-
-def test_modules_that_forward_makes_of_a_config_drop_nothing_either() -> None:
-    """As BigBird makes another attention for short sequences."""
-    model, config = (
-        torch.nn.Sequential(torch.nn.Linear(2, 2)),
-        SimpleNamespace(attention_probs_dropout_prob=0.1, size=0.5),
-    )
-    model.config = model[0].config = config
-    without_dropout(model)
     assert model.config is model[0].config
     assert vars(model.config) == {"attention_probs_dropout_prob": 0.0, "size": 0.5}
     assert config.attention_probs_dropout_prob == 0.1

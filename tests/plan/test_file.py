@@ -1,8 +1,8 @@
 import json
-from collections.abc import Callable
+import operator
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
@@ -50,6 +50,10 @@ def test_file_is_readable_and_written_whole(tmp_path: Path) -> None:
     assert '  "mesh": {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 4, "ep": 1, "ep_data": 1},' in lines
     assert len(lines) <= 165
     assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]
+    data = plan_to_dict(llama_plan())
+    for key in ("notes", "written_by"):
+        del data[key]
+    assert plan_from_dict(data).notes == ()  # what is left out has its default
 
 
 def test_write_failure_leaves_the_old_file(tmp_path: Path) -> None:
@@ -62,13 +66,6 @@ def test_write_failure_leaves_the_old_file(tmp_path: Path) -> None:
     assert path.read_bytes() == before
     with pytest.raises(PlanError, match=r"Cannot write .*missing/plan.json"):
         save_plan(llama_plan(), tmp_path / "missing" / "plan.json")
-
-
-def test_missing_optional_fields_take_their_defaults() -> None:
-    data = plan_to_dict(llama_plan())
-    for key in ("notes", "written_by"):
-        del data[key]
-    assert plan_from_dict(data).notes == ()
 
 
 BAD_TEXTS: dict[str, tuple[str, str]] = {
@@ -92,96 +89,84 @@ def test_corrupt_text_is_named(name: str, tmp_path: Path) -> None:
     assert expected in str(caught.value)
 
 
-def test_absent_file_is_named(tmp_path: Path) -> None:
+def test_an_absent_file_and_a_newer_format_are_named(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"Cannot read .*nowhere\.json: no such file.*Make one with 'autopar search"):
         load_plan(tmp_path / "nowhere.json")
 
-
-def _set(*path: str | int, value: object) -> Callable[[dict[str, Any]], None]:
-    def change(data: dict[str, Any]) -> None:
-        inner: Any = data
-        for key in path[:-1]:
-            inner = inner[key]
-        inner[path[-1]] = value
-
-    return change
-
-
-BAD_VALUES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
-    (
-        _set("layouts", 0, "typings", 1, "strategies", value=3),
-        "p.json: Wrong value of 'layouts[0].typings[1].strategies'. Expected a value of type array, got 3.",
-    ),
-    (_set("meshes", value={}), "Unknown key 'meshes'. Did you mean 'mesh'?"),
-    (_set("mesh", "tp", value=-1), "p.json: Wrong value of 'mesh.tp'. Expected at least 0, got -1."),
-    (_set("mesh", "tp", value=0), "p.json: mesh: The degree of tp is 0."),
-    (
-        _set("layouts", 1, "typings", 1, "parameters", 3, value="S(x)"),
-        "Wrong value of 'layouts[1].typings[1].parameters[3]'. Expected I, R, P or S(d), got \"S(x)\". Write for example S(0)",
-    ),
-    (_set("layouts", 1, "typings", 1, "parameters", 3, value="P"), "Expected I or S(d), got P."),
-    (_set("layouts", 1, "typings", 1, "parameter_names", value=["a"]), "one name for each parameter or none"),
-    (_set("schedule", value="2F2B"), "Expected one of none, GPipe, 1F1B, Interleaved1F1B, got"),
-    (
-        _set("schedule", value="none"),
-        "Expected 'none' where pp is 1, and a pipeline schedule elsewhere, got 'none' with pp=2.",
-    ),
-    (_set("virtual_stages", value=2), "Expected 1 (more only with the schedule Interleaved1F1B), got 2"),
-    (
-        _set("mesh", "tp", value=8),
-        "product is 16, the number of devices of h100-sxm5-80gb:2x8, got pp=2 x dp_shard=2 x tp=8 = 32.",
-    ),
-    (
-        _set("global_batch_size", value=63),
-        "Expected a multiple of micro_batch_size * dp_replicate * dp_shard, got 63 with 2 * 1 * 2.",
-    ),
-    (_set("micro_batch_size", value=0), "'micro_batch_size' does not fit the plan. Expected at least 1, got 0."),
-    (_set("zero_stage", value=0), "Expected 1, 2 or 3 where dp_shard is above 1, got 0 with dp_shard=2."),
-    (_set("micro_batch_size", value=2**63), "Expected a whole number of at most 63 bits, got one of 64."),
-    (_set("predicted", "mfu", value=10**400), "p.json: predicted.mfu: A number of the plan is too large."),
-    (_set("predicted", "peak_memory_interval_bytes", value=[1]), "Expected 2 items, or none, got 1."),
-    (_set("zero_stage", value=4), "Expected 0, 1, 2 or 3, got 4."),
-    (
-        _set("blocks", 4, "layout", value=9),
-        "'blocks[4].layout' does not fit the plan. Expected the number of one of the 3 layouts, got 9.",
-    ),
-    (_set("blocks", 4, "index", value=9), "'blocks[4].index' does not fit the plan. Expected 4, got 9."),
-    (_set("stages", value=[]), "Expected pp * virtual_stages = 2 stages, got 0."),
-    (
-        _set("stages", 1, "start", value=6),
-        "'stages[1]' does not fit the plan. Expected one block or more, from block 5 on",
-    ),
-    (_set("stages", 1, "stop", value=9), "Expected stages of all 10 blocks, got stages of 9."),
-    (
-        _set("stages", 1, "pp_rank", value=0),
-        "'stages[1].pp_rank' does not fit the plan. Expected 1 (the stage modulo pp), got 0.",
-    ),
-    (_set("predicted", "stage_times", value=[[1, 2]]), "Expected 2 pairs of times, or none, got 1."),
-    (_set("predicted", "step_time_interval_s", value=[1.0]), "step_time_interval_s'. Expected 2 items, got 1."),
-    (_set("predicted", "memory", 1, "pp_rank", value=2), "Expected a pipeline rank below pp=2, got 2."),
-    (_set("version", value="1"), "'version'. Expected 1, got"),
-    (
-        _set("precision", "compute", value="int8"),
-        "'precision.compute' does not fit the plan. Expected one of float64, float32, bfloat16, float16, got 'int8'.",
-    ),
-    (lambda data: data.pop("mesh"), "p.json: Missing key 'mesh'."),
-    (lambda data: data["mesh"].update(dp=2), "p.json: Unknown key 'dp' in 'mesh'."),
-]
-
-
-@pytest.mark.parametrize(("change", "expected"), BAD_VALUES, ids=[text[:40] for _, text in BAD_VALUES])
-def test_broken_plan_is_named(change: Callable[[dict[str, Any]], None], expected: str) -> None:
-    data = json.loads(dumps(plan_to_dict(llama_plan())))
-    change(data)
-    with pytest.raises(PlanError) as caught:
-        plan_from_dict(data, place="p.json")
-    assert expected in str(caught.value)
-
-
-def test_newer_format_says_who_reads_it() -> None:
     data = {"version": 99, "written_by": "autopar 7.1.0", "new_key": {}}
     with pytest.raises(PlanError, match=r"format version 99, but .* reads formats up to 1\. .*autopar 7\.1\.0"):
         plan_from_dict(data)
+
+
+ABSENT = object()
+
+BAD_VALUES: list[tuple[str, object, str]] = [
+    (
+        "layouts.0.typings.1.strategies",
+        3,
+        "p.json: Wrong value of 'layouts[0].typings[1].strategies'. Expected a value of type array, got 3.",
+    ),
+    ("meshes", {}, "Unknown key 'meshes'. Did you mean 'mesh'?"),
+    ("mesh.tp", -1, "p.json: Wrong value of 'mesh.tp'. Expected at least 0, got -1."),
+    ("mesh.tp", 0, "p.json: mesh: The degree of tp is 0."),
+    (
+        "layouts.1.typings.1.parameters.3",
+        "S(x)",
+        "Wrong value of 'layouts[1].typings[1].parameters[3]'. Expected I, R, P or S(d), got \"S(x)\". Write for example S(0)",
+    ),
+    ("layouts.1.typings.1.parameters.3", "P", "Expected I or S(d), got P."),
+    ("layouts.1.typings.1.parameter_names", ["a"], "one name for each parameter or none"),
+    ("schedule", "2F2B", "Expected one of none, GPipe, 1F1B, Interleaved1F1B, got"),
+    ("schedule", "none", "Expected 'none' where pp is 1, and a pipeline schedule elsewhere, got 'none' with pp=2."),
+    ("virtual_stages", 2, "Expected 1 (more only with the schedule Interleaved1F1B), got 2"),
+    ("mesh.tp", 8, "product is 16, the number of devices of h100-sxm5-80gb:2x8, got pp=2 x dp_shard=2 x tp=8 = 32."),
+    (
+        "global_batch_size",
+        63,
+        "Expected a multiple of micro_batch_size * dp_replicate * dp_shard, got 63 with 2 * 1 * 2.",
+    ),
+    ("micro_batch_size", 0, "'micro_batch_size' does not fit the plan. Expected at least 1, got 0."),
+    ("zero_stage", 0, "Expected 1, 2 or 3 where dp_shard is above 1, got 0 with dp_shard=2."),
+    ("micro_batch_size", 2**63, "Expected a whole number of at most 63 bits, got one of 64."),
+    ("predicted.mfu", 10**400, "p.json: predicted.mfu: A number of the plan is too large."),
+    ("predicted.peak_memory_interval_bytes", [1], "Expected 2 items, or none, got 1."),
+    ("zero_stage", 4, "Expected 0, 1, 2 or 3, got 4."),
+    (
+        "blocks.4.layout",
+        9,
+        "'blocks[4].layout' does not fit the plan. Expected the number of one of the 3 layouts, got 9.",
+    ),
+    ("blocks.4.index", 9, "'blocks[4].index' does not fit the plan. Expected 4, got 9."),
+    ("stages", [], "Expected pp * virtual_stages = 2 stages, got 0."),
+    ("stages.1.start", 6, "'stages[1]' does not fit the plan. Expected one block or more, from block 5 on"),
+    ("stages.1.stop", 9, "Expected stages of all 10 blocks, got stages of 9."),
+    ("stages.1.pp_rank", 0, "'stages[1].pp_rank' does not fit the plan. Expected 1 (the stage modulo pp), got 0."),
+    ("predicted.stage_times", [[1, 2]], "Expected 2 pairs of times, or none, got 1."),
+    ("predicted.step_time_interval_s", [1.0], "step_time_interval_s'. Expected 2 items, got 1."),
+    ("predicted.memory.1.pp_rank", 2, "Expected a pipeline rank below pp=2, got 2."),
+    ("version", "1", "'version'. Expected 1, got"),
+    (
+        "precision.compute",
+        "int8",
+        "'precision.compute' does not fit the plan. Expected one of float64, float32, bfloat16, float16, got 'int8'.",
+    ),
+    ("mesh", ABSENT, "p.json: Missing key 'mesh'."),
+    ("mesh.dp", 2, "p.json: Unknown key 'dp' in 'mesh'."),
+]
+"""Where a plan is changed, to what, and what is said of it."""
+
+
+@pytest.mark.parametrize(("path", "value", "expected"), BAD_VALUES, ids=[text[:40] for *_, text in BAD_VALUES])
+def test_broken_plan_is_named(path: str, value: object, expected: str) -> None:
+    data = json.loads(dumps(plan_to_dict(llama_plan())))
+    *keys, last = (int(key) if key.isdigit() else key for key in path.split("."))
+    inner = reduce(operator.getitem, keys, data)
+    inner[last] = value
+    if value is ABSENT:
+        del inner[last]
+    with pytest.raises(PlanError) as caught:
+        plan_from_dict(data, place="p.json")
+    assert expected in str(caught.value)
 
 
 def test_differences_are_paths_and_values() -> None:

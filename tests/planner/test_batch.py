@@ -97,7 +97,7 @@ def test_rules_that_change_are_asked_for_again() -> None:
         del table.rules["mylib.unused.default"]
 
 
-def test_a_run_is_cut_to_first_inner_and_last() -> None:
+def test_a_run_is_cut_to_first_inner_and_last_if_it_is_longer_and_of_one_key() -> None:
     small = compact(mlp(layers=9))
     assert [b.label for b in small.graph.blocks] == ["start", "layers.0", "layers.1", "layers.8", "loss"]
     assert small.members == ((0,), (1,), tuple(range(2, 9)), (9,), (10,))
@@ -105,6 +105,10 @@ def test_a_run_is_cut_to_first_inner_and_last() -> None:
     last = small.graph.blocks[3]
     assert small.graph.block_inputs(last) == (Ref("r1"),)
     assert {p.name for p in small.graph.parameters} == {"w_in", *(f"{k}{i}" for k in ("up", "down") for i in (0, 1, 8))}
+    short = mlp(layers=3)
+    assert compact(short).graph.ops == short.ops
+    small = compact(mlp(layers=8), keys=["a"] * 5 + ["b"] * 5)
+    assert small.members == ((0,), (1,), (2, 3), (4,), (5,), (6, 7), (8,), (9,))
 
 
 def test_layers_in_turn_are_cut_to_their_first_one_inner_and_their_last_turn() -> None:
@@ -114,15 +118,3 @@ def test_layers_in_turn_are_cut_to_their_first_one_inner_and_their_last_turn() -
     assert small.class_of == (0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7, 8, 9, 10, 11, 12)
     assert small.alike == ((Ref("r2"), Ref("r5")),)
     assert small.graph.block_inputs(small.graph.blocks[7]) == (Ref("r5"),)
-
-
-def test_short_runs_stay_whole() -> None:
-    graph = mlp(layers=3)
-    assert compact(graph).graph.ops == graph.ops
-
-
-def test_different_keys_are_not_merged() -> None:
-    graph = mlp(layers=8)
-    keys = ["a"] * 5 + ["b"] * 5
-    small = compact(graph, keys=keys)
-    assert small.members == ((0,), (1,), (2, 3), (4,), (5,), (6, 7), (8,), (9,))

@@ -32,15 +32,6 @@ def expert_types(plan: Plan) -> set[object]:
     return {kind for name, kind in at_rest(plan).items() if "experts" in name}
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-def test_ep_borrows_the_ranks_of_tp(tp: int) -> None:
-    plan = planned(f"ep={tp}", f"tp={tp}", "ep_data=1")
-    assert plan.mesh.ep == tp and plan.mesh.world_size == 4
-    assert expert_types(plan) == {S(0)}
-    assert f"(ep={tp} on tp)" in str(plan.mesh)
-    assert plan_from_dict(plan_to_dict(plan)).mesh == plan.mesh
-
-
 def test_without_ep_experts_are_whole_or_split_inside() -> None:
     plan = planned("ep=1", "tp=2")
     assert plan.mesh.ep == 1
@@ -51,17 +42,22 @@ def test_without_ep_experts_are_whole_or_split_inside() -> None:
 @pytest.mark.parametrize(
     ("pins", "ep", "ep_data", "where"),
     [
+        (("ep=2", "tp=2", "ep_data=1"), 2, 1, "(ep=2 on tp)"),
+        (("ep=4", "tp=4", "ep_data=1"), 4, 1, "(ep=4 on tp)"),
         (("ep=2", "tp=1"), 2, 2, "(ep=2 on data)"),
         (("ep=4", "dp_replicate=4"), 4, 4, "(ep=4 on data)"),
         (("ep=2", "dp_shard=2", "dp_replicate=2"), 2, 2, "(ep=2 on data)"),
         (("ep=4", "tp=2"), 4, 2, "(ep=4 on data=2 x tp=2)"),
     ],
 )
-def test_ep_borrows_data_ranks(pins: tuple[str, ...], ep: int, ep_data: int, where: str) -> None:
+def test_ep_borrows_ranks_of_tp_or_data(pins: tuple[str, ...], ep: int, ep_data: int, where: str) -> None:
     plan = planned(*pins)
     assert (plan.mesh.ep, plan.mesh.ep_data, plan.mesh.world_size) == (ep, ep_data, 4)
     assert where in str(plan)
-    assert any(note.startswith("mixtures of experts (2): experts spread") for note in plan.notes)
+    if ep_data == 1:
+        assert expert_types(plan) == {S(0)}
+    else:
+        assert any(note.startswith("mixtures of experts (2): experts spread") for note in plan.notes)
     assert plan_from_dict(plan_to_dict(plan)) == plan
     assert typecheck(lower(plan, mixture_graph())) > 10
 

@@ -5,14 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar.cost.network.collectives import CollectiveModel
 from autopar.graph.graph import Graph, Op, Ref
 from autopar.graph.rewrites import compact
-from autopar.plan.mesh import I, P, R, S, Type
+from autopar.hardware.cluster import Cluster
+from autopar.plan.mesh import I, Mesh, P, R, S, Type
 from autopar.planner.sharding import block_chain as chain
 from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver, owners_of
-from autopar.planner.sharding.block_table import AxisCosts
+from autopar.planner.sharding.block_table import AxisCosts, AxisPricing
 from autopar.planner.sharding.energy import Weights
 from autopar.planner.sharding.strategy_energy import TypingProblem, repetition_classes, rests_of
 from autopar.rules import table as rules
@@ -20,22 +23,44 @@ from autopar.rules.apply import shard
 from autopar.rules.local_calls import conversion
 from autopar.rules.strategy import Strategy
 from autopar.tracing.trace import trace
-from tests.support.planner.graphs import attention, llama_block, mlp
-from tests.support.planner.toy import ToyPricing
+from tests.support.planner.graphs import llama_block, mlp
 from tests.support.small_models import model_of
+
+
+def _attend(self: Any, x: Tensor) -> Tensor:
+    first = self.first(x)
+    q, k, v = (layer(first).unflatten(-1, (2, -1)).transpose(1, 2) for layer in self.layers)
+    return F.scaled_dot_product_attention(q, k, v).sum()
+
+
+@cache
+def attention() -> Graph:
+    """One attention of two heads with shared input."""
+    layers = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in "qkv"])
+    return trace(model_of(_attend, first=nn.Linear(4, 4, bias=False), layers=layers), (torch.zeros(1, 4, 4),))
+
+
+CLUSTER = Cluster.parse("h100-sxm5-80gb:1x8")
+
+
+def pricing(size: int) -> AxisPricing:
+    return AxisPricing(
+        device=CLUSTER.devices[0], collectives=CollectiveModel(CLUSTER), mesh=Mesh(tp=size), axis="tp",
+        state_bytes_per_element=16.0, gradient_itemsize=4,
+    )  # fmt: skip
 
 
 def solver(graph: Graph, size: int, rests: Mapping[str, Sequence[Type]] | None = None) -> AxisSolver:
     small = compact(graph)
     costs = AxisCosts(
-        graph=small.graph, axis="tp", size=size, pricing=ToyPricing(size=size), owners=owners_of(small), rests=rests or {},
+        graph=small.graph, axis="tp", size=size, pricing=pricing(size), owners=owners_of(small), rests=rests or {},
     )  # fmt: skip
     return AxisSolver(small, costs)
 
 
 @lru_cache(maxsize=8)
 def known_costs(graph: Graph, size: int) -> AxisCosts:
-    return AxisCosts(graph=graph, axis="tp", size=size, pricing=ToyPricing(size=size))
+    return AxisCosts(graph=graph, axis="tp", size=size, pricing=pricing(size))
 
 
 def energy(graph: Graph, size: int, chosen: dict[str, Strategy], rests: dict[str, Type], weights: Weights) -> float:
@@ -150,9 +175,7 @@ def test_layers_in_turn_cost_what_they_cost_without_one_that_stands_for_others(p
     whole = compact(graph, keys=range(len(graph.blocks)))
     assert len(compact(graph).members) == 11
     assert len(whole.members) == 17
-    costs = AxisCosts(
-        graph=whole.graph, axis="tp", size=2, pricing=ToyPricing(size=2), owners=owners_of(whole), rests={}
-    )
+    costs = AxisCosts(graph=whole.graph, axis="tp", size=2, pricing=pricing(2), owners=owners_of(whole), rests={})
     assert solver(graph, 2).solve(weights).value == pytest.approx(AxisSolver(whole, costs).solve(weights).value)
 
 
@@ -160,7 +183,7 @@ def types(found: AxisSolution, name: str) -> tuple[tuple[Type, ...], tuple[Type,
     return found.typing.strategies[name].inputs, found.typing.strategies[name].outputs
 
 
-PRICE = 1e-12  # seconds a byte: 80 GB are worth 80 ms
+PRICE = 1e-11  # seconds a byte: 80 GB are worth 0.8 s
 
 
 def test_a_price_on_memory_gives_megatron_tensor_and_sequence_parallelism() -> None:
@@ -204,7 +227,7 @@ def test_a_value_is_offered_the_same_types_by_every_block_that_it_touches(monkey
 
 
 def test_a_block_that_is_too_wide_changes_a_value_to_fewer_types(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = attention(seq=4, heads=2)
+    graph = attention()
     free = solver(graph, 2).solve(Weights())
     monkeypatch.setattr(TypingProblem, "is_wide", lambda self, keep: self.max_extras > 1)
     found = solver(graph, 2)
@@ -231,7 +254,7 @@ def test_where_tables_are_too_large_values_stay_as_they_are(monkeypatch: pytest.
 
     Nothing is cut inside a block, and what has several readers is read by all of them as it is made.
     """
-    graph = attention(seq=4, heads=2) if model == "attention" else scan()
+    graph = attention() if model == "attention" else scan()
     free = solver(graph, 2).solve(Weights())
     monkeypatch.setattr(TypingProblem, "is_wide", lambda self, keep: True)
     monkeypatch.setattr(TypingProblem, "is_eliminated", lambda self, keep: self.max_extras == 0)

@@ -43,6 +43,7 @@ def made(memory: str, *pins: str, tried: tuple[Hosted, ...] = ("optimizer",), ba
 def test_the_best_of_all_is_found_and_no_bound_is_above(memory: str, is_offloaded: bool | None) -> None:
     found, plans = check_search(lambda: made(memory))
     assert any(c.offload for c in plans)
+    assert len({tuple(params(c).values()) for c in plans}) == len(plans), "each is a trial of its own in a study"
     if is_offloaded is not None:
         assert bool(found.best.candidate.offload) == is_offloaded
         assert all(bool(c.offload) for c in plans) == is_offloaded
@@ -192,10 +193,3 @@ def test_where_nothing_fits_the_error_names_the_space_with_the_host() -> None:
     with pytest.raises(InfeasibleError, match="or search --space wide, where optimizers may live on the host"):
         search("default")
     assert search("wide").offload == ("optimizer",)
-
-
-def test_no_two_candidates_are_the_same_trial_of_a_study() -> None:
-    """Of twins that differ in what lives on the host each has its own outcome."""
-    pool = made("16GB").pool
-    assert any(candidate.offload for candidate in pool)
-    assert len({tuple(params(candidate).values()) for candidate in pool}) == len(pool)

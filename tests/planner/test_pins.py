@@ -38,12 +38,15 @@ def test_names() -> None:
     assert Pins.parse(["schedule!=GPipe"]).allows("schedule", "1F1B")
 
 
-def test_blocks_are_selected_by_ranges_and_patterns() -> None:
+def test_blocks_are_selected_by_ranges_and_patterns_and_unknown_ones_refused() -> None:
     graph = mlp(layers=6)
     pins = Pins.parse(["recompute=full@layers.0-2", "stage@layers.*=0", "recompute=none@layers.1"])
     assert pins.recompute(graph) == {1: "full", 2: "none", 3: "full"}
     assert pins.stages(graph) == dict.fromkeys(range(1, 7), 0)
     assert set(Pins.parse(["recompute=full"]).recompute(graph)) == set(range(8))
+    for text, said in (("recompute=full@layer.0-3", "layers.1"), ("layers.*.upp=tp:S(0)", "layers.0.up")):
+        with pytest.raises(UsageError, match=said):
+            Pins.parse([text]).check(mlp(layers=2))
 
 
 def test_blocks_of_several_modules_are_selected_by_one_of_them_unless_another_has_its_name() -> None:
@@ -97,13 +100,6 @@ def test_sizes_of_buckets() -> None:
         Pins.parse(["bucket_bytes=0"]).buckets(usual)
 
 
-def test_unknown_blocks_and_parameters_are_refused() -> None:
-    graph = mlp(layers=2)
-    for text, said in (("recompute=full@layer.0-3", "layers.1"), ("layers.*.upp=tp:S(0)", "layers.0.up")):
-        with pytest.raises(UsageError, match=said):
-            Pins.parse([text]).check(graph)
-
-
 # --- the table of pins
 
 SAME = {"zero_stage", "micro_batch_size"}
@@ -117,13 +113,10 @@ def test_each_example_is_a_pin_of_its_form(kind: PinKind) -> None:
     assert name in kind.example or name == "PARAMETER"
 
 
-def test_every_name_has_a_row() -> None:
+def test_every_name_has_a_row_that_the_shell_shows(run: Run) -> None:
     named = {re.split(r"[ =\[]", form)[0] for kind in PIN_KINDS for form in kind.form.split(", ")}
     known = {name.partition("=")[0] for name in pin_syntax._KEYS}
     assert known - SAME == named
-
-
-def test_the_table_in_the_shell(run: Run) -> None:
     text = run("pins").out
     assert all(kind.example in text for kind in PIN_KINDS)
     assert run("pins", "--json").json["zero=1"]["holds"] == "ZeRO stage, 0 to 3"

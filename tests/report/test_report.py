@@ -20,15 +20,13 @@ from tests.support.strategies import plans
 Golden = Callable[[str, str], None]
 
 
-def test_printed_pipeline_plan(golden: Golden) -> None:
+def test_printed_plans(golden: Golden) -> None:
     golden("plan_llama.txt", f"{llama_plan()}\n")
-
-
-def test_printed_plan_of_one_rank(golden: Golden) -> None:
     golden("plan_single.txt", f"{single_plan()}\n")
+    golden("compare.txt", render_comparison(llama_plan(), single_plan(), names=("before.json", "after.json")) + "\n")
 
 
-def test_plan_without_names_counts_its_parameters() -> None:
+def test_plans_without_names_and_with_characters_of_two_columns_are_printed() -> None:
     base = llama_plan()
     bare = replace(
         base,
@@ -39,9 +37,6 @@ def test_plan_without_names_counts_its_parameters() -> None:
     )
     assert "tp S(0)   5 parameters" in render_plan(bare)
 
-
-def test_characters_of_two_columns_print_within_the_width() -> None:
-    base = llama_plan()
     named = tuple(replace(block, label=chr(ord("a") + block.index) + "\u2e80" * 9) for block in base.blocks)
     text = render_plan(replace(base, model=replace(base.model, name="\u2e80" * 70), blocks=named))
     assert text.count("\u2e80") >= 70 + 9 * len(named)  # nothing is cut off
@@ -88,10 +83,6 @@ def test_page_is_whole_and_escapes_names() -> None:
     assert not re.search(r"(src|href)=|https?://(?!www\.w3\.org)|url\(", page)
 
 
-def test_page_without_stage_times_has_no_pipeline_picture() -> None:
-    assert "<svg" not in render_html(single_plan())
-
-
 def test_trace_keeps_the_order_of_the_schedule() -> None:
     plan = llama_plan()
     events = json.loads(json.dumps(perfetto_trace(plan)))["traceEvents"]
@@ -108,12 +99,6 @@ def test_timeline_of_equal_stages_is_the_closed_form() -> None:
     times = ((1.0, 2.0), (1.0, 2.0))
     plan = replace(plan, predicted=replace(plan.predicted, breakdown=breakdown, stage_times=times))
     assert max(span.end_s for span in timeline(plan)) == (16 + 2 - 1) * 3.0
-
-
-def test_timeline_needs_stage_times() -> None:
+    assert "<svg" not in render_html(single_plan())  # which has no stage times
     with pytest.raises(PlanError, match=r"predicted\.stage_times: Missing predicted times of the stages"):
         timeline(single_plan())
-
-
-def test_comparison_of_two_plans(golden: Golden) -> None:
-    golden("compare.txt", render_comparison(llama_plan(), single_plan(), names=("before.json", "after.json")) + "\n")

@@ -46,27 +46,6 @@ def mlp(*, layers: int = 1, batch: int = 4, width: int = 8, hidden: int = 16, tu
     return graph_of_ops("mlp", ops, {"x": spec(batch, width, grad=False)}, parameters, blocks=tuple(blocks))
 
 
-def attention(*, batch: int = 1, seq: int = 4, heads: int = 2, width: int = 4) -> Graph:
-    """One attention with shared input: q = k = v projections of x, attention over heads, sum."""
-    names = ("q", "k", "v")
-    parameters = [Parameter(name="w0", fqn="w0", spec=spec(width, width))]
-    parameters += [Parameter(name=f"w{n}", fqn=f"attn.{n}", spec=spec(width, width)) for n in names]
-    each = width // heads
-    ops = [op("x2", "aten.linear.default", (Ref("x"), Ref("w0")), batch, seq, width)]
-    for n in names:
-        ops += [
-            op(n, "aten.linear.default", (Ref("x2"), Ref(f"w{n}")), batch, seq, width),
-            op(f"{n}v", "aten.view.default", (Ref(n), (batch, seq, heads, each)), batch, seq, heads, each),
-            op(f"{n}t", "aten.transpose.int", (Ref(f"{n}v"), 1, 2), batch, heads, seq, each),
-        ]
-    core = (Ref("qt"), Ref("kt"), Ref("vt"))
-    ops += [
-        op("core", "aten.scaled_dot_product_attention.default", core, batch, heads, seq, each),
-        op("loss", "aten.sum.default", (Ref("core"),)),
-    ]
-    return graph_of_ops("attention", ops, {"x": spec(batch, seq, width, grad=False)}, parameters)
-
-
 def llama_block(
     *, seq: int = 4096, hidden: int = 8192, heads: int = 64, ffn: int = 28672, batch: int = 1, layers: int = 2
 ) -> Graph:

@@ -1,16 +1,12 @@
 import networkx
-import pytest
+import torch
 
-from autopar.graph.graph import Graph
+from autopar.graph.aliasing import contiguous
 from autopar.models.resolve import resolve_model
 
 
-@pytest.fixture(scope="module")
-def graph() -> Graph:
-    return resolve_model("gpt:layers=3,hidden=32,heads=2,vocab=64", sequence_length=8).trace()
-
-
-def test_every_tensor_and_operator_is_a_node_in_topological_order(graph: Graph) -> None:
+def test_tensors_and_operators_are_nodes_in_topological_order_and_edges_what_is_read() -> None:
+    graph = resolve_model("gpt:layers=3,hidden=32,heads=2,vocab=64", sequence_length=8).trace()
     found = graph.to_networkx()
     kinds = networkx.get_node_attributes(found, "kind")
     assert [name for name, kind in kinds.items() if kind == "op"] == [op.name for op in graph.ops]
@@ -19,21 +15,12 @@ def test_every_tensor_and_operator_is_a_node_in_topological_order(graph: Graph) 
     assert set(kinds.values()) == {"input", "parameter", "buffer", "prelude", "op"}
     position = {name: i for i, name in enumerate(found)}
     assert all(position[maker] < position[reader] for maker, reader in found.edges())
-    assert networkx.is_directed_acyclic_graph(found)
-
-
-def test_edges_are_what_operators_read(graph: Graph) -> None:
-    found = graph.to_networkx()
     assert found.number_of_edges() == sum(len(op.operands) for op in (*graph.prelude, *graph.ops))
     for op in graph.ops:
         read = sorted(
             (maker, data["output"], data["num_bytes"]) for maker, _, data in found.in_edges(op.name, data=True)
         )
         assert read == sorted((ref.name, ref.index, graph.spec(ref).num_bytes) for ref in op.operands)
-
-
-def test_attributes_say_what_a_node_is(graph: Graph) -> None:
-    found = graph.to_networkx()
     assert (found.graph["name"], found.graph["batch_size"]) == (graph.name, graph.batch_size)
     weight = graph.parameters[0]
     assert found.nodes[weight.name] == {
@@ -43,3 +30,8 @@ def test_attributes_say_what_a_node_is(graph: Graph) -> None:
     assert loss["block"] == graph.blocks[-1].index
     assert loss["target"] == graph.ops[-1].target
     assert networkx.descendants(found, found.graph["loss"]) == set()
+
+
+def test_strides_of_a_dense_tensor() -> None:
+    for shape in [(), (3,), (2, 3, 4), (2, 0, 4)]:
+        assert contiguous(shape) == torch.empty(shape).stride()
