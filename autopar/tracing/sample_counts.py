@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from math import prod
 from operator import eq
 from typing import Any
 
@@ -19,11 +20,16 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
 from autopar.errors import TraceError
+from autopar.graph.aliasing import dim_groups
 from autopar.graph.graph import Graph, Op
-from autopar.ops.kernels import resolve
+from autopar.ops.kernels import aten_targets, resolve
 
 _SMALL = 64
 """Number of elements of a constant up to which its values are compared between forward passes."""
+
+
+_VIEWS = aten_targets("view.default _unsafe_view.default reshape.default")
+_CUTS = aten_targets("slice.Tensor")
 
 
 class CountError(TraceError):
@@ -42,6 +48,7 @@ class Call:
         operands: The shapes of its operands if all of them are constants, else empty.
         dims: The dims along which it combines or selects elements of constants. None if it is elementwise or a view, or if not all
             operands are constants.
+        viewed: The shape of its operand if it is a view to other sizes or a slice, else empty.
     """
 
     target: str
@@ -50,6 +57,7 @@ class Call:
     results: tuple[tuple[int, ...], ...]
     operands: tuple[tuple[int, ...], ...] = ()
     dims: tuple[int, ...] | None = None
+    viewed: tuple[int, ...] = ()
 
 
 def call_of(
@@ -73,6 +81,7 @@ def call_of(
         results=_shapes(result),
         operands=operands,
         dims=_dims(target, args) if operands else None,
+        viewed=_shapes(args)[0] if str(target) in _CUTS or str(target) in _VIEWS else (),
     )
 
 
@@ -155,15 +164,33 @@ def _is_same(call: Call, larger: Call) -> bool:
         return False
     if any(map(eq, call.results, larger.results)) and (call.sizes != larger.sizes or call.operands != larger.operands):
         return False
+    if call.viewed != larger.viewed and not _keeps_samples(call, larger):
+        return False
     if call.dims is None or call.operands == larger.operands:
         return True
     if list(map(len, call.operands)) != list(map(len, larger.operands)):
         return False
-    batch_dims = [
-        [dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if sizes[0] != sizes[1]]
-        for shapes in zip(call.operands, larger.operands, strict=True)
-    ]
+    batch_dims = list(map(_changed, call.operands, larger.operands))
     return all(len(dims) < 2 for dims in batch_dims) and not set(call.dims).intersection(batch_dims[0])
+
+
+def _keeps_samples(call: Call, larger: Call) -> bool:
+    """Return whether the dim of samples of a view, or slice, stays the dim with as many elements before it; else a size hides samples.
+
+    ``x[:2]`` and ``x.view(2, -1)`` look like a whole batch, and like its samples one by one, at a batch of two.
+    """
+    before = _changed(call.viewed, larger.viewed)
+    after = _changed(call.results[0], larger.results[0])
+    if call.target in _CUTS:
+        return bool(after)
+    return len(before) == len(after) == 1 and prod(call.viewed[: before[0]]) == prod(call.results[0][: after[0]])
+
+
+def _changed(shape: tuple[int, ...], larger: tuple[int, ...]) -> list[int]:
+    """Return the dims in which two shapes differ; all of the first if they have other numbers of dims."""
+    if len(shape) != len(larger):
+        return list(range(len(shape)))
+    return [dim for dim, sizes in enumerate(zip(shape, larger, strict=True)) if sizes[0] != sizes[1]]
 
 
 def check_numbers(graph: Graph, larger: Graph) -> None:
@@ -184,8 +211,23 @@ def check_numbers(graph: Graph, larger: Graph) -> None:
                 raise _count_error(graph, larger, op, _text(value), _text(larger_value))
         if sizes != larger_sizes and op.outputs == other.outputs:
             raise _count_error(graph, larger, op, f"{list(sizes)}", f"{list(larger_sizes)}")
+        if op.target == "aten.view.default" and not _is_split_alike(graph, larger, op, other):
+            raise _count_error(graph, larger, op, f"a shape {op.spec.shape}", f"{other.spec.shape}")
     if graph.loss != larger.loss:
         raise _count_error(graph, larger, graph.producer(graph.loss), f"{len(graph.ops)} calls", f"{len(larger.ops)}")
+
+
+def _is_split_alike(graph: Graph, larger: Graph, op: Op, other: Op) -> bool:
+    """Return whether a view takes the outermost dim of a group, where it grows with the batch, to one that grows with it too."""
+    before, after = graph.spec(op.operands[0]).shape, op.spec.shape
+    grown = _changed(before, larger.spec(other.operands[0]).shape)
+    grown_after = _changed(after, other.spec.shape)
+    for input_dims, output_dims in dim_groups(before, after):
+        source = next((i for i in input_dims if before[i] > 1), None)
+        target = next((j for j in output_dims if after[j] > 1), None)
+        if source in grown and target not in grown_after:
+            return False
+    return True
 
 
 def _count_error(graph: Graph, larger: Graph, op: Op | None, value: str, larger_value: str) -> CountError:

@@ -316,3 +316,17 @@ def test_a_loop_over_samples_is_of_one_batch_size() -> None:
     """Its steps are alike but for their number."""
     with pytest.raises(CountError, match=r"depends on the batch size: .* for a batch of 2"):
         trace(model_of(_unrolled, head=nn.Linear(8, 8)), (torch.randn(2, 8),))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        lambda y: y[:2].square().mean(),
+        lambda y: y.view(2, -1).square().mean(1).sqrt().sum(),
+        lambda y: torch.cat((y, y.sin()), 1).view(-1, 4).view(2, -1).square().mean(1).sqrt().sum(),
+    ],
+)
+def test_a_size_that_the_batch_of_a_trace_has_by_chance_counts_no_samples(code: Callable[[Tensor], Tensor]) -> None:
+    model = model_of(lambda self, x: code(self.linear(x)), linear=nn.Linear(4, 4))
+    graph = trace_model(model, {"x": torch.ones(2, 6, 4)}, FP32, global_batch_size=8, samples_apart=samples_apart)
+    assert graph.mixing, "the first two samples are not all, and two halves are not two samples"
