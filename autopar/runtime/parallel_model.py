@@ -470,16 +470,11 @@ class ParallelModel(PlannedModule):
         *,
         scheduler: Any = None,
         dataloader: Any = None,
-        allow_pickle: bool = False,
     ) -> Any:
         """Read what :meth:`save` wrote under any plan; return its ``extra``. All ranks call it.
 
         Each rank reads and verifies what it needs before anything is changed. Random states are restored if the job has as many ranks as
         the one that saved.
-
-        Args:
-            allow_pickle: also read checkpoints of older versions, before they had an index in JSON. Their index is a pickle, by which
-                whoever can write the file may run code in this job, and damage in them is not detected. Use it for files that you trust.
 
         Raises:
             CheckpointError: the folder has no checkpoint, or a damaged one; names the file and the tensor; raised on all ranks.
@@ -489,7 +484,7 @@ class ParallelModel(PlannedModule):
         with self._calls.at_once("load"):
             self._parameter_checks.check_memory()
             given = {SCHEDULER: scheduler, LOADER: dataloader}
-            progress, extra = self._checkpointed.load(path, optimizer, given, allow_pickle=allow_pickle)
+            progress, extra = self._checkpointed.load(path, optimizer, given)
         self.seed, self.step_count = progress["seed"], progress["step"]
         if self._scaler.is_wanted and progress.get("scaler") is not None:
             self._scaler.numbers = progress["scaler"]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autopar.errors import CheckpointError, PlanError
 from autopar.runtime.checkpoint.checkpoint_index import AGAIN
-from autopar.runtime.checkpoint.chunk_files import Part, Source, open_folder
+from autopar.runtime.checkpoint.chunk_files import Folder, Part
 from autopar.runtime.world import Meeting
 
 OTHER = "The checkpoint is of another model or optimizer"
@@ -36,14 +36,14 @@ class Loading:
     """
 
     meeting: Meeting
-    source: Source
+    source: Folder
     _staged: list[Tensor | None] = field(default_factory=list)  # the verified data of each part; None: it is read again
 
     @classmethod
-    def begin(cls, path: Path, meeting: Meeting, *, allow_pickle: bool) -> Loading:
+    def begin(cls, path: Path, meeting: Meeting) -> Loading:
         """Open the folder on every rank, and check that it is the same one."""
         with meeting.failing_together():
-            source = open_folder(path, allow_pickle=allow_pickle)
+            source = Folder(path)
             if meeting.rank == 0:
                 source.check_files()
         digests = meeting.all_gather(source.digest)
@@ -115,7 +115,7 @@ class Loading:
         return whole(self.source, name)
 
 
-def read_box(source: Source, part: Part, into: Tensor | None) -> None:
+def read_box(source: Folder, part: Part, into: Tensor | None) -> None:
     """Read a box of a tensor from the pieces that overlap it.
 
     Boxes are pairs of first and end index, one for each dim of the tensor. The rows of the first dim are read chunk by chunk.
@@ -155,7 +155,7 @@ def _slices(box: Iterable[tuple[int, int]], offset: Sequence[int]) -> tuple[slic
     return tuple(slice(low - first, high - first) for (low, high), first in zip(box, offset, strict=True))
 
 
-def whole(source: Source, name: str) -> Tensor:
+def whole(source: Folder, name: str) -> Tensor:
     """Return a complete tensor of a checkpoint.
 
     Raises:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from autopar.errors import AutoparError, CheckpointError, PlanError, UsageError
 from autopar.plan.plan import Plan
 from autopar.runtime.checkpoint import checkpoint_index, contents
-from autopar.runtime.checkpoint.chunk_files import open_folder
+from autopar.runtime.checkpoint.chunk_files import Folder
 from autopar.runtime.checkpoint.contents import RankContents, Settings, part_of
 from autopar.runtime.checkpoint.load import Loading, saved_state
 from autopar.runtime.checkpoint.write import Save, copied_to_host
@@ -108,9 +108,7 @@ class Checkpointed:
         if known and not any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
             raise UsageError("The optimizer has no parameter of this model", fix="Make it of par.parameters()")
 
-    def load(
-        self, path: str | Path, optimizer: Optimizer | None, given: CallerStates, *, allow_pickle: bool = False
-    ) -> tuple[Mapping[str, Any], Any]:
+    def load(self, path: str | Path, optimizer: Optimizer | None, given: CallerStates) -> tuple[Mapping[str, Any], Any]:
         """Load a folder in place; return the saved progress and ``extra``.
 
         Raises:
@@ -121,7 +119,7 @@ class Checkpointed:
             self._check_optimizer(optimizer)
         made = [] if optimizer is None else contents.make_state(optimizer)
         try:
-            return self._load(Loading.begin(Path(path), self.meeting, allow_pickle=allow_pickle), optimizer, given)
+            return self._load(Loading.begin(Path(path), self.meeting), optimizer, given)
         except PlanError:
             if optimizer is not None:
                 for parameter in made:  # whose states have counted a step
@@ -133,7 +131,7 @@ class Checkpointed:
     ) -> tuple[Mapping[str, Any], Any]:
         fresh = self._without_states(loading, optimizer)
         named = list(contents.tensors_of(self._held, optimizer, fresh))
-        untrained = self._untrained.targets() if loading.source.is_complete else []
+        untrained = self._untrained.targets()
         parts = [part_of(*tensor) for tensor in named]
         parts += [part_of(f"buffer.{name}", value) for name, value in self._buffers.named().items()]
         parts += [part_of(self._untrained.key(name), value) for name, value in untrained]
@@ -150,8 +148,7 @@ class Checkpointed:
         for _, value, padding in named:
             if padding is not None:
                 contents.padding_of(value, padding).zero_()
-        if loading.source.is_complete:
-            self._untrained.put(untrained)
+        self._untrained.put(untrained)
         if optimizer is not None:
             contents.put_groups(self._held, optimizer, saved, self.meeting)
             for h in self._held:
@@ -384,8 +381,7 @@ class Checkpoints:
 
 def _is_complete(path: Path) -> bool:
     try:
-        source = open_folder(path)
-        source.check_files()
+        Folder(path).check_files()
     except AutoparError:
         return False
     return True

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,8 +32,6 @@ from autopar.runtime.checkpoint.contents import RankContents, State, each_once
 from autopar.runtime.world import Meeting
 
 _INSIDE = ".saving"
-_OLD = re.compile(r"\.metadata|\.metadata\.tmp|__\d+_.*\.distcp")
-"""Files of checkpoints before version 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +134,7 @@ def commit(folder: Path, target: Target) -> None:
     with suppress(OSError):  # the checkpoint is complete without that: its index has the plan, too
         (place / PLAN).replace(folder / PLAN)
         for path in folder.iterdir():
-            if (FILE.fullmatch(path.name) or _OLD.fullmatch(path.name)) and path.name not in names:
+            if FILE.fullmatch(path.name) and path.name not in names:
                 path.unlink()
         place.rmdir()
 
