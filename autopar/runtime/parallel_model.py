@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,14 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from autopar.lower.program import Program
+from autopar.runtime.checkpoint.contents import WholeTensors, model_parts, part_of
 from autopar.runtime.checkpoint.export import Export, ModelFacts
 from autopar.runtime.checkpoint.series import EXTRA, LOADER, SCHEDULER, CallerStates, Checkpointed
 from autopar.runtime.checkpoint.write import Save
 from autopar.runtime.checks import (
     check_places,
 )
-from autopar.runtime.state_dict import EXTRA_STATE, ModuleState, Untrained, full_state_dict, names_of
+from autopar.runtime.state_dict import EXTRA_STATE, ModuleState, Untrained, names_of
 from autopar.runtime.step.global_loss import SCALER_NUMBERS
 from autopar.runtime.step.other_runs import partial_of
 from autopar.runtime.trained_module import TrainedModule
@@ -79,14 +81,19 @@ class ParallelModel(TrainedModule):
         self._original.knows_weights()
         with self._calls.at_once("full_state_dict"):
             self._parameter_checks.check_memory()
-            buffers = self._changing_buffers.named(self._changing_buffers.own)
-            trained = full_state_dict(self._program, self._world, self._assembly.held, buffers)
-            return self._untrained.completed(trained, self._checkpointed.meeting.all_gather)
+            return self._untrained.named(self._whole_tensors())
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Return all gradients, complete, on every rank's CPU; of a scaled loss until they are unscaled. All ranks call it."""
         with self._calls.at_once("full_gradients"):
-            return full_state_dict(self._program, self._world, self._assembly.held, gradients=True)
+            parts = model_parts(self._program.graph, self._assembly.held, gradients=True)
+            return self._untrained.named(WholeTensors(parts, self._checkpointed.meeting))
+
+    def _whole_tensors(self) -> WholeTensors:
+        """Return the tensors of the state dict by their first names; all ranks call it."""
+        others = {**self._changing_buffers.sent(), **self._untrained.own}
+        parts = [*model_parts(self._program.graph, self._assembly.held), *starmap(part_of, others.items())]
+        return WholeTensors(parts, self._checkpointed.meeting)
 
     def dataloader(self, dataset: Dataset[Any], **options: Any) -> PlannedLoader:
         """Return a ``torchdata.stateful_dataloader.StatefulDataLoader`` that gives each rank its part of global batches.
@@ -157,9 +164,7 @@ class ParallelModel(TrainedModule):
         with self._calls.at_once("save_pretrained"):
             self._parameter_checks.check_memory()
             export = Export(
-                graph=self._program.graph,
-                held=self._assembly.held,
-                buffers=self._changing_buffers.named(self._changing_buffers.own),
+                tensors=self._whole_tensors(),
                 untrained=self._untrained,
                 facts=self._facts,
                 meeting=self._checkpointed.meeting,

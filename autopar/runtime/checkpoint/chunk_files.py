@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import CheckpointError, reason
-from autopar.runtime.checkpoint.checkpoint_index import AGAIN, File, Piece, chunk_rows, read
+from autopar.runtime.checkpoint.checkpoint_index import AGAIN, Entry, File, Piece, chunk_rows, read
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -47,6 +47,11 @@ class Part:
     def shape(self) -> tuple[int, ...]:
         """The shape of the box."""
         return tuple(self.value.shape)
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """The slices that cut the box out of the complete tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True))
 
 
 def header(named: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], about: Mapping[str, str]) -> bytes:
@@ -84,15 +89,15 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
         os.fsync(file.fileno())
 
 
-def write(path: Path, parts: Sequence[Part], about: Mapping[str, str]) -> tuple[File, dict[str, Piece]]:
-    """Write a new file and sync it to disk; return the file, and the piece of each part.
+def write(path: Path, parts: Sequence[Part], about: Mapping[str, str]) -> tuple[File, dict[str, Entry]]:
+    """Write a new file and sync it to disk; return the file, and each part's tensor with this one piece.
 
     Raises:
         OSError: it cannot be written.
     """
     parts = in_order(parts)
     head = header([(part.name, part.value.dtype, part.shape) for part in parts], about)
-    pieces: dict[str, Piece] = {}
+    entries: dict[str, Entry] = {}
     with new_file(path) as file:
         file.write(head)
         start = len(head)
@@ -101,11 +106,10 @@ def write(path: Path, parts: Sequence[Part], about: Mapping[str, str]) -> tuple[
             for data in _chunks(part.value):
                 sums.append(crc32(data))
                 file.write(data)
-            pieces[part.name] = Piece(
-                file=path.name, start=start, offset=part.offset, shape=part.shape, sums=tuple(sums)
-            )
+            piece = Piece(file=path.name, start=start, offset=part.offset, shape=part.shape, sums=tuple(sums))
+            entries[part.name] = Entry(dtype=part.value.dtype, shape=part.whole, pieces=(piece,))
             start += part.value.numel() * part.value.element_size()
-    return File(name=path.name, num_bytes=start, header_bytes=len(head), header_sum=crc32(head)), pieces
+    return File(name=path.name, num_bytes=start, header_bytes=len(head), header_sum=crc32(head)), entries
 
 
 def _chunks(value: Tensor) -> Iterator[memoryview]:

@@ -53,6 +53,10 @@ class Checkpointed:
         of_data = world.data_index, plan.mesh.data
         # of each kind the index of the owner of this rank's state, and the number of owners
         self._owners = {RANDOM: each, SCHEDULER: each, LOADER: of_data, EXTRA: (0, 1)}
+        is_first_of_data = not any(world.coordinate[axis] for axis in ("pp", "cp", "tp"))
+        self._sent = (
+            {RANDOM, SCHEDULER} | ({LOADER} if is_first_of_data else set()) | ({EXTRA} if not world.rank else set())
+        )
         self._meeting: Meeting | None = None
 
     @property
@@ -83,15 +87,17 @@ class Checkpointed:
     def _contents(self, optimizer: Optimizer | None, given: CallerStates) -> RankContents:
         """Return this rank's part of a checkpoint."""
         self._check_optimizer(optimizer)
-        local = RankContents(parts=[part_of(*named) for named in contents.tensors_of(self._held, optimizer)])
-        local.parts += [part_of(f"buffer.{name}", value) for name, value in self._buffers.named().items()]
+        sent = [h for h in self._held if h.is_sent]
+        local = RankContents(parts=[part_of(*named) for named in contents.tensors_of(sent, optimizer)])
+        local.parts += [part_of(f"buffer.{name}", value) for name, value in self._buffers.sent().items()]
         local.parts += [part_of(self._untrained.key(name), value) for name, value in self._untrained.own.items()]
         if optimizer is not None:
             contents.add_optimizer(local, self._held, optimizer)
         for kind, state in {RANDOM: contents.random_states(self._world.device), **given}.items():
             if state is not None:
-                encoded = contents.state_dicts(state, kind) if kind in _WITH_METHODS else state
-                contents.add_state(local, kind, self._owners[kind][0], encoded)
+                given_state = contents.state_dicts(state, kind) if kind in _WITH_METHODS else state
+                if kind in self._sent:
+                    contents.add_state(local, kind, self._owners[kind][0], given_state)
         return local
 
     def _check_optimizer(self, optimizer: Optimizer | None) -> None:
@@ -131,10 +137,9 @@ class Checkpointed:
     ) -> tuple[Mapping[str, Any], Any]:
         fresh = self._without_states(loading, optimizer)
         named = list(contents.tensors_of(self._held, optimizer, fresh))
-        untrained = self._untrained.targets()
         parts = [part_of(*tensor) for tensor in named]
         parts += [part_of(f"buffer.{name}", value) for name, value in self._buffers.named().items()]
-        parts += [part_of(self._untrained.key(name), value) for name, value in untrained]
+        parts += [part_of(self._untrained.key(name), value) for name, value in self._untrained.targets()]
         values = loading.source.values
         saved = self._settings(values, optimizer)
         stepped = [] if optimizer is None else contents.groups(self._held, optimizer)
@@ -148,7 +153,6 @@ class Checkpointed:
         for _, value, padding in named:
             if padding is not None:
                 contents.padding_of(value, padding).zero_()
-        self._untrained.put(untrained)
         if optimizer is not None:
             contents.put_groups(self._held, optimizer, saved, self.meeting)
             for h in self._held:
