@@ -11,9 +11,8 @@ Losses are sums over a global count, so gradients are summed over data ranks, no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -186,7 +185,7 @@ class _Assembler:
     Attributes:
         visible: parameters that users see where emitted code reads another tensor on their memory, by stage and name.
         groups: process groups of gradient sums, by axes.
-        tied, tie_groups: pipeline ranks of each tied parameter, and their process groups.
+        tied, tie_groups: the stages that hold each tied parameter, and the process groups of their pipeline ranks.
     """
 
     def __init__(self, program: Program, world: World, weights: ModelWeights) -> None:
@@ -201,9 +200,11 @@ class _Assembler:
         self.visible: dict[tuple[int, str], nn.Parameter] = {}
         sum_axes = sorted({self._sum_axes(p) for p in program.graph.parameters})  # in one order on all ranks
         self.groups = {axes: world.axis_group(axes) for axes in sum_axes}
+        self.tied = dict(program.tied)
         stage_rank = {stage.index: stage.pp_rank for stage in program.stages}
-        self.tied = {name: tuple(stage_rank[stage] for stage in stages) for name, stages in program.tied}
-        self.tie_groups = {name: world.stage_group(self.tied[name]) for name in sorted(self.tied)}
+        self.tie_groups = {
+            name: world.stage_group(tuple(stage_rank[stage] for stage in self.tied[name])) for name in sorted(self.tied)
+        }
 
     def _sum_axes(self, parameter: Parameter) -> tuple[str, ...]:
         pending = tuple(axis for axis in parameter.gradient_sum_axes if axis in MESH_AXES)
@@ -286,7 +287,8 @@ class _Assembler:
                     where=name,
                     fix="Make it a buffer (register_buffer) with an initialiser, or build the model on a real device",
                 )
-            program.module.register_buffer(name, value.to(self.world.device, buffer.spec.dtype), persistent=False)
+            here = value.to(self.world.device, buffer.spec.dtype, copy=True)  # a checkpoint is loaded into it
+            program.module.register_buffer(name, here, persistent=False)
 
     # --- parameters
 
@@ -296,6 +298,7 @@ class _Assembler:
         for name, holder in stage.holders().items():
             ir = self.parameters[name]
             registered, replicated = holder._parameters[name], self._replicated(ir)
+            copies, copy = self._copies(replicated, self.tied.get(name, (stage.index,)), stage.index)
             assert registered is not None
             parameters.append(
                 RankParameter(
@@ -305,12 +308,22 @@ class _Assembler:
                     leaf=registered if (stage.index, name) in self.visible else None,
                     group=self.groups[self._sum_axes(ir)],
                     tie_group=self.tie_groups.get(name),
-                    copies=prod(getattr(self.plan.mesh, axis) for axis in replicated) * len(self.tied.get(name, (0,))),
+                    copies=copies,
+                    copy=copy,
                     replicated=replicated,
                     padding=ir.padding,
                 )
             )
         return parameters
+
+    def _copies(self, axes: tuple[str, ...], stages: Sequence[int], stage: int) -> tuple[int, int]:
+        """Return how many copies ranks along ``axes`` and ``stages`` hold, and the number of this rank's copy in ``stage``."""
+        outer, _ = divmod(self.world.data_index, self.plan.mesh.ep_data)
+        here, count, number = {**self.world.coordinate, "ep_outer": outer}, len(stages), stages.index(stage)
+        for axis in axes:
+            degree = getattr(self.plan.mesh, axis)
+            count, number = count * degree, number * degree + here[axis]
+        return count, number
 
     def _is_sharded_by_fsdp(self, ir: Parameter) -> bool:
         """Return whether FSDP shards the parameter: not experts over data ranks, nor scalars and empty parameters, which it does not support."""

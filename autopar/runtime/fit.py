@@ -16,6 +16,7 @@ from autopar.errors import NonFiniteError, UsageError
 from autopar.runtime.checkpoint.series import Checkpoints
 from autopar.runtime.checks import is_out_of_memory
 from autopar.runtime.job import on_sigterm
+from autopar.runtime.step.gradients import clip
 from autopar.runtime.step.runner import Batch
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ class _Loop:
             return self._make_step()
         except Exception as error:
             if is_out_of_memory(error):
-                raise self.par.memory_error(error) from error
+                raise self.par._memory_report.error() from error
             raise
 
     def _make_step(self) -> StepDone:
@@ -201,7 +202,7 @@ class _Loop:
         loss = sum(value.item() for value in losses) / self.accumulate
         is_skipped = self._is_to_skip(loss, None if norm is None else norm.item())
         if norm is not None and self.max_norm is not None and not is_skipped:
-            par.scale_gradients_(norm, self.max_norm)
+            clip(par._assembly.held, norm, self.max_norm)
         rate = float(optimizer.param_groups[0]["lr"]) if optimizer.param_groups else 0.0
         if self.scaler is not None:
             scale = self.scaler.get_scale()
@@ -240,7 +241,7 @@ class _Loop:
                     "step %d is skipped: the loss is %g, the norm of its gradients %s", self.step + 1, loss, norm
                 )
             return True
-        named = self.par.non_finite_gradients()
+        named = _non_finite_gradients(self.par)
         count = f" in {self.skipped} steps in a row" if self.on_non_finite == "skip" else ""
         raise NonFiniteError(
             f"The loss or a gradient is not finite{count}, at step {self.step + 1}",
@@ -255,7 +256,7 @@ class _Loop:
         if self.step < self.next_agreement:
             return False
         step_time_s = (time.monotonic() - self.agreed_at) / max(self.step - self.agreed, 1)
-        is_any_asked, slowest_s = self.par.largest(is_asked, step_time_s)
+        is_any_asked, slowest_s = _largest(self.par, is_asked, step_time_s)
         self.agreed, self.agreed_at = self.step, time.monotonic()
         self.next_agreement = self.step + max(1, int(_AGREE_EVERY_S / max(slowest_s, 1e-3)))
         return bool(is_any_asked)
@@ -278,3 +279,17 @@ class _Loop:
         if self.checkpoints is None:
             return f"SIGTERM: training ends after step {self.step}. Nothing is saved, as fit was given no checkpoints"
         return f"SIGTERM: training ends after step {self.step}, which is saved in {self.checkpoints.root}; a new start goes on there"
+
+
+def _non_finite_gradients(par: ParallelModel) -> list[str]:
+    """Name parameters with infinite or NaN gradients, up to three from each rank; the same on every rank, all of which call it."""
+    here = [h.key for h in par._assembly.held if h.gradient is not None and not bool(h.gradient.isfinite().all())]
+    with par._calls.at_once("non_finite_gradients"):
+        of_ranks = par._checkpointed.meeting.all_gather(here[:3])
+    return sorted({name for names in of_ranks for name in names})
+
+
+def _largest(par: ParallelModel, *values: float) -> list[float]:
+    """Return for each number the largest of all ranks; all ranks call it."""
+    with par._calls.at_once("largest", meets=False):
+        return [max(of_ranks) for of_ranks in zip(*par._checkpointed.meeting.all_gather(values), strict=True)]

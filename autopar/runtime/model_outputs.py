@@ -24,14 +24,14 @@ from autopar.graph.interpreter import run
 from autopar.lower.emit import ancestors, layout_of, takes_device
 from autopar.lower.program import Program
 from autopar.plan.plan import Plan
+from autopar.runtime.checkpoint.contents import WholeTensors, model_parts
 from autopar.runtime.joined_values import Join, Samples, Tap, rebuilt
-from autopar.runtime.state_dict import full_state_dict
 from autopar.runtime.step.gradients import RankParameter
 from autopar.runtime.step.local_batch import num_samples
 from autopar.runtime.step.other_runs import PartialBatch
 from autopar.runtime.step.stage import StageModule
 from autopar.runtime.weights import ModelWeights
-from autopar.runtime.world import World
+from autopar.runtime.world import Meeting, World
 from autopar.tracing.batch import named_inputs
 
 
@@ -311,9 +311,15 @@ class ModelOutputs:
         names = set(read.values())
         known = {p.name for p in self._program.graph.parameters if not names.isdisjoint((p.fqn, *p.aliases))}
         held = [h for h in self._held if h.name in known]
-        whole = full_state_dict(self._program, self._world, held)
+        firsts = {name: p.fqn for p in self._program.graph.parameters for name in (p.fqn, *p.aliases)}
+        whole = WholeTensors(model_parts(self._program.graph, held), Meeting(self._world.host_group()))
+        values = {name: whole.complete(firsts[name]) for name in sorted(names)}
         dtype = {Ref(p.name): p.spec.dtype for p in (self._outputs.parameters if self._outputs else ())}
-        return {ref: whole[fqn].to(self._world.device, dtype[ref]) for ref, fqn in read.items()}
+        return {
+            ref: value.to(self._world.device, dtype[ref])
+            for ref, name in read.items()
+            if (value := values[name]) is not None
+        }
 
     def _compute(self, outputs: Outputs, needed: Sequence[Op], samples: Samples, env: dict[Ref, Tensor]) -> None:
         if self._program.graph.exact and samples.total != outputs.batch_size:

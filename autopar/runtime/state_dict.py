@@ -13,69 +13,26 @@ included, is unchanged. The stage that computes a value broadcasts it to the sta
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from autopar.errors import UsageError
 from autopar.graph.graph import Padding, Parameter, TensorSpec
 from autopar.graph.interpreter import part_of
 from autopar.lower.program import Program
-from autopar.runtime.step.gradients import RankParameter, lengthened
+from autopar.runtime.checkpoint import contents
+from autopar.runtime.checkpoint.contents import WholeTensors
+from autopar.runtime.step.gradients import RankParameter
 from autopar.runtime.step.stage import StageModule
 from autopar.runtime.weights import ModelWeights
-from autopar.runtime.world import Meeting, World
+from autopar.runtime.world import World
 
 Values = Mapping[str, Tensor]
-
-
-def full_state_dict(
-    program: Program,
-    world: World,
-    held: Sequence[RankParameter],
-    buffers: Values = MappingProxyType({}),
-    *,
-    gradients: bool = False,
-) -> dict[str, Tensor]:
-    """Return all parameters (or gradients) of the model, complete, with parts merged, on every rank. All ranks call it.
-
-    ``buffers``: those that this rank's stages compute, by name; they are added unchanged.
-    """
-    parts: dict[str, Tensor] = {}
-    for h in held:
-        value = h.parameter.grad if gradients else h.parameter.detach()
-        if value is None:
-            continue
-        parts[h.name] = on_host(value.detach(), h.padding)
-    whole_buffers = {name: value.to("cpu", copy=True) for name, value in buffers.items()}
-    gathered = Meeting(world.axis_group(("pp",))).all_gather((parts, whole_buffers))
-    parts = {name: value for part, _ in gathered for name, value in part.items()}
-    return _merge(program, parts) | {name: value for _, part in gathered for name, value in part.items()}
-
-
-def _merge(program: Program, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Parts of each model parameter concatenated, under all of its names."""
-    by_fqn: dict[str, list[Any]] = {}
-    for parameter in program.graph.parameters:
-        if parameter.name in parts:
-            by_fqn.setdefault(parameter.fqn, []).append(parameter)
-    merged: dict[str, Tensor] = {}
-    for fqn, parameters in by_fqn.items():
-        first = parameters[0]
-        if first.part is None:
-            value = parts[first.name]
-        else:
-            ordered = sorted(parameters, key=lambda p: p.part.start)
-            value = torch.cat([parts[p.name] for p in ordered], dim=first.part.dim)
-        for name in (fqn, *first.aliases):
-            merged[name] = value
-    return merged
 
 
 EXTRA_STATE = "_extra_state"
@@ -105,19 +62,12 @@ def _put(target: Tensor, padding: Padding | None, value: Tensor) -> str:
                 return "it is a DTensor on another mesh or with other placements: give it whole (full_tensor())"
             target._local_tensor.copy_(value._local_tensor)
             return ""
-        wanted = list(target.shape)
+        part = contents.part_of("", target, padding)
+        if tuple(value.shape) != part.whole:
+            return f"it has shape {tuple(value.shape)}, not {part.whole}"
+        part.value.copy_(value[part.box])
         if padding is not None:
-            wanted[padding.dim] = padding.length
-        if list(value.shape) != wanted:
-            return f"it has shape {tuple(value.shape)}, not {tuple(wanted)}"
-        if padding is not None:
-            value = lengthened(value, padding.dim, target.shape[padding.dim])
-        if not isinstance(target, DTensor):
-            target.copy_(value)
-            return ""
-        shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
-        local = value[tuple(slice(first, first + count) for first, count in zip(offset, shape, strict=True))]
-        target._local_tensor.copy_(local)
+            contents.padding_of(target, padding).zero_()
     return ""
 
 
@@ -184,8 +134,7 @@ class Untrained:
         names: the names of the state dict, in order. Each has the first name of its tensor, by which the plan or this class knows it (tied
             tensors have several names).
         dtypes, shapes: by first name, as in the model.
-        own: values that this rank keeps, by first name.
-        owners: the rank that keeps each.
+        own: values that this rank keeps and sends, by first name.
         is_parameter: whether it is a parameter, by first name.
     """
 
@@ -196,33 +145,21 @@ class Untrained:
         left = [name for name in tensors if name not in trained]
         self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         traced = {b.fqn: b.value for b in program.graph.buffers if b.fqn and b.value is not None}
-        self.owners = {name: i % world.mesh.world_size for i, name in enumerate(left)}
         self.is_parameter = {name: isinstance(tensor, nn.Parameter) for name, tensor in tensors.items()}
-        mine = (name for name in left if self.owners[name] == world.rank)
-        values = {name: _value(weights, name, tensors[name], traced) for name in mine}
+        kept_here = left[world.rank :: world.mesh.world_size]
+        values = {name: _value(weights, name, tensors[name], traced) for name in kept_here}
         self.own = {name: value for name, value in values.items() if value is not None}
         self._copies = _copies(program, world, frozenset(left))
 
     def targets(self) -> list[tuple[str, Tensor]]:
-        """Return the tensors into which a checkpoint is read: values of this rank, and those that its programs read (:meth:`put` takes them)."""
-        read = ((name, module.get_buffer(buffer)) for module, buffer, name in self._copies)
-        return [(name, torch.empty_like(value)) for name, value in (*self.own.items(), *read)]
+        """Return the tensors into which values are loaded: those that this rank keeps, and those that its programs read."""
+        return [*self.own.items(), *((name, module.get_buffer(buffer)) for module, buffer, name in self._copies)]
 
-    def put(self, values: list[tuple[str, Tensor]]) -> None:
-        """Take the result of :meth:`targets` after a checkpoint has filled it; tensors of the user's model are unchanged."""
-        own, read = values[: len(self.own)], values[len(self.own) :]
-        self.own = dict(own)
-        for (module, buffer, _), (_, value) in zip(self._copies, read, strict=True):
-            module._buffers[buffer] = value
-
-    def completed(
-        self, trained: Mapping[str, Tensor], gather: Callable[[dict[str, Tensor]], list[dict[str, Tensor]]]
-    ) -> dict[str, Tensor]:
-        """Return the complete state dict: trained values by the plan's names, and untrained ones, which ``gather`` collects from all ranks."""
-        values = dict(trained)
-        for own in gather(self.own):
-            values |= {name: value.clone() for name, value in own.items()}
-        return {name: values[first] for name, first in self.names.items() if first in values}
+    def named(self, tensors: WholeTensors) -> dict[str, Tensor]:
+        """Return complete tensors, which are known by first names, under all names of the state dict; all ranks call it."""
+        firsts = (first for first in dict.fromkeys(self.names.values()) if first in tensors.shapes)
+        values = {first: tensors.complete(first) for first in firsts}
+        return {name: value for name, first in self.names.items() if (value := values.get(first)) is not None}
 
     def take(self, state: Mapping[str, Tensor], prefix: str = "") -> None:
         """Copy the values of a state dict that has all of them, under any of the model's names with ``prefix``."""
@@ -232,7 +169,6 @@ class Untrained:
             with torch.no_grad():
                 for name, value in targets:
                     value.copy_(given[name])
-            self.put(targets)
 
     def key(self, name: str) -> str:
         """Return the key in checkpoints of a first name."""
@@ -287,15 +223,16 @@ class State:
 
     Attributes:
         values: by the graph's names; those that the rank's stages, or the sums before a step, read or compute.
-        own: names of those that its stages compute.
     """
 
     def __init__(self, program: Program, world: World, weights: ModelWeights, stages: Sequence[StageModule]) -> None:
         here = [stage for stage in program.stages if stage.pp_rank == world.coordinate["pp"]]
         sums = frozenset(name for sums in program.sums for name in sums.inputs)
         makers = {name: stage.pp_rank for stage in program.stages for name, _ in stage.mutations}
-        self.own = tuple(name for stage in here for name, _ in stage.mutations)
-        wanted = {*self.own, *sums, *(name for stage in here for name in stage.state)}
+        made_here = [name for stage in here for name, _ in stage.mutations]
+        is_first = not any(index for axis, index in world.coordinate.items() if axis != "pp")
+        self._sent = made_here if is_first else []
+        wanted = {*made_here, *sums, *(name for stage in here for name in stage.state)}
         self._stages, self._world = stages, world
         self._known = {buffer.name: buffer for buffer in program.state}
         self.values = {
@@ -322,9 +259,13 @@ class State:
         self.values |= {name: value.clone() for name, value in new_values.items() if name in self.values}
         self._pass_to_stages()
 
-    def named(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Values by the model's names; all of this rank if ``names`` is None."""
-        return {self._known[name].fqn: self.values[name] for name in (self.values if names is None else names)}
+    def named(self) -> dict[str, Tensor]:
+        """Return the values of this rank by the model's names."""
+        return {self._known[name].fqn: value for name, value in self.values.items()}
+
+    def sent(self) -> dict[str, Tensor]:
+        """Return the values that this rank writes and sends: of the ranks whose stage computes one it is the first."""
+        return {self._known[name].fqn: self.values[name] for name in self._sent}
 
     def _pass_to_stages(self) -> None:
         for stage in self._stages:

@@ -61,14 +61,6 @@ class Meeting:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def gather(self, value: _T) -> list[_T]:
-        """Return the values of all ranks on rank 0; an empty list on others."""
-        if self.group is None:
-            return [value]
-        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(value, values, group=self.group, group_dst=0)
-        return values or []
-
     def from_first_rank(self, make: Callable[[], _T]) -> _T:
         """Return the result of ``make`` on rank 0, on all ranks.
 

@@ -19,7 +19,7 @@ from autopar import api
 from autopar.graph.graph import Graph
 from autopar.models.resolve import resolve_model
 from autopar.plan.plan import Plan
-from autopar.runtime.checkpoint.chunk_files import as_bytes, open_folder
+from autopar.runtime.checkpoint.chunk_files import Folder, as_bytes
 from autopar.runtime.checkpoint.load import whole
 from autopar.verification.against_one_device import PRELOAD
 from autopar.verification.rank_pool import WorkerPool
@@ -72,7 +72,7 @@ def move(pool: WorkerPool, source: Path, name: str, target: Path) -> None:
 
 def difference(one: Path, other: Path) -> str:
     """What two checkpoints have that is not the same bits; empty where there is nothing. Parts may be others."""
-    first, second = open_folder(one), open_folder(other)
+    first, second = Folder(one), Folder(other)
     if first.tensors.keys() != second.tensors.keys():
         names = {name for name in first.tensors.keys() ^ second.tensors.keys() if not name.startswith("state.random")}
         if names:

@@ -150,8 +150,9 @@ def _call(parallel: Any, batch: Any, record: Any) -> None:
 
 def _save(parallel: Any, optimizer: Any, record: Any) -> tuple[set[str], dict[str, Any]]:
     """What goes to a checkpoint, but for the files: names of tensors, and values."""
-    from autopar.runtime import world
+    from autopar.runtime import state_dict, world
     from autopar.runtime.checkpoint import contents, series
+    from autopar.runtime.step import gradients
 
     kept: list[tuple[set[str], dict[str, Any]]] = []
 
@@ -169,6 +170,8 @@ def _save(parallel: Any, optimizer: Any, record: Any) -> tuple[set[str], dict[st
     record.phase = "save"
     with (
         mock.patch.object(series, "Save", saved),
+        mock.patch.object(gradients.RankParameter, "is_sent", True),  # there is no other rank that could write
+        mock.patch.object(state_dict.State, "sent", state_dict.State.named),
         mock.patch.object(contents, "random_states", return_value={}),
         mock.patch.object(contents, "compute_local_shape_and_global_offset", _places()),
         mock.patch.object(world.Meeting, "all_gather", lambda self, value: [value] * self.size),
@@ -211,11 +214,11 @@ def _load(parallel: Any, saved: tuple[set[str], dict[str, Any]], record: Any) ->
 
     def check_holds(wanted: Any, more: Any) -> None:
         assert not more
-        others = {parallel._untrained.key(name) for name in parallel._untrained.owners}  # what other ranks save
+        others = {parallel._untrained.key(name) for name, _ in parallel._untrained.targets()}  # what other ranks save
         assert names >= set(wanted) - others, sorted(set(wanted) - others - names)
 
     loading = mock.Mock(put=put, check_holds=check_holds)
-    loading.source.values, loading.source.is_complete = values, True
+    loading.source.values = values
     record.phase = LOADS
     with (
         mock.patch.object(series, "Loading", mock.Mock(begin=lambda *_, **__: loading)),

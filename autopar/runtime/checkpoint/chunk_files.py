@@ -1,4 +1,4 @@
-"""The data files of a checkpoint: safetensors, written and read chunk by chunk with checksums; and the choice of a reader by format.
+"""The data files of a checkpoint: safetensors, written and read chunk by chunk with checksums.
 
 The checksum is a CRC-32. It finds every change of up to 32 consecutive bits and of up to three bits anywhere, and misses one in 2**32 of
 other damages. It is as fast as reading memory. It does not protect from forgery, as a forger can write the checksums too; but nothing in a
@@ -15,17 +15,14 @@ from dataclasses import dataclass
 from io import BufferedReader
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from autopar.errors import CheckpointError, reason
-from autopar.runtime.checkpoint.checkpoint_index import AGAIN, NAME, File, Piece, chunk_rows, read
-
-if TYPE_CHECKING:
-    from autopar.runtime.checkpoint.older import OlderFolder
+from autopar.runtime.checkpoint.checkpoint_index import AGAIN, Entry, File, Piece, chunk_rows, read
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -50,6 +47,11 @@ class Part:
     def shape(self) -> tuple[int, ...]:
         """The shape of the box."""
         return tuple(self.value.shape)
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """The slices that cut the box out of the complete tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True))
 
 
 def header(named: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], about: Mapping[str, str]) -> bytes:
@@ -87,15 +89,15 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
         os.fsync(file.fileno())
 
 
-def write(path: Path, parts: Sequence[Part], about: Mapping[str, str]) -> tuple[File, dict[str, Piece]]:
-    """Write a new file and sync it to disk; return the file, and the piece of each part.
+def write(path: Path, parts: Sequence[Part], about: Mapping[str, str]) -> tuple[File, dict[str, Entry]]:
+    """Write a new file and sync it to disk; return the file, and each part's tensor with this one piece.
 
     Raises:
         OSError: it cannot be written.
     """
     parts = in_order(parts)
     head = header([(part.name, part.value.dtype, part.shape) for part in parts], about)
-    pieces: dict[str, Piece] = {}
+    entries: dict[str, Entry] = {}
     with new_file(path) as file:
         file.write(head)
         start = len(head)
@@ -104,11 +106,10 @@ def write(path: Path, parts: Sequence[Part], about: Mapping[str, str]) -> tuple[
             for data in _chunks(part.value):
                 sums.append(crc32(data))
                 file.write(data)
-            pieces[part.name] = Piece(
-                file=path.name, start=start, offset=part.offset, shape=part.shape, sums=tuple(sums)
-            )
+            piece = Piece(file=path.name, start=start, offset=part.offset, shape=part.shape, sums=tuple(sums))
+            entries[part.name] = Entry(dtype=part.value.dtype, shape=part.whole, pieces=(piece,))
             start += part.value.numel() * part.value.element_size()
-    return File(name=path.name, num_bytes=start, header_bytes=len(head), header_sum=crc32(head)), pieces
+    return File(name=path.name, num_bytes=start, header_bytes=len(head), header_sum=crc32(head)), entries
 
 
 def _chunks(value: Tensor) -> Iterator[memoryview]:
@@ -128,10 +129,6 @@ def as_bytes(value: Tensor) -> memoryview:
     return memoryview(array)
 
 
-OLD_INDEX = ".metadata"
-"""The index of folders before version 1: a pickle of torch."""
-
-
 class Folder:
     """A folder that :mod:`autopar.runtime.checkpoint.write` wrote; each chunk is verified when it is read.
 
@@ -140,13 +137,10 @@ class Folder:
         digest: the digest of its index.
         tensors: all its tensors, by name.
         values: everything else.
-        is_complete: whether it also has tensors that no step changes.
 
     Raises:
         CheckpointError: a file cannot be read, or has changed since it was written; names file and tensor. All methods raise it.
     """
-
-    is_complete = True
 
     def __init__(self, path: Path) -> None:
         index, self.digest = read(path)
@@ -201,26 +195,3 @@ class Folder:
     def _damaged(self, name: str, problem: str, got: str | None = None) -> CheckpointError:
         where = str(self.path / name)
         return CheckpointError(f"The checkpoint is damaged: {problem}", where=where, got=got, fix=AGAIN)
-
-
-Source: TypeAlias = "Folder | OlderFolder"
-"""A checkpoint that can be read."""
-
-
-def open_folder(path: Path, *, allow_pickle: bool = False) -> Source:
-    """Return the checkpoint in a folder.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, or it is of the older kind and ``allow_pickle`` is False.
-    """
-    if (path / NAME).exists() or not (path / OLD_INDEX).exists():
-        return Folder(path)
-    if not allow_pickle:
-        raise CheckpointError(
-            "The checkpoint was written by an older autopar: its index is a pickle, which may run code, and has no checksums",
-            where=str(path),
-            fix="If you trust who wrote it, call par.load(DIR, optimizer, allow_pickle=True) once, and par.save(DIR, optimizer)",
-        )
-    from autopar.runtime.checkpoint.older import OlderFolder
-
-    return OlderFolder(path)

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import json
 import random
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, TypeGuard
 from zlib import crc32
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
 from autopar.errors import PlanError, UsageError
-from autopar.graph.graph import Padding
+from autopar.graph.graph import Graph, Padding
 from autopar.runtime.checkpoint.checkpoint_index import encode_state
 from autopar.runtime.checkpoint.chunk_files import Part, as_bytes
 from autopar.runtime.step.gradients import RankParameter
@@ -143,7 +145,7 @@ class RankContents:
     """This rank's part of a checkpoint.
 
     Attributes:
-        parts: boxes of tensors, in the memory of the job; a box that several ranks have has the same elements on each.
+        parts: the boxes of tensors that this rank writes, in the memory of the job.
         settings: hyperparameters of each parameter's group, by its key.
         numbers: states of the optimizer that are not tensors, by parameter and name.
         states: of schedulers, loaders and generators, by kind.
@@ -305,6 +307,71 @@ def put_random_states(states: Mapping[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
-def each_once(parts: Iterable[Part]) -> list[Part]:
-    """Return each part once, as a rank may have a parameter twice; without the empty boxes of tensors that have elements."""
-    return list({part.name: part for part in parts if part.value.numel() or not prod(part.whole)}.values())
+def with_elements(parts: Iterable[Part]) -> list[Part]:
+    """Return the parts without the empty boxes of tensors that have elements."""
+    return [part for part in parts if part.value.numel() or not prod(part.whole)]
+
+
+def model_parts(graph: Graph, held: Sequence[RankParameter], *, gradients: bool = False) -> Iterator[Part]:
+    """Yield the boxes of the model's parameters (or gradients), by its own names, that this rank sends."""
+    parameters, lengths = {p.name: p for p in graph.parameters}, defaultdict[str, int](int)
+    for p in graph.parameters:
+        if p.part is not None:
+            lengths[p.fqn] = max(lengths[p.fqn], p.part.stop)
+    for h in held:
+        value = h.parameter.grad if gradients else h.parameter.detach()
+        if value is None or not h.is_sent:
+            continue
+        parameter = parameters[h.name]
+        part = part_of(parameter.fqn, value, h.padding)
+        if parameter.part is not None:
+            dim, offset, whole = parameter.part.dim, list(part.offset), list(part.whole)
+            offset[dim] += parameter.part.start
+            whole[dim] = lengths[parameter.fqn]
+            part = replace(part, offset=tuple(offset), whole=tuple(whole))
+        yield part
+
+
+class WholeTensors:
+    """Complete tensors, put together from the boxes that ranks hold; all ranks make one and make the same calls.
+
+    Args:
+        parts: the boxes that this rank sends; no other rank sends the same ones.
+
+    Attributes:
+        shapes: of all tensors, by name.
+    """
+
+    def __init__(self, parts: Iterable[Part], meeting: Meeting) -> None:
+        self._meeting, sent = meeting, with_elements(parts)
+        self._values = {(part.name, part.offset): part.value for part in sent}
+        self._boxes: defaultdict[str, list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = defaultdict(list)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        boxes = [(part.name, part.whole, part.offset, part.shape, part.value.dtype) for part in sent]
+        for rank, of_rank in enumerate(meeting.all_gather(boxes)):
+            for name, whole, offset, shape, dtype in of_rank:
+                self.shapes[name], self._dtypes[name] = whole, dtype
+                self._boxes[name].append((rank, offset, shape))
+
+    def complete(self, name: str, *, dtype: torch.dtype | None = None, to: int | None = None) -> Tensor | None:
+        """Return a complete tensor on the host: on every rank, or on rank ``to`` alone and None on the others."""
+        rank, group, dtype = self._meeting.rank, self._meeting.group, dtype or self._dtypes[name]
+        result = torch.empty(self.shapes[name], dtype=dtype) if to in (None, rank) else None
+        for source, offset, shape in self._boxes[name]:
+            if source == rank:
+                value = self._values[name, offset].to("cpu", dtype).contiguous()
+            elif result is not None:
+                value = torch.empty(shape, dtype=dtype)
+            else:
+                continue
+            data = value.reshape(-1).view(torch.uint8)
+            if to is None and group is not None:
+                dist.broadcast(data, group_src=source, group=group)
+            elif source != rank:
+                dist.recv(data, group_src=source, group=group)
+            elif to not in (None, rank):
+                dist.send(data, group_dst=to, group=group)
+            if result is not None:
+                result[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))] = value
+        return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,14 @@ from torch import Tensor
 
 from autopar.errors import CheckpointError, PlanError
 from autopar.runtime.checkpoint.checkpoint_index import AGAIN
-from autopar.runtime.checkpoint.chunk_files import Part, Source, open_folder
+from autopar.runtime.checkpoint.chunk_files import Folder, Part
 from autopar.runtime.world import Meeting
 
 OTHER = "The checkpoint is of another model or optimizer"
 _TAKE_SAME = "Load it with the model and the kind of optimizer that were saved"
-_STAGED_BYTES = 2 * 2**30
-"""Bytes of verified data that are kept on the host until they are put in place; data beyond this is read twice."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Loading:
     """A checkpoint that is being loaded; all ranks begin one and call the same methods: first ``verify``, then ``put`` with the same parts.
 
@@ -36,14 +34,13 @@ class Loading:
     """
 
     meeting: Meeting
-    source: Source
-    _staged: list[Tensor | None] = field(default_factory=list)  # the verified data of each part; None: it is read again
+    source: Folder
 
     @classmethod
-    def begin(cls, path: Path, meeting: Meeting, *, allow_pickle: bool) -> Loading:
+    def begin(cls, path: Path, meeting: Meeting) -> Loading:
         """Open the folder on every rank, and check that it is the same one."""
         with meeting.failing_together():
-            source = open_folder(path, allow_pickle=allow_pickle)
+            source = Folder(path)
             if meeting.rank == 0:
                 source.check_files()
         digests = meeting.all_gather(source.digest)
@@ -75,8 +72,7 @@ class Loading:
             )
 
     def verify(self, parts: Sequence[Part]) -> None:
-        """Read and verify all that the parts need, and keep up to ``_STAGED_BYTES`` of it on the host; no part is changed yet."""
-        self._staged, free_bytes = [], _STAGED_BYTES
+        """Read and verify all that the parts need; no part is changed yet."""
         with self.meeting.failing_together():
             for part in parts:
                 entry = self.source.tensors[part.name]
@@ -87,21 +83,12 @@ class Loading:
                         got=f"{part.name} has shape {entry.shape} there and {part.whole} here",
                         fix=_TAKE_SAME,
                     )
-                needed_bytes = part.value.numel() * entry.dtype.itemsize
-                keeps = needed_bytes <= free_bytes
-                free_bytes -= needed_bytes * keeps
-                kept = torch.empty(part.value.shape, dtype=entry.dtype) if keeps else None
-                read_box(self.source, part, kept)
-                self._staged.append(kept)
+                read_box(self.source, part, None)
 
     def put(self, parts: Sequence[Part]) -> None:
-        """Copy into the parts the data that :meth:`verify` has read for them; data that was not kept is read and verified again."""
+        """Read into the parts what :meth:`verify` has verified for them. It is read and verified again, and not kept in between."""
         with self.meeting.failing_together(), torch.no_grad():
-            for i, part in enumerate(parts):
-                kept, self._staged[i] = self._staged[i], None
-                if kept is not None:
-                    part.value.copy_(kept)
-                    continue
+            for part in parts:
                 try:
                     read_box(self.source, part, part.value)
                 except CheckpointError as error:
@@ -115,7 +102,7 @@ class Loading:
         return whole(self.source, name)
 
 
-def read_box(source: Source, part: Part, into: Tensor | None) -> None:
+def read_box(source: Folder, part: Part, into: Tensor | None) -> None:
     """Read a box of a tensor from the pieces that overlap it.
 
     Boxes are pairs of first and end index, one for each dim of the tensor. The rows of the first dim are read chunk by chunk.
@@ -155,7 +142,7 @@ def _slices(box: Iterable[tuple[int, int]], offset: Sequence[int]) -> tuple[slic
     return tuple(slice(low - first, high - first) for (low, high), first in zip(box, offset, strict=True))
 
 
-def whole(source: Source, name: str) -> Tensor:
+def whole(source: Folder, name: str) -> Tensor:
     """Return a complete tensor of a checkpoint.
 
     Raises:

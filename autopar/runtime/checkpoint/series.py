@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from autopar.errors import AutoparError, CheckpointError, PlanError, UsageError
 from autopar.plan.plan import Plan
 from autopar.runtime.checkpoint import checkpoint_index, contents
-from autopar.runtime.checkpoint.chunk_files import open_folder
+from autopar.runtime.checkpoint.chunk_files import Folder
 from autopar.runtime.checkpoint.contents import RankContents, Settings, part_of
 from autopar.runtime.checkpoint.load import Loading, saved_state
 from autopar.runtime.checkpoint.write import Save, copied_to_host
@@ -53,6 +53,10 @@ class Checkpointed:
         of_data = world.data_index, plan.mesh.data
         # of each kind the index of the owner of this rank's state, and the number of owners
         self._owners = {RANDOM: each, SCHEDULER: each, LOADER: of_data, EXTRA: (0, 1)}
+        is_first_of_data = not any(world.coordinate[axis] for axis in ("pp", "cp", "tp"))
+        self._sent = (
+            {RANDOM, SCHEDULER} | ({LOADER} if is_first_of_data else set()) | ({EXTRA} if not world.rank else set())
+        )
         self._meeting: Meeting | None = None
 
     @property
@@ -83,15 +87,17 @@ class Checkpointed:
     def _contents(self, optimizer: Optimizer | None, given: CallerStates) -> RankContents:
         """Return this rank's part of a checkpoint."""
         self._check_optimizer(optimizer)
-        local = RankContents(parts=[part_of(*named) for named in contents.tensors_of(self._held, optimizer)])
-        local.parts += [part_of(f"buffer.{name}", value) for name, value in self._buffers.named().items()]
+        sent = [h for h in self._held if h.is_sent]
+        local = RankContents(parts=[part_of(*named) for named in contents.tensors_of(sent, optimizer)])
+        local.parts += [part_of(f"buffer.{name}", value) for name, value in self._buffers.sent().items()]
         local.parts += [part_of(self._untrained.key(name), value) for name, value in self._untrained.own.items()]
         if optimizer is not None:
             contents.add_optimizer(local, self._held, optimizer)
         for kind, state in {RANDOM: contents.random_states(self._world.device), **given}.items():
             if state is not None:
-                encoded = contents.state_dicts(state, kind) if kind in _WITH_METHODS else state
-                contents.add_state(local, kind, self._owners[kind][0], encoded)
+                given_state = contents.state_dicts(state, kind) if kind in _WITH_METHODS else state
+                if kind in self._sent:
+                    contents.add_state(local, kind, self._owners[kind][0], given_state)
         return local
 
     def _check_optimizer(self, optimizer: Optimizer | None) -> None:
@@ -108,9 +114,7 @@ class Checkpointed:
         if known and not any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
             raise UsageError("The optimizer has no parameter of this model", fix="Make it of par.parameters()")
 
-    def load(
-        self, path: str | Path, optimizer: Optimizer | None, given: CallerStates, *, allow_pickle: bool = False
-    ) -> tuple[Mapping[str, Any], Any]:
+    def load(self, path: str | Path, optimizer: Optimizer | None, given: CallerStates) -> tuple[Mapping[str, Any], Any]:
         """Load a folder in place; return the saved progress and ``extra``.
 
         Raises:
@@ -121,7 +125,7 @@ class Checkpointed:
             self._check_optimizer(optimizer)
         made = [] if optimizer is None else contents.make_state(optimizer)
         try:
-            return self._load(Loading.begin(Path(path), self.meeting, allow_pickle=allow_pickle), optimizer, given)
+            return self._load(Loading.begin(Path(path), self.meeting), optimizer, given)
         except PlanError:
             if optimizer is not None:
                 for parameter in made:  # whose states have counted a step
@@ -133,10 +137,9 @@ class Checkpointed:
     ) -> tuple[Mapping[str, Any], Any]:
         fresh = self._without_states(loading, optimizer)
         named = list(contents.tensors_of(self._held, optimizer, fresh))
-        untrained = self._untrained.targets() if loading.source.is_complete else []
         parts = [part_of(*tensor) for tensor in named]
         parts += [part_of(f"buffer.{name}", value) for name, value in self._buffers.named().items()]
-        parts += [part_of(self._untrained.key(name), value) for name, value in untrained]
+        parts += [part_of(self._untrained.key(name), value) for name, value in self._untrained.targets()]
         values = loading.source.values
         saved = self._settings(values, optimizer)
         stepped = [] if optimizer is None else contents.groups(self._held, optimizer)
@@ -150,8 +153,6 @@ class Checkpointed:
         for _, value, padding in named:
             if padding is not None:
                 contents.padding_of(value, padding).zero_()
-        if loading.source.is_complete:
-            self._untrained.put(untrained)
         if optimizer is not None:
             contents.put_groups(self._held, optimizer, saved, self.meeting)
             for h in self._held:
@@ -384,8 +385,7 @@ class Checkpoints:
 
 def _is_complete(path: Path) -> bool:
     try:
-        source = open_folder(path)
-        source.check_files()
+        Folder(path).check_files()
     except AutoparError:
         return False
     return True

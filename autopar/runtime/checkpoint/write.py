@@ -4,18 +4,17 @@ A save writes into a new folder: next to the target, and then renamed, if the ta
 data files, whose names no earlier save has had, are moved first; then a rename replaces the index. So at every moment there is an index,
 and its files exist. The next save removes what a killed one has left.
 
-Boxes that several ranks have are written by one of them, which rank 0 chooses so that ranks write about equally much. The index is a
-deterministic function of its contents: two saves of the same state by the same job have the same bytes.
+Elements that several ranks have are written by one of them (:attr:`RankParameter.is_sent`). The index is a deterministic function of its
+contents: two saves of the same state by the same job have the same bytes.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -29,12 +28,10 @@ from autopar.errors import UsageError, reason
 from autopar.plan.file import dumps
 from autopar.runtime.checkpoint.checkpoint_index import FILE, NAME, PLAN, Entry, File, Index, Piece, encode
 from autopar.runtime.checkpoint.chunk_files import Part, new_file, write
-from autopar.runtime.checkpoint.contents import RankContents, State, each_once
+from autopar.runtime.checkpoint.contents import RankContents, State, with_elements
 from autopar.runtime.world import Meeting
 
 _INSIDE = ".saving"
-_OLD = re.compile(r"\.metadata|\.metadata\.tmp|__\d+_.*\.distcp")
-"""Files of checkpoints before version 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +134,7 @@ def commit(folder: Path, target: Target) -> None:
     with suppress(OSError):  # the checkpoint is complete without that: its index has the plan, too
         (place / PLAN).replace(folder / PLAN)
         for path in folder.iterdir():
-            if (FILE.fullmatch(path.name) or _OLD.fullmatch(path.name)) and path.name not in names:
+            if FILE.fullmatch(path.name) and path.name not in names:
                 path.unlink()
         place.rmdir()
 
@@ -152,20 +149,8 @@ def _sync(folder: Path) -> None:
             os.close(number)
 
 
-Box = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], torch.dtype]
-"""Name, complete shape, offset, shape, dtype."""
-
-
-def box_of(part: Part) -> Box:
-    """Return the box of a part."""
-    return part.name, part.whole, part.offset, part.shape, part.value.dtype
-
-
-_Gathered: TypeAlias = tuple[tuple[Box, ...], RankContents]
-"""What a rank sends to rank 0 before anything is written: the boxes of its tensors, and its other contents."""
-
-_Written: TypeAlias = tuple[File | None, dict[str, Piece]]
-"""A rank's file, and the pieces in it."""
+_Written: TypeAlias = tuple[File | None, dict[str, Entry], RankContents]
+"""A rank's file, its pieces of tensors, and its other contents."""
 
 
 class Save:
@@ -181,43 +166,32 @@ class Save:
 
     def __init__(self, path: str | Path, contents: RankContents, values: Mapping[str, Any], meeting: Meeting) -> None:
         self.folder = Path(path).absolute()
-        self._values, self._shapes, parts = dict(values), dict[str, Box](), each_once(contents.parts)
-        gathered = meeting.gather((tuple(map(box_of, parts)), replace(contents, parts=[])))
-        shares, self._target = meeting.from_first_rank(lambda: self._assign(gathered))
-        self.parts = [part for part in parts if part.name in shares[meeting.rank]]
+        self._values, self._contents = dict(values), replace(contents, parts=[])
+        self.parts = with_elements(contents.parts)
+        self._target = meeting.from_first_rank(self._begin)
         self._name = f"data-{self._target.generation}-{meeting.rank:05d}.safetensors"
 
     def write(self, meeting: Meeting) -> None:
         """Write and commit.
 
         Raises:
-            UsageError: it cannot be written; raised on all ranks. The previous checkpoint is unchanged.
+            UsageError: it cannot be written, or the contents of ranks do not fit together; raised on all ranks. The previous checkpoint is
+                unchanged.
         """
         try:
             with meeting.failing_together():
-                file = self._write_file(meeting.rank)
-            files = meeting.gather(file)
-            meeting.from_first_rank(lambda: self._commit(files))
+                written = (*self._write_file(meeting.rank), self._contents)
+            of_ranks = meeting.all_gather(written)
+            meeting.from_first_rank(lambda: self._commit(of_ranks))
         except UsageError:
             remove_failed(self.folder, self._target, name=self._name, is_first=meeting.rank == 0)
             raise
 
-    def _assign(self, gathered: Sequence[_Gathered]) -> tuple[list[set[str]], Target]:
-        """On rank 0: the names of the tensors that each rank writes, and the target, whose folder is made.
-
-        Raises:
-            UsageError: the contents of ranks do not fit together, or the folder cannot be made.
-        """
-        contents = [of_rank for _, of_rank in gathered]
-        states, dropped = _states(contents)
-        shares = _shares([boxes for boxes, _ in gathered], dropped)
-        self._shapes = {box[0]: box for boxes, _ in gathered for box in boxes}
-        self._values["optimizer"] |= _optimizer(contents)
-        self._values["states"] = states
+    def _begin(self) -> Target:
         with self._as_usage_errors():
-            return shares, begin_save(self.folder)
+            return begin_save(self.folder)
 
-    def _write_file(self, rank: int) -> _Written:
+    def _write_file(self, rank: int) -> tuple[File | None, dict[str, Entry]]:
         """Write this rank's file; None where it has no tensor to write."""
         if not self.parts:
             return None, {}
@@ -228,25 +202,18 @@ class Save:
 
     def _commit(self, written: Sequence[_Written]) -> None:
         """Write the index and commit, on rank 0, after all ranks have written."""
-        place, pieces = staging_folder(self.folder, self._target), defaultdict[str, list[Piece]](list)
-        for _, rank_pieces in written:
-            for name, piece in rank_pieces.items():
-                pieces[name].append(piece)
-        tensors = {
-            name: Entry(
-                dtype=self._shapes[name][4],
-                shape=self._shapes[name][1],
-                pieces=tuple(sorted(pieces[name], key=lambda piece: piece.offset)),
-            )
-            for name in sorted(pieces)
-        }
-        files = {file.name: file for file, _ in written if file is not None}
+        place, contents = staging_folder(self.folder, self._target), [of_rank for _, _, of_rank in written]
+        states, dropped = _states(contents)
+        tensors = _joined(pieces for _, pieces, _ in written)
+        tensors = {name: entry for name, entry in tensors.items() if name not in dropped}
+        values = {**self._values, "optimizer": self._values["optimizer"] | _optimizer(contents), "states": states}
+        files = {file.name: file for file, _, _ in written if file is not None}
         with self._as_usage_errors():
-            for rank, (file, _) in enumerate(written):
+            for rank, (file, _, _) in enumerate(written):
                 if file is not None and not (place / file.name).exists():
                     raise FileNotFoundError(f"what rank {rank} wrote is not in the folder that rank 0 sees")
-            write_synced(place / PLAN, (dumps(self._values["plan"]) + "\n").encode())
-            write_synced(place / NAME, encode(Index(files=files, tensors=tensors, values=self._values)))
+            write_synced(place / PLAN, (dumps(values["plan"]) + "\n").encode())
+            write_synced(place / NAME, encode(Index(files=files, tensors=tensors, values=values)))
             commit(self.folder, self._target)
 
     def _as_usage_errors(self) -> AbstractContextManager[None]:
@@ -276,44 +243,30 @@ def _host_memory(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype)
 
 
-def source_ranks(boxes: Sequence[Sequence[Box]]) -> dict[Box, int]:
-    """Return for each box the rank that writes or sends it, chosen so that all ranks have about equally many bytes.
-
-    Args:
-        boxes: the boxes of each rank.
-    """
-    holders: defaultdict[Box, list[int]] = defaultdict(list)
-    for rank, rank_boxes in enumerate(boxes):
-        for box in rank_boxes:
-            holders[box].append(rank)
-    load, sources = [0] * len(boxes), dict[Box, int]()
-    size = {box: prod(box[3]) * box[4].itemsize for box in holders}
-    for box in sorted(holders, key=lambda box: (-size[box], box[0], box[2])):
-        sources[box] = min(holders[box], key=lambda rank: (load[rank], rank))
-        load[sources[box]] += size[box]
-    return sources
-
-
-def _shares(boxes: Sequence[Sequence[Box]], dropped: frozenset[str]) -> list[set[str]]:
-    """Return the names of the tensors that each rank writes: every box once, about equally many bytes on each rank.
+def _joined(of_ranks: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
+    """Return the tensors with the pieces of all ranks, in the order of their names; a box that several ranks have written has one piece.
 
     Raises:
         UsageError: the ranks' boxes of a tensor do not make up the tensor.
     """
-    chosen = source_ranks([[box for box in rank_boxes if box[0] not in dropped] for rank_boxes in boxes])
-    elements: defaultdict[str, int] = defaultdict(int)
-    for box in chosen:
-        elements[box[0]] += prod(box[3])
-    for name, whole, _, _, _ in chosen:
-        if elements[name] != prod(whole):
+    entries: dict[str, Entry] = {}
+    pieces: defaultdict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], Piece]] = defaultdict(dict)
+    for of_rank in of_ranks:
+        for name, entry in of_rank.items():
+            entries.setdefault(name, entry)
+            for piece in entry.pieces:
+                pieces[name].setdefault((piece.offset, piece.shape), piece)
+    for name, entry in entries.items():
+        count = sum(prod(piece.shape) for piece in pieces[name].values())
+        if count != prod(entry.shape):
             raise UsageError(
-                f"Ranks have {elements[name]} elements of {name}, which has {prod(whole)}",
+                f"Ranks have {count} elements of {name}, which has {prod(entry.shape)}",
                 fix="Use an optimizer whose states are as long as its parameters, or save without it",
             )
-    shares: list[set[str]] = [set() for _ in boxes]
-    for box, rank in chosen.items():
-        shares[rank].add(box[0])
-    return shares
+    return {
+        name: replace(entries[name], pieces=tuple(of_tensor[box] for box in sorted(of_tensor)))
+        for name, of_tensor in sorted(pieces.items())
+    }
 
 
 def _optimizer(contents: Sequence[RankContents]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ class RankParameter:
         leaf: the tensor on the same memory that emitted code reads instead; None under FSDP, which passes its own.
         group: the group over which the gradient that backward leaves is summed.
         tie_group: the group over which it is summed after that: stages with the same parameter.
-        copies: number of ranks that hold the same elements.
+        copies, copy: number of ranks that hold the same elements, and which of these this one is.
         replicated: mesh axes along which ranks hold the same elements, stages left out.
         padding: the zeros by which the plan has lengthened the model's parameter.
     """
@@ -48,8 +49,14 @@ class RankParameter:
     group: Group | None = None
     tie_group: Group | None = None
     copies: int = 1
+    copy: int = 0
     replicated: tuple[str, ...] = ()
     padding: Padding | None = None
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether this rank is the one that writes or sends these elements: copies take turns by the parameter's key."""
+        return crc32(self.key.encode()) % self.copies == self.copy
 
     @property
     def gradient(self) -> Tensor | None:

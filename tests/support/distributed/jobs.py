@@ -39,7 +39,7 @@ Batch = Mapping[str, Tensor]
 def _alarmed(subject: HfSubject, plan: Plan, graph: Graph, path: Path) -> ParallelModel:
     """One that soon finds out what other ranks do; what is logged goes to the file."""
     logging.getLogger("autopar").addHandler(logging.FileHandler(path))
-    with mock.patch("autopar.runtime.parallel_model.Alarm", partial(Alarm, poll_s=0.05, grace_s=0.2)):
+    with mock.patch("autopar.runtime.trained_module.Alarm", partial(Alarm, poll_s=0.05, grace_s=0.2)):
         return build(subject, plan, graph)
 
 
@@ -128,7 +128,7 @@ def called_back(parallel: ParallelModel, batch: Batch, *, fails: bool) -> None:
 
 
 def clipped_to(parallel: ParallelModel, *, fails: bool) -> None:
-    with _failing("parallel_model.Norm.__call__") if fails else nullcontext():
+    with _failing("trained_module.Norm.__call__") if fails else nullcontext():
         parallel.clip_grad_norm_(1.0)
 
 
