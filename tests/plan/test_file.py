@@ -110,14 +110,14 @@ def _set(*path: str | int, value: object) -> Callable[[dict[str, Any]], None]:
 BAD_VALUES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (
         _set("layouts", 0, "typings", 1, "strategies", value=3),
-        "p.json: Wrong value of 'layouts[0].typings[1].strategies'. Expected a value of type array, got 3.",
+        "p.json: Wrong value of 'layouts[0].typings[1].strategies'. Expected a list, got 3.",
     ),
     (_set("meshes", value={}), "Unknown key 'meshes'. Did you mean 'mesh'?"),
-    (_set("mesh", "tp", value=-1), "p.json: Wrong value of 'mesh.tp'. Expected at least 0, got -1."),
+    (_set("mesh", "tp", value=-1), "p.json: Wrong value of 'mesh.tp'. Expected a number from zero, got -1."),
     (_set("mesh", "tp", value=0), "p.json: mesh: The degree of tp is 0."),
     (
         _set("layouts", 1, "typings", 1, "parameters", 3, value="S(x)"),
-        "Wrong value of 'layouts[1].typings[1].parameters[3]'. Expected I, R, P or S(d), got \"S(x)\". Write for example S(0)",
+        "p.json: layouts[1].typings[1].parameters[3]: Unknown type 'S(x)'. Write I, R, P or S(d), for example S(0).",
     ),
     (_set("layouts", 1, "typings", 1, "parameters", 3, value="P"), "Expected I or S(d), got P."),
     (_set("layouts", 1, "typings", 1, "parameter_names", value=["a"]), "one name for each parameter or none"),
@@ -138,7 +138,10 @@ BAD_VALUES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (_set("micro_batch_size", value=0), "'micro_batch_size' does not fit the plan. Expected at least 1, got 0."),
     (_set("zero_stage", value=0), "Expected 1, 2 or 3 where dp_shard is above 1, got 0 with dp_shard=2."),
     (_set("micro_batch_size", value=2**63), "Expected a whole number of at most 63 bits, got one of 64."),
-    (_set("predicted", "mfu", value=10**400), "p.json: predicted.mfu: A number of the plan is too large."),
+    (
+        _set("predicted", "mfu", value=10**400),
+        "p.json: Wrong value of 'predicted.mfu'. Expected a finite number, got a larger one.",
+    ),
     (_set("predicted", "peak_memory_interval_bytes", value=[1]), "Expected 2 items, or none, got 1."),
     (_set("zero_stage", value=4), "Expected 0, 1, 2 or 3, got 4."),
     (
@@ -159,13 +162,13 @@ BAD_VALUES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (_set("predicted", "stage_times", value=[[1, 2]]), "Expected 2 pairs of times, or none, got 1."),
     (_set("predicted", "step_time_interval_s", value=[1.0]), "step_time_interval_s'. Expected 2 items, got 1."),
     (_set("predicted", "memory", 1, "pp_rank", value=2), "Expected a pipeline rank below pp=2, got 2."),
-    (_set("version", value="1"), "'version'. Expected 1, got"),
+    (_set("version", value="1"), "'version'. Expected a number, got '1'."),
     (
         _set("precision", "compute", value="int8"),
         "'precision.compute' does not fit the plan. Expected one of float64, float32, bfloat16, float16, got 'int8'.",
     ),
     (lambda data: data.pop("mesh"), "p.json: Missing key 'mesh'."),
-    (lambda data: data["mesh"].update(dp=2), "p.json: Unknown key 'dp' in 'mesh'."),
+    (lambda data: data["mesh"].update(dp=2), "p.json: mesh: Unknown key 'dp'."),
 ]
 
 
