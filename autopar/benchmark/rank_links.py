@@ -25,6 +25,7 @@ from autopar.measure.job_of_ranks import GroupSet
 from autopar.measure.link_fit import links_of
 from autopar.measure.timers import Layers
 from autopar.util.files import write_json
+from autopar.util.toml import Table, as_table
 
 CROWD_REPEATS, CROWD_S = 15, 0.06
 """Repetitions of :func:`crowding`, and seconds of computation in each."""
@@ -72,12 +73,11 @@ class LinkTask:
         points = measure_links(job)
         if points is None:
             return {}
-        sets = [group_set.to_dict() for group_set in points.sets]
         return {
             "links": {
                 "crowding": factor,
                 "layers_s": job.spent_s / max(job.passes, 1),
-                "sets": sets,
+                "sets": as_table(points.sets),
                 "points": points.points,
                 "failed": points.failed,
             }
@@ -183,7 +183,7 @@ def measured_cluster(
     where = f"measured {data['when']} on {len(task.nodes)} ranks of {device_name()}, "
     where += f"{machine.library}, torch {torch.__version__}"
     links = links_of(
-        [GroupSet.from_dict(item) for item in data["sets"]], data["points"], nodes=task.nodes, machine=machine,
+        [GroupSet.from_table(Table(item, file=str(kept))) for item in data["sets"]], data["points"], nodes=task.nodes, machine=machine,
         library=machine.library, where=where, points_name="-",
     )  # fmt: skip
     if machine.device.overheads.layers_s:

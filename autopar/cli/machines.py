@@ -248,7 +248,7 @@ def _memory_bytes() -> int:
 def _packages() -> Iterator[Check]:
     """Check the packages that autopar imports."""
     yield Check(name="autopar", ok=True, found=_version("autopar") or "used from a checkout")
-    for name in ("spmd-types", "optuna", "networkx", "numpy", "scipy", "safetensors", "jsonschema"):
+    for name in ("spmd-types", "optuna", "networkx", "numpy", "scipy", "safetensors"):
         version = _version(name)
         yield Check(name=name, ok=bool(version), found=version or "not installed", remedy=f"pip install {name}")
     version = _version("transformers")

@@ -7,7 +7,7 @@ its node, then each :class:`Tier` of switches (racks, pods), and at last the net
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.errors import UsageError
 from autopar.hardware.device import Device
 from autopar.hardware.link import CollectiveLibrary, Link
-from autopar.util.toml import Table
+from autopar.util.toml import Table, as_table
 
 if TYPE_CHECKING:
     import networkx
@@ -55,10 +55,6 @@ class NodeGroup:
         """Return the same nodes with so many bytes of memory on every device, as the user states."""
         return replace(self, device=self.device.with_memory(num_bytes, "stated by the user"))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the group as plain data: a complete ``[[group]]`` of a cluster file."""
-        return asdict(self) | {"device": self.device.to_dict()}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
@@ -81,8 +77,8 @@ class Cluster:
     """
 
     name: str
-    groups: tuple[NodeGroup, ...]
-    tiers: tuple[Tier, ...] = ()
+    groups: tuple[NodeGroup, ...] = field(metadata={"key": "group"})
+    tiers: tuple[Tier, ...] = field(default=(), metadata={"key": "tier"})
     library: CollectiveLibrary
 
     def __post_init__(self) -> None:
@@ -208,12 +204,8 @@ class Cluster:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the cluster as plain data without references to profiles; written as TOML it is a cluster file."""
-        return {
-            "name": self.name,
-            "group": [group.to_dict() for group in self.groups],
-            "tier": [asdict(tier) for tier in self.tiers],
-            "library": self.library.to_dict(),
-        }
+        table: dict[str, Any] = as_table(self)
+        return table
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object], *, place: str = "cluster") -> Cluster:

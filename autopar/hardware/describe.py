@@ -14,7 +14,15 @@ from autopar.hardware.cluster import Cluster, NodeGroup
 from autopar.hardware.device import Device
 from autopar.hardware.device_rates import times
 from autopar.hardware.link import Link
-from autopar.hardware.read import MachineProfile, known_devices, load_cluster, load_library, load_profile, with_links
+from autopar.hardware.read import (
+    MachineProfile,
+    Node,
+    known_devices,
+    load_cluster,
+    load_library,
+    load_profile,
+    with_links,
+)
 from autopar.util.formatting import num_bytes, plain_table
 
 _SHAPE = re.compile(r"^(?P<device>[^?]+):(?P<nodes>\d+)x(?P<per_node>\d+)$")
@@ -84,10 +92,12 @@ def machine_of(text: str, *, cache_dir: Path | None = None) -> MachineProfile:
         device=group.device,
         intra_node=group.intra_node,
         nic=group.nic,
-        num_devices=group.devices_per_node,
-        num_nics=group.nics_per_node,
+        node=Node(
+            num_devices=group.devices_per_node,
+            num_nics=group.nics_per_node,
+            provenance=f"the first group of {cluster.name}",
+        ),
         library=cluster.library.name,
-        node_provenance=f"the first group of {cluster.name}",
     )
 
 

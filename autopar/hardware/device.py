@@ -1,18 +1,18 @@
 """Devices as plain data, read from profiles; ``link.py`` describes what connects them.
 
 Every number is in SI units (bytes, seconds, FLOP/s), and every group of numbers has a provenance. The TOML files in ``profiles/``, the
-dictionaries of :meth:`Device.to_dict` and cluster files share one schema (``profiles/README.md``).
+dictionaries of :meth:`Device.to_table` and cluster files share one schema (``profiles/README.md``).
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from autopar.errors import UsageError
 from autopar.hardware.device_rates import FunctionRate, MatmulRate, rate_of
 from autopar.hardware.link import OperatorTable
-from autopar.util.toml import Table
+from autopar.util.toml import MAY_BE_ZERO, Table, as_table
 
 Kind = Literal["cpu", "cuda"]
 
@@ -28,8 +28,6 @@ TOPICS: dict[str, dict[str, str]] = {
     "uncertainty": {"fraction": "uncertainty", "memory_fraction": "memory_uncertainty"},
 }
 """The topics of a device's scalar numbers: each is a table of its profile with its own provenance, and maps keys to fields."""
-
-_MAY_BE_ZERO = ("launch_s", "fragmentation", "interference", "uncertainty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +70,7 @@ class Overheads:
     interleaved_action_s: float = 0.0
     interleaved_message_s: float = 0.0
     layers_s: float = 0.0
-    provenance: str = "not measured"
+    provenance: str
 
     def of_actions(self, virtual_stages: int) -> tuple[float, float]:
         """Seconds of one action, and of each tensor that it sends or receives, if a rank has so many stages."""
@@ -91,7 +89,7 @@ class Reserve:
     """Device memory that tensors of the program cannot use: a context, buffers of a library."""
 
     name: str
-    num_bytes: int
+    num_bytes: int = field(metadata=MAY_BE_ZERO)
     provenance: str
 
 
@@ -123,19 +121,19 @@ class Device:
     memory_bytes: int
     memory_bandwidth_bytes_per_s: float
     matmul: tuple[MatmulRate, ...]
-    launch_s: float
-    reserves: tuple[Reserve, ...]
-    fragmentation: float
-    interference: float
-    uncertainty: float
+    launch_s: float = field(metadata=MAY_BE_ZERO)
+    reserves: tuple[Reserve, ...] = field(metadata={"key": "reserve"})
+    fragmentation: float = field(metadata=MAY_BE_ZERO)
+    interference: float = field(metadata=MAY_BE_ZERO)
+    uncertainty: float = field(metadata=MAY_BE_ZERO)
     provenance: tuple[tuple[str, str], ...]
     kernel_fraction: float = 1.0
     blocking_launch_s: float = 0.0
     fixed_segments: float = 0.0
     memory_uncertainty: float = 0.0
     operators: OperatorTable | None = field(default=None, hash=False)
-    functions: tuple[FunctionRate, ...] = ()
-    overheads: Overheads = Overheads()
+    functions: tuple[FunctionRate, ...] = field(default=(), metadata={"key": "function"})
+    overheads: Overheads = Overheads(provenance="not measured")
     host: HostLink | None = None
 
     def function(self, name: str) -> FunctionRate | None:
@@ -199,66 +197,35 @@ class Device:
         best = tuple(rate.at_best() for rate in self.matmul)
         return self if best == self.matmul else replace(self, matmul=best)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_table(self) -> dict[str, Any]:
         """Return the ``[device]`` table of the profile, as plain data."""
-        notes = dict(self.provenance)
-        measured = {} if self.operators is None else {"operators": asdict(self.operators)}
-        host = {} if self.host is None else {"host": self.host.to_dict()}
-        return {
-            **host,
-            **measured,
-            "name": self.name,
-            "kind": self.kind,
-            **{
-                topic: {key: getattr(self, name) for key, name in keys.items()} | {"provenance": notes[topic]}
-                for topic, keys in TOPICS.items()
-            },
-            "overheads": asdict(self.overheads),
-            "function": [asdict(function) for function in self.functions],
-            "reserve": [asdict(reserve) for reserve in self.reserves],
-            "matmul": {rate.pop("dtype"): rate for rate in map(asdict, self.matmul)},
+        topics = {
+            topic: {key: getattr(self, name) for key, name in keys.items()}
+            | {"provenance": dict(self.provenance)[topic]}
+            for topic, keys in TOPICS.items()
         }
+        matmul = {rate.pop("dtype"): rate for rate in as_table(self.matmul)}
+        others = {"reserve": self.reserves, "function": self.functions, "overheads": self.overheads, "host": self.host}
+        others |= {"name": self.name, "kind": self.kind, "operators": self.operators}
+        known = {key: as_table(value) for key, value in others.items() if value is not None}
+        return {**known, **topics, "matmul": matmul}
 
     @classmethod
     def from_table(cls, table: Table) -> Device:
-        """Read the result of :meth:`to_dict`.
+        """Read the result of :meth:`to_table`.
 
         Raises:
             UsageError: a key is missing, unknown or has a wrong value; names file, line and key.
         """
-        kind = table.text("kind")
-        if kind not in ("cpu", "cuda"):
-            raise table.wrong("kind", "'cpu' or 'cuda'", repr(kind))
-        parts = {topic: table.table(topic) for topic in TOPICS}
-        numbers: dict[str, Any] = {}
-        for topic, part in parts.items():
-            numbers |= part.fields_of(cls, TOPICS[topic], may_be_zero=_MAY_BE_ZERO)
-        matmul = table.table("matmul")
-        device = cls(
-            name=table.text("name"),
-            kind="cpu" if kind == "cpu" else "cuda",
-            **numbers,
-            reserves=tuple(item.record(Reserve, may_be_zero=("num_bytes",)) for item in table.tables("reserve")),
-            functions=tuple(
-                item.record(FunctionRate, may_be_zero=("forward_s", "backward_s")) for item in table.tables("function")
-            ),
-            overheads=_overheads(table.table("overheads")) if table.has("overheads") else Overheads(),
-            host=HostLink.from_table(table.table("host")) if table.has("host") else None,
-            matmul=tuple(rate_of(dtype, matmul.table(dtype)) for dtype in matmul.names()),
-            provenance=tuple((topic, part.text("provenance")) for topic, part in parts.items()),
-            operators=OperatorTable.from_table(table.table("operators")) if table.has("operators") else None,
-        )
-        for part in parts.values():
+        numbers, notes = dict[str, Any](), []
+        for topic, keys in TOPICS.items():
+            part = table.table(topic)
+            numbers |= part.fields_of(cls, keys)
+            notes.append((topic, part.text("provenance")))
             part.finish()
-        table.finish()
-        return device
-
-
-def _overheads(table: Table) -> Overheads:
-    return table.record(Overheads, provenance=table.text("provenance"))
-
-
-_RATES = ("to_host_bytes_per_s", "to_device_bytes_per_s", "memory_bandwidth_bytes_per_s", "launch_s", "latency_s")
+        matmul = table.table("matmul")
+        rates = tuple(rate_of(dtype, matmul.table(dtype)) for dtype in matmul.names())
+        return table.record(cls, **numbers, matmul=rates, provenance=tuple(notes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,19 +242,8 @@ class HostLink:
 
     to_host_bytes_per_s: float
     to_device_bytes_per_s: float
-    latency_s: float
+    latency_s: float = field(metadata=MAY_BE_ZERO)
     memory_bandwidth_bytes_per_s: float
-    launch_s: float
-    memory_bytes: int | None = None
+    launch_s: float = field(metadata=MAY_BE_ZERO)
+    memory_bytes: int | None = field(default=None, metadata={"key": "num_bytes"})
     provenance: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the table ``[device.host]``."""
-        known = {} if self.memory_bytes is None else {"num_bytes": self.memory_bytes}
-        return {**{name: getattr(self, name) for name in _RATES}, **known, "provenance": self.provenance}
-
-    @classmethod
-    def from_table(cls, table: Table) -> HostLink:
-        """Read the result of :meth:`to_dict`."""
-        memory = table.integer("num_bytes") if table.has("num_bytes") else None
-        return table.record(cls, may_be_zero=("launch_s", "latency_s"), memory_bytes=memory)

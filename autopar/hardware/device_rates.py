@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from autopar.util.toml import T, Table
+from autopar.util.toml import MAY_BE_ZERO, T, Table
 
 ALIGNED_ELEMENTS = 8
 """Elements of half precision that matrix units load at once: 16 bytes (NVIDIA, Matrix Multiplication Background User's Guide)."""
@@ -27,8 +27,8 @@ class CurvePoint:
     """
 
     smallest_dim: int
-    efficiency: float
-    backward_efficiency: float = 0.0
+    efficiency: float = field(metadata={"at_most": 1})
+    backward_efficiency: float = field(default=0.0, metadata={"at_most": 1})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +74,8 @@ class MatmulRate:
     tile_elements: float = 128.0 * 128.0
     wave_loss: float = 0.0
     fill_depth: float = 0.0
-    unaligned_fraction: float = 1.0
-    unaligned_batched_fraction: float = 1.0
+    unaligned_fraction: float = field(default=1.0, metadata={"at_most": 1})
+    unaligned_batched_fraction: float = field(default=1.0, metadata={"at_most": 1})
     curve: tuple[CurvePoint, ...]
     provenance: str
 
@@ -161,8 +161,8 @@ class FunctionRate:
     """
 
     name: str
-    forward_s: float
-    backward_s: float
+    forward_s: float = field(metadata=MAY_BE_ZERO)
+    backward_s: float = field(metadata=MAY_BE_ZERO)
 
 
 def rate_of(dtype: str, table: Table) -> MatmulRate:
@@ -171,18 +171,9 @@ def rate_of(dtype: str, table: Table) -> MatmulRate:
     Raises:
         UsageError: a key is missing or unknown, or has a wrong value; the error names file, line and key.
     """
-    ceiling = table.number("ceiling_flops_per_s")
-    curve = []
-    for item in table.tables("curve"):
-        curve.append(item.record(CurvePoint))
-        if not 0 < curve[-1].efficiency <= 1 or curve[-1].backward_efficiency > 1:
-            raise item.wrong("efficiency", "a number from 0 to 1", curve[-1].efficiency)
-    sizes = [point.smallest_dim for point in curve]
+    datasheet = table.number("datasheet_flops_per_s", table.number("ceiling_flops_per_s"))
+    rate = table.record(MatmulRate, dtype=dtype, datasheet_flops_per_s=datasheet)
+    sizes = [point.smallest_dim for point in rate.curve]
     if not sizes or sizes != sorted(set(sizes)):
         raise table.wrong("curve", "at least one point, by rising smallest_dim", sizes or "none")
-    datasheet = table.number("datasheet_flops_per_s", ceiling)
-    rate = table.record(MatmulRate, dtype=dtype, curve=tuple(curve), datasheet_flops_per_s=datasheet)
-    for key in ("unaligned_fraction", "unaligned_batched_fraction"):
-        if getattr(rate, key) > 1:
-            raise table.wrong(key, "a number from 0 to 1", getattr(rate, key))
     return rate

@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import UsageError
-from autopar.util.toml import Table
+from autopar.util.toml import MAY_BE_ZERO, Table, as_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +25,15 @@ class OperatorTime:
     """
 
     call: str
-    forward_s: float
-    backward_s: float
+    forward_s: float = field(metadata=MAY_BE_ZERO)
+    backward_s: float = field(metadata=MAY_BE_ZERO)
+
+    @classmethod
+    def from_table(cls, table: Table) -> OperatorTime:
+        """Return the time of an entry, which also has ``spread`` and ``repeats`` for readers: how well the median is known."""
+        for key in ("spread", "repeats"):
+            table.has(key)
+        return table.record(cls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,34 +46,17 @@ class OperatorTable:
 
     @classmethod
     def from_table(cls, table: Table) -> OperatorTable:
-        """Read the result of ``asdict``, or the ``file`` next to the profile that the table names.
+        """Return the operators of a table, or of the ``file`` next to the profile that the table names.
 
         Raises:
             UsageError: a key is missing or unknown; the file is missing or damaged.
         """
-        if table.has("file"):
-            path = table.beside(table.text("file"))
-            items = load_json(path).get("times")
-            if not isinstance(items, list):
-                raise UsageError.missing(
-                    "list 'times' of operator times", where=str(path), fix="Measure them with 'autopar profile ops'"
-                )
-            rows = [Table(item, file=f"{path}, times[{i}]") for i, item in enumerate(items)]
-        else:
-            rows = list(table.tables("times"))
-        found = cls(
-            times=tuple(_operator_time(row) for row in rows),
-            provenance=table.text("provenance"),
-            scale=table.number("scale", 1.0),
-        )
-        table.finish()
-        return found
-
-
-def _operator_time(row: Table) -> OperatorTime:
-    for key in ("spread", "repeats"):  # for readers: how well the median is known
-        row.has(key)
-    return row.record(OperatorTime, may_be_zero=("forward_s", "backward_s"))
+        if not table.has("file"):
+            return table.record(cls)
+        path = table.beside(table.text("file"))
+        measured = Table(load_json(path), file=str(path))
+        measured.raw("times")  # raises where it is missing
+        return table.record(cls, times=tuple(map(OperatorTime.from_table, measured.tables("times"))))
 
 
 def load_json(path: Path) -> dict[str, Any]:
@@ -94,8 +84,8 @@ class Piece:
     """A linear piece of a collective's time: ``latency_s + num_bytes * s_per_byte`` up to ``up_to_bytes`` (0: no limit)."""
 
     up_to_bytes: float = 0.0
-    latency_s: float
-    s_per_byte: float
+    latency_s: float = field(metadata=MAY_BE_ZERO)
+    s_per_byte: float = field(metadata=MAY_BE_ZERO)
 
     def time_s(self, num_bytes: float) -> float:
         return self.latency_s + num_bytes * self.s_per_byte
@@ -134,7 +124,7 @@ class CollectiveTime:
     num_nodes: int
     ranks_per_node: int
     devices_per_node: int
-    residual: float
+    residual: float = field(metadata=MAY_BE_ZERO)
     provenance: str
     pieces: tuple[Piece, ...]
 
@@ -143,13 +133,12 @@ class CollectiveTime:
 
     @classmethod
     def from_table(cls, table: Table) -> CollectiveTime:
-        """Read what ``asdict`` gives."""
-        items = table.tables("pieces")
-        pieces = tuple(item.record(Piece, may_be_zero=("latency_s", "s_per_byte")) for item in items)
-        ends = [piece.up_to_bytes or math.inf for piece in pieces]
+        """Return the collective of a table; pieces must be there, by rising size."""
+        time = table.record(cls)
+        ends = [piece.up_to_bytes or math.inf for piece in time.pieces]
         if not ends or ends != sorted(set(ends)):
             raise table.wrong("pieces", "at least one piece, by rising up_to_bytes", ends or "none")
-        return table.record(cls, may_be_zero=("residual",), pieces=pieces)
+        return time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +155,7 @@ class Link:
 
     name: str
     bandwidth_bytes_per_s: float
-    latency_s: float
+    latency_s: float = field(metadata=MAY_BE_ZERO)
     half_bandwidth_bytes: float = 0.0
     step_fraction: float = 1.0
     provenance: str
@@ -175,11 +164,6 @@ class Link:
     def rate_bytes_per_s(self) -> float:
         """The bandwidth of collectives in a training step."""
         return self.bandwidth_bytes_per_s * self.step_fraction
-
-    @classmethod
-    def from_table(cls, table: Table) -> Link:
-        """Read what ``asdict`` gives."""
-        return table.record(cls, may_be_zero=("latency_s",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +188,7 @@ class Algorithm:
     base_delays: float = 0.0
     delays_per_step: float = 0.0
     bandwidth_fraction: float = 1.0
-    collectives: tuple[str, ...]
+    collectives: tuple[str, ...] = ()
     provenance: str
 
 
@@ -229,38 +213,24 @@ class CollectiveLibrary:
     """
 
     name: str
-    algorithms: tuple[Algorithm, ...]
-    switch_bandwidths: tuple[SwitchBandwidth, ...]
+    algorithms: tuple[Algorithm, ...] = field(metadata={"key": "algorithm"})
+    switch_bandwidths: tuple[SwitchBandwidth, ...] = field(metadata={"key": "switch_bandwidth"})
     implemented_as: tuple[tuple[str, str], ...]
     measured: tuple[CollectiveTime, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_table(self) -> dict[str, Any]:
         """Return the library as plain data."""
         return {
             "name": self.name,
             "implemented_as": dict(self.implemented_as),
-            "algorithm": [asdict(item) for item in self.algorithms],
-            "switch_bandwidth": [asdict(item) for item in self.switch_bandwidths],
-            **({"measured": [asdict(item) for item in self.measured]} if self.measured else {}),
+            "algorithm": as_table(self.algorithms),
+            "switch_bandwidth": as_table(self.switch_bandwidths),
+            "measured": as_table(self.measured),
         }
 
     @classmethod
     def from_table(cls, table: Table) -> CollectiveLibrary:
-        """Read the result of :meth:`to_dict`; numbers left out of an algorithm are zero, its fraction is one."""
+        """Read the result of :meth:`to_table`; numbers left out of an algorithm are zero, its fraction is one."""
         implemented = table.table("implemented_as") if table.has("implemented_as") else None
-        library = cls(
-            name=table.text("name"),
-            algorithms=tuple(_algorithm(item) for item in table.tables("algorithm")),
-            switch_bandwidths=tuple(item.record(SwitchBandwidth) for item in table.tables("switch_bandwidth")),
-            implemented_as=tuple((key, implemented.text(key)) for key in implemented.names()) if implemented else (),
-            measured=tuple(CollectiveTime.from_table(item) for item in table.tables("measured")),
-        )
-        table.finish()
-        return library
-
-
-def _algorithm(table: Table) -> Algorithm:
-    collectives = table.raw("collectives") if table.has("collectives") else []
-    if not isinstance(collectives, list | tuple) or not all(isinstance(name, str) for name in collectives):
-        raise table.wrong("collectives", "a list of names", repr(collectives))
-    return table.record(Algorithm, collectives=tuple(collectives))
+        pairs = ((key, implemented.text(key)) for key in implemented.names()) if implemented else ()
+        return table.record(cls, implemented_as=tuple(pairs))

@@ -20,7 +20,7 @@ import torch
 from autopar.errors import AutoparError, UsageError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.describe import convolves_in_tf32, multiplies_in_tf32, shipped_profile_name
-from autopar.hardware.read import MachineProfile, load_library, load_profile, profile_from_table
+from autopar.hardware.read import MachineProfile, load_library, load_profile
 from autopar.util.files import child_environment, default_cache_dir, write_toml
 from autopar.util.toml import Table
 
@@ -87,7 +87,7 @@ def machine_profile(*, cache_dir: Path | None = None, refresh: bool = False) -> 
     assert path is not None
     if refresh or not path.is_file():
         write_toml(path, profile_dict(_measure()))
-    profile = profile_from_table(Table.load(path))
+    profile = Table.load(path).record(MachineProfile)
     if profile.intra_node.provenance.startswith(_ASSUMED):
         _LOGGER.warning(
             "no shipped profile is of %s, and links take two visible GPUs to measure: between GPUs of a node %.3g GB/s are assumed, "

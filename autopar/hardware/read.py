@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster, NodeGroup, Tier
@@ -25,26 +24,33 @@ RESERVED_TIERS = ("device", "node", "nic", "network")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MachineProfile:
-    """A device and its node.
+class Node:
+    """A node, whatever its device.
 
     Attributes:
         num_devices: devices of the node that ``num_nics`` cards belong to.
         link_domain: devices that the node's links connect if they span several nodes (NVL72); 0: those of one node.
         num_cores: number of ranks that run at full speed; more ranks share it. ``None`` if every rank has its own device.
-        shares_memory: whether ``device.memory_bytes`` is the node's, divided among its ranks.
+        shares_memory: whether ``Device.memory_bytes`` is the node's, divided among its ranks.
     """
 
+    num_devices: int
+    num_nics: int
+    link_domain: int = 0
+    num_cores: int | None = None
+    shares_memory: bool = False
+    provenance: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineProfile:
+    """A device and its node; ``library`` names the collective library. Its fields are the tables of its file."""
+
+    library: str
     device: Device
     intra_node: Link
     nic: Link
-    num_devices: int
-    num_nics: int
-    num_cores: int | None = None
-    shares_memory: bool = False
-    library: str
-    link_domain: int = 0
-    node_provenance: str = "stated by the caller"
+    node: Node
 
     def group(self, num_nodes: int, devices_per_node: int, *, num_cores: float | None = None) -> NodeGroup:
         """Equal nodes of this machine; nodes that its links connect count as one, in domains of equal size.
@@ -52,12 +58,12 @@ class MachineProfile:
         Args:
             num_cores: overrides the profile's; a fraction if ranks were measured to get less than their share.
         """
-        joined = _joined(num_nodes, devices_per_node, self.link_domain)
+        joined = _joined(num_nodes, devices_per_node, self.node.link_domain)
         num_nodes, devices_per_node = num_nodes // joined, devices_per_node * joined
-        cores = num_cores or self.num_cores or devices_per_node
+        cores = num_cores or self.node.num_cores or devices_per_node
         share = min(1.0, cores / devices_per_node)
         device = slowed(self.device, share)
-        if self.shares_memory:
+        if self.node.shares_memory:
             note = dict(device.provenance)["memory"]
             device = device.with_memory(
                 device.memory_bytes // devices_per_node, f"{note}; divided among {devices_per_node} ranks"
@@ -68,11 +74,8 @@ class MachineProfile:
             devices_per_node=devices_per_node,
             intra_node=_slowed_link(self.intra_node, share),
             nic=self.nic,
-            nics_per_node=max(1, devices_per_node * self.num_nics // self.num_devices),
+            nics_per_node=max(1, devices_per_node * self.node.num_nics // self.node.num_devices),
         )
-
-
-_NODE = ("num_devices", "num_nics", "link_domain", "shares_memory")
 
 
 def _joined(num_nodes: int, devices_per_node: int, link_domain: int) -> int:
@@ -82,25 +85,6 @@ def _joined(num_nodes: int, devices_per_node: int, link_domain: int) -> int:
     (16, 16, 10, 1)
     """
     return max((n for n in range(1, link_domain // devices_per_node + 1) if num_nodes % n == 0), default=1)
-
-
-def profile_to_dict(profile: MachineProfile) -> dict[str, Any]:
-    """Return the profile as the tables of its file."""
-    cores = {} if profile.num_cores is None else {"num_cores": profile.num_cores}
-    return {
-        "library": profile.library,
-        "device": profile.device.to_dict(),
-        "intra_node": asdict(profile.intra_node),
-        "nic": asdict(profile.nic),
-        "node": {
-            "num_devices": profile.num_devices,
-            "num_nics": profile.num_nics,
-            **({"link_domain": profile.link_domain} if profile.link_domain else {}),
-            **cores,
-            "shares_memory": profile.shares_memory,
-            "provenance": profile.node_provenance,
-        },
-    }
 
 
 def _slowed_link(link: Link, share: float) -> Link:
@@ -153,11 +137,11 @@ def load_profile(name: str, *, relative_to: Path | None = None) -> MachineProfil
         UsageError: the name is unknown (with the closest known one), or the file is malformed.
     """
     if name.endswith(".toml"):
-        return profile_from_table(Table.load((relative_to or Path()) / name))
+        return Table.load((relative_to or Path()) / name).record(MachineProfile)
     path = data_files("profiles").get(name.lower())
     if path is None:
         raise UsageError.unknown("device profile", name, known_devices(), fix="or give the path of a .toml profile")
-    return profile_from_table(Table.load(path))
+    return Table.load(path).record(MachineProfile)
 
 
 @cache
@@ -171,23 +155,6 @@ def load_library(name: str) -> CollectiveLibrary:
     if name not in known:
         raise UsageError.unknown("collective library", name, known)
     return CollectiveLibrary.from_table(Table.load(known[name]))
-
-
-def profile_from_table(table: Table) -> MachineProfile:
-    """Read the tables of a profile file."""
-    node = table.table("node")
-    profile = MachineProfile(
-        device=Device.from_table(table.table("device")),
-        intra_node=Link.from_table(table.table("intra_node")),
-        nic=Link.from_table(table.table("nic")),
-        **node.fields_of(MachineProfile, {name: name for name in _NODE}),
-        num_cores=node.integer("num_cores") if node.has("num_cores") else None,
-        library=table.text("library"),
-        node_provenance=node.text("provenance"),
-    )
-    node.finish()
-    table.finish()
-    return profile
 
 
 def load_cluster(path: Path) -> Cluster:
@@ -212,7 +179,7 @@ def cluster_from_table(table: Table, *, folder: Path | None = None, default_name
             table.has(key)
         table.finish()  # a misspelt [[group]] is named, with its line
         raise UsageError.missing("[[group]] of nodes", where=table.place(None), fix="Add at least one")
-    tiers = tuple(item.record(Tier, uplink=Link.from_table(item.table("uplink"))) for item in table.tables("tier"))
+    tiers = tuple(item.record(Tier) for item in table.tables("tier"))
     _check_tiers(table, tiers)
     cluster = Cluster(
         name=table.text("name", default_name),
@@ -241,17 +208,17 @@ def _group(table: Table, folder: Path | None) -> tuple[NodeGroup, str | None]:
             raise error.becoming(UsageError, where=table.place("device")) from error
         group, library = profile.group(num_nodes, per_node), profile.library
         if table.has("intra_node"):
-            group = replace(group, intra_node=Link.from_table(table.table("intra_node")))
+            group = replace(group, intra_node=table.table("intra_node").record(Link))
         if table.has("nic"):
-            group = replace(group, nic=Link.from_table(table.table("nic")))
+            group = replace(group, nic=table.table("nic").record(Link))
         group = replace(group, nics_per_node=table.integer("nics_per_node", group.nics_per_node))
     else:
         group = NodeGroup(
             device=Device.from_table(table.table("device")),
             num_nodes=num_nodes,
             devices_per_node=per_node,
-            intra_node=Link.from_table(table.table("intra_node")),
-            nic=Link.from_table(table.table("nic")),
+            intra_node=table.table("intra_node").record(Link),
+            nic=table.table("nic").record(Link),
             nics_per_node=table.integer("nics_per_node"),
         )
     if table.has("memory_bytes"):
@@ -316,18 +283,12 @@ class Links:
 
     @classmethod
     def load(cls, path: Path) -> Links:
-        """Read a file with the result of ``asdict``.
+        """Read a file of ``autopar profile links``.
 
         Raises:
             UsageError: names file, line and key.
         """
-        table = Table.load(path)
-        return table.record(
-            cls,
-            intra_node=Link.from_table(table.table("intra_node")),
-            nic=Link.from_table(table.table("nic")),
-            measured=tuple(CollectiveTime.from_table(item) for item in table.tables("measured")),
-        )
+        return Table.load(path).record(cls)
 
     def on(self, cluster: Cluster) -> Cluster:
         """Return the cluster with these links and collectives, and the shipped library that ran."""

@@ -20,12 +20,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from autopar.errors import AutoparError, UsageError
+from autopar.errors import AutoparError
 from autopar.hardware.link import load_json
 from autopar.hardware.machine import device_name
 from autopar.measure.job_of_ranks import GroupSet, group_sets
 from autopar.measure.timers import free_bytes, median_and_spread, synchronize
 from autopar.util.files import check_same, write_json
+from autopar.util.toml import Table, as_table
 
 SMALLEST_BYTES = 1024
 """Bytes of the smallest collective."""
@@ -98,8 +99,7 @@ class LinkPoints:
 
     def save(self, path: Path) -> None:
         """Write the file, completely or not at all."""
-        data = {"job": self.job, "sets": [group_set.to_dict() for group_set in self.sets], "points": self.points}
-        write_json(path, {**data, "failed": self.failed, "trying": self.trying})
+        write_json(path, as_table(self))
 
     @classmethod
     def load(cls, path: Path) -> LinkPoints:
@@ -108,11 +108,7 @@ class LinkPoints:
         Raises:
             UsageError: the file is damaged.
         """
-        data = load_json(path)
-        try:
-            points = cls(**data | {"sets": [GroupSet.from_dict(item) for item in data["sets"]]})
-        except (KeyError, TypeError, IndexError) as error:
-            raise UsageError.unreadable(path, error, fix="Give a file that 'autopar profile' wrote") from error
+        points = Table(load_json(path), file=str(path)).record(cls)
         if points.trying:
             points.failed.append([*points.trying, "the job ended while this was measured"])
             points.trying = []

@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError, UsageError
 from autopar.util.files import check_writable, child_environment
+from autopar.util.toml import MAY_BE_ZERO, Table
 
 if TYPE_CHECKING:
     import torch
@@ -136,7 +137,7 @@ class GroupSet:
 
     tier: str
     pattern: str
-    groups: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[int, ...], ...] = field(metadata=MAY_BE_ZERO)
     num_nodes: int
     ranks_per_node: int
     alone: bool = False
@@ -152,15 +153,15 @@ class GroupSet:
         where = f"{self.num_nodes} nodes x {self.ranks_per_node}" if self.num_nodes > 1 else f"node x {self.size}"
         return f"{where} {self.pattern}" + (" alone" if self.alone else f" x {len(self.groups)} at once")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {"name": self.name, **{key: getattr(self, key) for key in self.__dataclass_fields__}}
+    def to_table(self) -> dict[str, Any]:
+        """Return plain data, with the name for readers."""
+        return {"name": self.name, **asdict(self)}
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> GroupSet:
-        """Return the set whose :meth:`to_dict` is given."""
-        values = {key: data[key] for key in cls.__dataclass_fields__}
-        return cls(**{**values, "groups": tuple(tuple(group) for group in values["groups"])})
+    def from_table(cls, table: Table) -> GroupSet:
+        """Return the set whose :meth:`to_table` is given."""
+        table.has("name")
+        return table.record(cls)
 
 
 def group_sets(nodes: Sequence[int]) -> tuple[GroupSet, ...]:

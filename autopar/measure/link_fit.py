@@ -111,7 +111,7 @@ def links_of(
     measured = _collectives(by_name, points, per_node, where)
     if not measured:
         raise AutoparError("Fewer than two sizes of each collective were measured", fix="Allow more time (--budget)")
-    cards = nics_per_node or max(1, per_node * machine.num_nics // machine.num_devices)
+    cards = nics_per_node or max(1, per_node * machine.node.num_nics // machine.node.num_devices)
     group = NodeGroup(
         device=machine.device, num_nodes=len(set(nodes)), devices_per_node=per_node, intra_node=machine.intra_node,
         nic=machine.nic, nics_per_node=cards,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store
 from autopar.errors import AutoparError, UsageError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.machine import identity, machine_profile, measured_host
-from autopar.hardware.read import Links, MachineProfile, load_profile, profile_to_dict
+from autopar.hardware.read import Links, MachineProfile, load_profile
 from autopar.measure.collective_times import IDLE_S, LinkJob, LinkPoints, measure_links
 from autopar.measure.job_of_ranks import local_device
 from autopar.measure.operators import OperatorFile
@@ -26,6 +26,7 @@ from autopar.planner.planner import Planner, operator_calls
 from autopar.planner.search import Progress, task_of
 from autopar.request import SAMPLES_PER_RANK, Request
 from autopar.util.files import write_toml
+from autopar.util.toml import as_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +120,7 @@ class Profiling:
                 where=str(path),
                 fix="See the reasons in the lines above",
             )
-        data = profile_to_dict(replace(machine, device=replace(machine.device, operators=None)))
+        data = as_table(replace(machine, device=replace(machine.device, operators=None)))
         where = f"measured {time.strftime('%Y-%m-%d')} on {identity()}"
         note = f"{where}: medians of warm calls, one operator at a time"
         data["device"]["operators"] = {"file": path.name, "provenance": note}
@@ -153,7 +154,7 @@ class Profiling:
             machine=start, nics_per_node=self.nics, library=points.job["backend"],
         )  # fmt: skip
         comment = "Written by 'autopar profile links'; use it as --cluster NAME?links=FILE."
-        write_toml(self.output, asdict(fitted), comment=comment)
+        write_toml(self.output, as_table(fitted), comment=comment)
         self.say(f"wrote {self.output} and {path.name}")
         for name, kind, size, why in points.failed:
             self.say(f"not measured: {name}, {kind} of {size} bytes: {why}")
@@ -171,7 +172,7 @@ class Profiling:
         links, device = self.part("links").output, self.part("device").output
         nodes = LinkPoints.load(links.with_suffix(".points.json")).job["nodes"]
         if not device.exists():
-            write_toml(device, profile_to_dict(self.machine()))
+            write_toml(device, as_table(self.machine()))
         group = {
             "device": device.name,
             "num_nodes": len(set(nodes)),

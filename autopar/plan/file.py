@@ -7,29 +7,23 @@ Nothing of a plan is lost in a file. Errors name the file and the path in it.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import json
 import sys
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast, get_args, get_origin
+from typing import Any, Literal, NoReturn, cast, get_args, get_origin
 
-from autopar.errors import AutoparError, PlanError, PlanFileError, UsageError
+from autopar.errors import PlanError, PlanFileError, UsageError
 from autopar.plan.check import check_plan
-from autopar.plan.mesh import Type, parse_type
+from autopar.plan.mesh import Type
 from autopar.plan.plan import FORMAT_VERSION, Plan
 from autopar.util.files import write_text
-from autopar.util.toml import dotted
-
-if TYPE_CHECKING:
-    from jsonschema.exceptions import ValidationError
-    from jsonschema.protocols import Validator
-
+from autopar.util.toml import CHANGE, Table
 
 _LINE_LENGTH = 110
 """Columns of a line of a plan file."""
@@ -54,11 +48,14 @@ def plan_from_dict(data: object, *, place: str = "plan") -> Plan:
         PlanError: the data is not a plan; the error names the path in it, what was expected there, and what was found.
     """
     _check_version(data, place)
-    error = next(iter(sorted(_validator().iter_errors(data), key=_error_order)), None)
-    if error is not None:
-        _refuse(error, place)
-    fields = {key: value for key, value in cast("dict[str, Any]", data).items() if key != WRITTEN_BY}
-    plan = cast("Plan", _decode(Plan, fields, f"{place}: "))
+    table = Table(cast("Mapping[str, object]", data), file=place, only_finite=True)
+    table.has(WRITTEN_BY)
+    try:
+        if table.integer("version") != FORMAT_VERSION:
+            raise table.wrong("version", str(FORMAT_VERSION), table.raw("version"))
+        plan = table.record(Plan)
+    except UsageError as error:
+        raise error.becoming(PlanError, fix=error.fix.replace(CHANGE, _MAKE_ANEW)) from error
     check_plan(plan, place=place)
     return plan
 
@@ -124,30 +121,6 @@ def encode(value: Any, *, rare: bool = False) -> Any:
     return value
 
 
-def _decode(hint: Any, value: Any, place: str) -> Any:
-    """Return the value of type ``hint`` from JSON that the schema has checked already; ``place`` is its path, for errors."""
-    if hint is Type:
-        return parse_type(value)
-    if hint is float or hint is int:
-        try:
-            return hint(value)
-        except OverflowError as error:
-            raise PlanError("A number of the plan is too large", where=place, fix=_MAKE_ANEW) from error
-    if get_origin(hint) is tuple:
-        items = get_args(hint)
-        hints: Sequence[Any] = items[:1] * len(value) if items[-1] is Ellipsis else items
-        return tuple(_decode(h, v, f"{place}[{i}]") for i, (h, v) in enumerate(zip(hints, value, strict=True)))
-    if dataclasses.is_dataclass(hint):
-        annotations = typing.get_type_hints(hint)
-        separator = "" if place.endswith(": ") else "."
-        fields = {key: _decode(annotations[key], item, f"{place}{separator}{key}") for key, item in value.items()}
-        try:
-            return cast("type[Any]", hint)(**fields)
-        except AutoparError as error:
-            raise error.becoming(PlanError, where=place) from error
-    return value
-
-
 def _check_version(data: object, place: str) -> None:
     if not isinstance(data, Mapping):
         raise PlanError("A plan file holds a JSON object, this one something else", where=place, fix=_NAME_ONE)
@@ -161,50 +134,6 @@ def _check_version(data: object, place: str) -> None:
             where=place,
             fix=f"Read it with {newer}",
         )
-
-
-@cache
-def _validator() -> Validator:
-    from jsonschema import Draft202012Validator  # takes a tenth of a second, and only reading plans needs it
-
-    return Draft202012Validator(plan_schema())
-
-
-def _error_order(error: ValidationError) -> tuple[int, list[str]]:
-    """Return a sort key by which errors of outer objects come first, as they explain the other errors."""
-    return len(error.absolute_path), [str(part) for part in error.absolute_path]
-
-
-def _refuse(error: ValidationError, place: str) -> NoReturn:
-    """Raise a PlanError in plain words for an error of the schema."""
-    path = dotted(tuple(error.absolute_path))
-    problem = f"Wrong value of '{path}'" if path else "Wrong value"
-    expected, got, fix = "", short(error.instance), _MAKE_ANEW
-    match error.validator:
-        case "additionalProperties":
-            known = sorted(error.schema["properties"])
-            unknown = next(key for key in error.instance if key not in known)
-            close = difflib.get_close_matches(unknown, known, n=1)
-            problem, got = f"Unknown key '{unknown}'" + (f" in '{path}'" if path else ""), ""
-            fix = f"Did you mean '{close[0]}'?" if close else "Remove it"
-        case "required":
-            missing = next(key for key in error.validator_value if key not in error.instance)
-            problem, got = f"Missing key '{missing}'" + (f" in '{path}'" if path else ""), ""
-        case "type":
-            expected = f"a value of type {error.validator_value}"
-        case "enum":
-            expected = f"one of {', '.join(map(str, error.validator_value))}"
-        case "const":
-            expected = str(error.validator_value)
-        case "pattern":
-            expected, fix = "I, R, P or S(d)", "Write for example S(0)"
-        case "minimum":
-            expected = f"at least {error.validator_value}"
-        case "minItems" | "maxItems":
-            expected, got = f"{error.validator_value} items", str(len(error.instance))
-        case _:
-            got = error.message
-    raise PlanError(problem, where=place, expected=expected, got=got or None, fix=fix) from None
 
 
 def _unique(place: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -157,6 +157,11 @@ class Type:
     def __reduce__(self) -> tuple[type[Type], tuple[Kind, int]]:
         return Type, (self.kind, self.dim)
 
+    @staticmethod
+    def from_text(text: str) -> Type:
+        """Return the type that is written so; see :func:`parse_type`."""
+        return parse_type(text)
+
     def __str__(self) -> str:
         return f"S({self.dim})" if self.kind == "S" else self.kind
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,6 +18,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.prediction import Breakdown
 from autopar.util import formatting
 from autopar.util.files import read_text
+from autopar.util.toml import MAY_BE_ZERO, Table
 
 FILE_NAME = "autopar-run.jsonl"
 FORMAT_VERSION = 1
@@ -58,8 +59,8 @@ class Part:
     """The predicted and the measured seconds of one part of a step."""
 
     name: str
-    predicted_s: float
-    measured_s: float
+    predicted_s: float = field(metadata=MAY_BE_ZERO)
+    measured_s: float = field(metadata=MAY_BE_ZERO)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,14 +87,14 @@ class RunRecord:
     num_ranks: int
     num_steps: int
     predicted_s: float
-    interval_s: tuple[float, float]
-    measured_s: float
-    between_s: float
+    interval_s: tuple[float, float] = field(metadata=MAY_BE_ZERO)
+    measured_s: float = field(metadata=MAY_BE_ZERO)
+    between_s: float = field(metadata=MAY_BE_ZERO)
     parts: tuple[Part, ...]
-    predicted_bytes: int
-    measured_bytes: int | None
+    predicted_bytes: int = field(metadata=MAY_BE_ZERO)
+    measured_bytes: int | None = field(metadata=MAY_BE_ZERO)
     memory_kind: str
-    reserved_bytes: int | None = None
+    reserved_bytes: int | None = field(default=None, metadata=MAY_BE_ZERO)
 
     @property
     def is_outside(self) -> bool:
@@ -248,8 +249,8 @@ def read_log(folder: Path) -> RunRecord:
         try:
             event = json.loads(line)
             if event["event"] == "comparison":
-                record = _record(event)
-        except (ValueError, KeyError, TypeError) as error:
+                record = _record(Table(event, file=f"event {number}"))
+        except (ValueError, KeyError, TypeError, UsageError) as error:
             raise UsageError(
                 "This line is not an event that autopar wrote",
                 where=f"{path}:{number}",
@@ -265,35 +266,12 @@ def read_log(folder: Path) -> RunRecord:
     return record
 
 
-def _record(event: dict[str, Any]) -> RunRecord:
-    values = {key: value for key, value in event.items() if key not in ("event", "version")}
-    if event["version"] != FORMAT_VERSION:
-        raise ValueError(f"version {event['version']}, this autopar reads {FORMAT_VERSION}")
-    values["parts"] = tuple(Part(**part) for part in values["parts"])
-    values["interval_s"] = tuple(values["interval_s"])
-    record = RunRecord(**values)
-    _check(record)
+def _record(event: Table) -> RunRecord:
+    event.has("event")
+    version = event.integer("version")
+    if version != FORMAT_VERSION:
+        raise ValueError(f"version {version}, this autopar reads {FORMAT_VERSION}")
+    record = event.record(RunRecord)
+    if not record.parts:
+        raise event.wrong("parts", "the parts of a step", "none")
     return record
-
-
-def _check(record: RunRecord) -> None:
-    """Check the types of a record's fields, and that numbers are finite and not negative, and divisors above zero.
-
-    Raises:
-        ValueError: a field is wrong.
-    """
-    texts = (record.model, record.cluster, record.mesh, record.memory_kind, *(part.name for part in record.parts))
-    counts = (
-        record.num_ranks,
-        record.num_steps,
-        record.predicted_bytes,
-        record.measured_bytes or 0,
-        record.reserved_bytes or 0,
-    )
-    times = [record.predicted_s, *record.interval_s, record.measured_s, record.between_s]
-    times += [value for part in record.parts for value in (part.predicted_s, part.measured_s)]
-    wrong: list[object] = [text for text in texts if not isinstance(text, str)]
-    wrong += [count for count in counts if not isinstance(count, int) or count < 0]
-    wrong += [time for time in times if not isinstance(time, int | float) or not 0 <= time < float("inf")]
-    if wrong or not record.parts or len(record.interval_s) != 2 or not record.predicted_s:
-        raise ValueError(f"a comparison with {wrong[0]!r}" if wrong else "a comparison without its parts and times")

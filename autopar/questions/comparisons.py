@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.describe import SCALES, scaled
+from autopar.models.transformer import ATTENTIONS, FAMILIES, Sizes, build
 from autopar.plan.plan import Plan
 from autopar.planner.search import Limits, peak_bytes
 from autopar.questions.sizing import Ask, prices_of, sizes_of
@@ -27,7 +28,6 @@ from autopar.util.toml import Table
 
 if TYPE_CHECKING:
     from autopar.graph.graph import Graph
-    from autopar.models.transformer import Sizes
     from autopar.planner.search import Progress
 
 
@@ -225,10 +225,10 @@ class Study:
     title: str
     source: str
     measured: str = ""
-    unsure: tuple[str, ...]
+    unsure: tuple[str, ...] = ()
     cluster: str
     scale: tuple[tuple[str, float], ...]
-    global_batch_size: int
+    global_batch_size: int = field(metadata={"key": "global_batch"})
     sequence: int
     precision: str
     pins: tuple[str, ...]
@@ -287,10 +287,7 @@ def load_study(name: str) -> Study:
     study = table.record(
         Study,
         name=path.stem,
-        unsure=_texts(table, "unsure") if table.has("unsure") else (),
         scale=tuple(scale),
-        global_batch_size=table.integer("global_batch"),
-        pins=_texts(table, "pins"),
         model=model.text("spec") if model.has("spec") else _sizes(model, table.integer("sequence")),
     )
     model.finish()
@@ -299,8 +296,6 @@ def load_study(name: str) -> Study:
 
 def _sizes(table: Table, sequence: int) -> tuple[Sizes, int]:
     """Return the sizes and layers of a study's transformer."""
-    from autopar.models.transformer import ATTENTIONS, FAMILIES, Sizes
-
     keys = ("family", "attention", "heads", "hidden", "ffn", "vocabulary")
     fields = table.fields_of(Sizes, {name: name for name in keys})
     for key, known in (("family", FAMILIES), ("attention", ATTENTIONS)):
@@ -308,14 +303,6 @@ def _sizes(table: Table, sequence: int) -> tuple[Sizes, int]:
             raise UsageError.unknown(key, fields[key], known, where=table.place(key))
     kv_heads = table.integer("kv_heads", fields["heads"])
     return Sizes(**fields, kv_heads=kv_heads, sequence=sequence, dtype="float32"), table.integer("layers")
-
-
-def _texts(table: Table, key: str) -> tuple[str, ...]:
-    """Return a list of texts, or raise ``UsageError``."""
-    value = table.raw(key)
-    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
-        raise table.wrong(key, "a list of texts", repr(value))
-    return tuple(value)
 
 
 def cluster_of(study: Study) -> Cluster:
@@ -334,8 +321,6 @@ def graph_of(study: Study) -> Graph:
         source = resolve_model(study.model, sequence_length=study.sequence)
         model, inputs = source.model, source.example_inputs
     else:
-        from autopar.models.transformer import build
-
         model, inputs = build(*study.model)
     return api.trace(
         model, example_inputs=inputs, precision=cast("Any", study.precision), name=study.name,

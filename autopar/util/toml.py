@@ -7,12 +7,15 @@ key is an error and not a silent default.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, fields
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from autopar.errors import UsageError
 from autopar.util.files import read_text
@@ -25,6 +28,12 @@ else:
     T = TypeVar("T")
 
 Key = str | int
+
+CHANGE = "Change the value"
+"""The remedy for a wrong value."""
+
+MAY_BE_ZERO = {"may_be_zero": True}
+"""Metadata of a dataclass's field whose number may be zero in a table."""
 
 _HEADER = re.compile(r"^\s*(\[\[?)\s*([^\[\]#]+?)\s*\]")
 _ASSIGNMENT = re.compile(r"^\s*([A-Za-z0-9_.\"'-]+)\s*=")
@@ -39,11 +48,20 @@ class Table:
         file: the name of the file, for errors.
         text: the text of a TOML file, in which errors find the line; empty if there is none.
         keys: the path of the table from the root.
+        only_finite: whether :meth:`record` takes numbers of any size, and whole numbers from zero; otherwise its fields decide.
     """
 
-    def __init__(self, data: Mapping[str, object], *, file: str, text: str = "", keys: tuple[Key, ...] = ()) -> None:
-        self._data, self._file, self._text, self._keys = data, file, text, keys
-        self._read: set[str] = set()
+    def __init__(
+        self,
+        data: Mapping[Any, object],
+        *,
+        file: str,
+        text: str = "",
+        keys: tuple[Key, ...] = (),
+        only_finite: bool = False,
+    ) -> None:
+        self._data, self._file, self._text, self._keys, self._only_finite = data, file, text, keys, only_finite
+        self._read: set[Key] = set()
 
     @classmethod
     def load(cls, path: Path) -> Table:
@@ -67,13 +85,13 @@ class Table:
                 fix="Correct that line",
             ) from error
 
-    def wrong(self, key: str | None, expected: str, got: object) -> UsageError:
+    def wrong(self, key: Key | None, expected: str, got: object) -> UsageError:
         """Return the error for a wrong value of ``key``, or of this table itself if ``key`` is None."""
         name = dotted(self._keys if key is None else (*self._keys, key)) or "the file"
         problem = f"Wrong value of '{name}'"
-        return UsageError(problem, where=self.place(key), expected=expected, got=got, fix="Change the value")
+        return UsageError(problem, where=self.place(key), expected=expected, got=got, fix=CHANGE)
 
-    def place(self, key: str | None) -> str:
+    def place(self, key: Key | None) -> str:
         """Return the file and the line of ``key``, or of this table itself if ``key`` is None."""
         keys = self._keys if key is None else (*self._keys, key)
         line = line_of(self._text, keys) if self._text else None
@@ -83,7 +101,7 @@ class Table:
         """Return the path of a file that is named relative to the folder of this file."""
         return Path(self._file).parent / name
 
-    def has(self, key: str) -> bool:
+    def has(self, key: Key) -> bool:
         """Return whether the table has a key, which counts as read."""
         self._read.add(key)
         return key in self._data
@@ -92,7 +110,7 @@ class Table:
         """Return all keys, in order."""
         return tuple(self._data)
 
-    def raw(self, key: str, default: object = None) -> object:
+    def raw(self, key: Key, default: object = None) -> object:
         """Return the unchecked value of a key, or ``default`` if the key is missing.
 
         Raises:
@@ -101,92 +119,164 @@ class Table:
         if not self.has(key):
             if default is not None:
                 return default
-            if near := difflib.get_close_matches(key, set(self._data) - self._read, n=1, cutoff=0.8):
+            if near := difflib.get_close_matches(str(key), set(self._data) - self._read, n=1, cutoff=0.8):
                 raise UsageError(f"Unknown key '{near[0]}'", where=self.place(near[0]), fix=f"Did you mean '{key}'?")
             raise UsageError.missing(f"key '{dotted((*self._keys, key))}'", where=self.place(key), fix="Add it")
         return self._data[key]
 
-    def text(self, key: str, default: str | None = None) -> str:
+    def text(self, key: Key, default: str | None = None) -> str:
         """Return the string of a key."""
         value = self.raw(key, default)
         if not isinstance(value, str):
             raise self.wrong(key, "a text", repr(value))
         return value
 
-    def flag(self, key: str, default: bool | None = None) -> bool:
+    def flag(self, key: Key, default: bool | None = None) -> bool:
         """Return the boolean of a key."""
         value = self.raw(key, default)
         if not isinstance(value, bool):
             raise self.wrong(key, "true or false", repr(value))
         return value
 
-    def number(self, key: str, default: float | None = None, *, positive: bool = True) -> float:
+    def number(self, key: Key, default: float | None = None, *, positive: bool = True) -> float:
         """Return the finite number of a key. It must be above zero, or at least zero if not ``positive``."""
-        value = self.raw(key, default)
-        expected = "a number above zero" if positive else "a number from zero"
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.wrong(key, expected, repr(value))
-        if not (0 < value < float("inf") or (value == 0 and not positive)):
-            raise self.wrong(key, expected, value)
-        return float(value)
+        value = self._finite(key, default)
+        if value < 0 or (value == 0 and positive):
+            raise self.wrong(key, f"a number {'above' if positive else 'from'} zero", self.raw(key, default))
+        return value
 
-    def integer(self, key: str, default: int | None = None, *, positive: bool = True) -> int:
+    def _finite(self, key: Key, default: float | None = None) -> float:
+        """Return the finite number of a key."""
+        value = self.raw(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.wrong(key, "a number", repr(value))
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            raise self.wrong(key, "a finite number", "a larger one" if isinstance(value, int) else value)
+        return number
+
+    def integer(self, key: Key, default: int | None = None, *, positive: bool = True) -> int:
         """Return the integer of a key, which may be written as ``1e9``; bounds are those of :meth:`number`."""
-        value = self.number(key, default, positive=positive)
+        value, exact = self.number(key, default, positive=positive), self.raw(key, default)
         if value != int(value):
             raise self.wrong(key, "a whole number", value)
-        return int(value)
+        return exact if isinstance(exact, int) else int(value)
 
-    def table(self, key: str) -> Table:
+    def table(self, key: Key) -> Table:
         """Return the inner table of a key."""
-        return self._inner(self.raw(key), (key,))
+        value = self.raw(key)
+        if not isinstance(value, Mapping):
+            raise self.wrong(key, "a table", repr(value))
+        return self._inner(value, key)
 
     def tables(self, key: str) -> tuple[Table, ...]:
         """Return the tables of an array; none if the key is missing."""
         if not self.has(key):
             return ()
-        value = self.raw(key)
-        if not isinstance(value, list | tuple):
-            raise self.wrong(key, "a list of tables", repr(value))
-        return tuple(self._inner(item, (key, index)) for index, item in enumerate(value))
+        items = self._items(key)
+        return tuple(items.table(index) for index in items.names())
 
-    def record(self, kind: type[T], *, may_be_zero: Collection[str] = (), **given: Any) -> T:
-        """Return this table as a dataclass, whose fields and defaults decide which keys are read.
+    def record(self, kind: type[T], **given: Any) -> T:
+        """Return this table as a dataclass, whose fields decide which keys are read.
+
+        A field is a text, a boolean, a number, a literal, a dataclass (an inner table), a tuple or list of such values, or one of these or
+        None; a dict, and values of type Any, are not checked. A class with a function ``from_table`` or ``from_text`` is read by it. Metadata
+        of a field: ``key`` is its key if that is not its name, and numbers must be above zero unless their default is zero or the metadata
+        are :data:`MAY_BE_ZERO`, and not above ``at_most``.
 
         Args:
-            kind: the dataclass, with fields of the types str, bool, int and float. Its annotations must be strings, as in a module with
-                ``from __future__ import annotations``.
-            may_be_zero: the numbers that may be zero. All others must be above zero, unless their default is zero.
+            kind: the dataclass.
             given: the values of fields that are not read from the table.
 
         Raises:
             UsageError: a key is missing or unknown, or has a wrong value.
         """
-        keys = {field.name: field.name for field in fields(kind) if field.name not in given}
-        given |= self.fields_of(kind, keys, may_be_zero=may_be_zero)
+        keys = {field.metadata.get("key", field.name): field.name for field in fields(kind) if field.name not in given}
+        given |= self.fields_of(kind, keys)
         self.finish()
-        return kind(**given)
+        try:
+            return kind(**given)
+        except UsageError as error:
+            raise self._here(error, None) from error
 
-    def fields_of(
-        self, kind: type[DataclassInstance], keys: Mapping[str, str], *, may_be_zero: Collection[str] = ()
-    ) -> dict[str, Any]:
+    def fields_of(self, kind: type[DataclassInstance], keys: Mapping[str, str]) -> dict[str, Any]:
         """Return some fields of a dataclass by name, read as in :meth:`record`.
 
         Args:
             keys: the name of the field for each key of this table.
         """
-        readers: dict[Any, Callable[..., Any]] = {"str": self.text, "bool": self.flag}
-        numbers: dict[Any, Callable[..., Any]] = {"int": self.integer, "float": self.number}
-        values, by_name = {}, {field.name: field for field in fields(kind)}
-        for key, name in keys.items():
-            field = by_name[name]
-            default = None if field.default is MISSING else field.default
-            if field.type in numbers:
-                is_positive = default != 0 and name not in may_be_zero
-                values[name] = numbers[field.type](key, default, positive=is_positive)
-            else:
-                values[name] = readers[field.type](key, default)
-        return values
+        hints, by_name = _hints(kind), {field.name: field for field in fields(kind)}
+        return {name: self._field(key, by_name[name], hints[name]) for key, name in keys.items()}
+
+    def _field(self, key: str, field: Field[Any], hint: Any) -> Any:
+        """Return the value of a key as that of a field, or the field's default."""
+        if not self.has(key) and field.default_factory is not MISSING:
+            return field.default_factory()
+        if not self.has(key) and field.default is not MISSING:
+            return field.default
+        if get_origin(hint) is UnionType:  # of a type and None, which JSON has
+            if self._data.get(key, MISSING) is None:
+                return None
+            (hint,) = (option for option in get_args(hint) if option is not NoneType)
+        value = self._value(key, hint, positive=field.default != 0 and not field.metadata.get("may_be_zero"))
+        if "at_most" in field.metadata and value > field.metadata["at_most"]:
+            raise self.wrong(key, f"a number up to {field.metadata['at_most']}", value)
+        return value
+
+    def _value(self, key: Key, hint: Any, *, positive: bool = True) -> Any:
+        """Return the value of a key, which must have the type of an annotation."""
+        if hint is float and self._only_finite:
+            return self._finite(key)
+        if hint is int or hint is float:
+            return (self.integer if hint is int else self.number)(key, positive=positive and not self._only_finite)
+        if get_origin(hint) is Literal:
+            value = self.text(key)
+            if value not in get_args(hint):
+                raise self.wrong(key, f"one of {', '.join(get_args(hint))}", repr(value))
+            return value
+        if get_origin(hint) in (tuple, list):
+            return self._sequence(key, hint, positive)
+        if get_origin(hint) is dict:
+            return dict(self.table(key)._data)
+        if hint is Any:
+            return self.raw(key)
+        if hasattr(hint, "from_text"):
+            try:
+                return hint.from_text(self.text(key))
+            except UsageError as error:
+                raise self._here(error, key) from error
+        if is_dataclass(hint):
+            own = getattr(hint, "from_table", None)
+            return own(self.table(key)) if own else self.table(key).record(cast("type[Any]", hint))
+        return self.flag(key) if hint is bool else self.text(key)
+
+    def _sequence(self, key: Key, hint: Any, positive: bool) -> Any:
+        """Return the tuple or list of a key."""
+        items, (first, *others) = self._items(key), get_args(hint)
+        hints = [first, *others] if others and others != [Ellipsis] else [first] * len(items.names())
+        if len(hints) != len(items.names()):
+            raise self.wrong(key, f"{len(hints)} items", len(items.names()))
+        values = (items._value(index, each, positive=positive) for index, each in enumerate(hints))
+        return get_origin(hint)(values)
+
+    def _items(self, key: Key) -> Table:
+        """Return a list as a table, whose keys are the indices; a missing list is empty."""
+        value = self.raw(key, ())
+        if not isinstance(value, list | tuple):
+            raise self.wrong(key, "a list", repr(value))
+        return self._inner(dict(enumerate(value)), key)
+
+    def _inner(self, data: Mapping[Any, object], key: Key) -> Table:
+        """Return the table of a key."""
+        keys = (*self._keys, key)
+        return Table(data, file=self._file, text=self._text, keys=keys, only_finite=self._only_finite)
+
+    def _here(self, error: UsageError, key: Key | None) -> UsageError:
+        """Return the error of a value of ``key``, or of this table, with its place."""
+        return error.within(f"{self.place(key)}: {dotted(self._keys if key is None else (*self._keys, key))}")
 
     def finish(self) -> None:
         """Check that all keys were read.
@@ -196,14 +286,23 @@ class Table:
         """
         for key in self._data:
             if key not in self._read:
-                raise UsageError.unknown("key", key, self._read, where=self.place(key))
+                where = "" if self._text or not self._keys else f": {dotted(self._keys)}"
+                raise UsageError.unknown("key", key, map(str, self._read), where=self.place(key) + where)
 
-    def _inner(self, value: object, keys: tuple[Key, ...]) -> Table:
-        path = (*self._keys, *keys)
-        if not isinstance(value, Mapping):
-            inner = Table(self._data, file=self._file, text=self._text, keys=path)
-            raise inner.wrong(None, "a table", repr(value))
-        return Table(cast("Mapping[str, object]", value), file=self._file, text=self._text, keys=path)
+
+_hints = cache(get_type_hints)
+
+
+def as_table(value: Any) -> Any:
+    """Return a dataclass as :meth:`Table.record` reads it, without fields that are None; one with a method ``to_table`` by that."""
+    if isinstance(value, list | tuple):
+        return [as_table(item) for item in value]
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    if hasattr(value, "to_table"):
+        return value.to_table()
+    values = {field.metadata.get("key", field.name): getattr(value, field.name) for field in fields(value)}
+    return {key: as_table(item) for key, item in values.items() if item is not None}
 
 
 def dotted(keys: tuple[Key, ...]) -> str:

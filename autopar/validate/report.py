@@ -9,11 +9,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from autopar.hardware.read import MachineProfile, profile_to_dict
+from autopar.hardware.read import MachineProfile
 from autopar.plan.prediction import Prediction
 from autopar.planner.search import Progress
 from autopar.util.files import as_toml, write_toml
 from autopar.util.formatting import percent
+from autopar.util.toml import as_table
 from autopar.validate.parameters import Fit
 from autopar.validate.runs import GIB, FailedRow, Run, read_rows
 from autopar.validate.scores import Outcome, Score, calibrate, evaluate
@@ -182,7 +183,7 @@ class Validation:
 
     def to_dict(self, *, with_profiles: bool) -> dict[str, Any]:
         """Return JSON values."""
-        fitted = {name: profile_to_dict(profile) for name, profile in self.profiles.items()}
+        fitted = {name: as_table(profile) for name, profile in self.profiles.items()}
         return self.outcome.to_dict(self.session) | ({"profiles": fitted} if with_profiles and fitted else {})
 
     def text(self, *, with_profiles: bool) -> str:
@@ -196,14 +197,14 @@ class Validation:
         missing = failures(self.outcome.failed, len(self.session.runs) + len(self.outcome.failed))
         sections += ["\n".join(missing)] if missing else []
         if with_profiles:
-            sections += [as_toml(profile_to_dict(p), comment=f"{name}.toml") for name, p in self.profiles.items()]
+            sections += [as_toml(as_table(p), comment=f"{name}.toml") for name, p in self.profiles.items()]
         return "\n\n".join(sections)
 
     def write_profiles(self, folder: Path) -> list[Path]:
         """Write each profile to a file of its name, and return the files."""
         paths = {folder / f"{name}.toml": profile for name, profile in self.profiles.items()}
         for path, profile in paths.items():
-            write_toml(path, profile_to_dict(profile))
+            write_toml(path, as_table(profile))
         return list(paths)
 
 

@@ -19,7 +19,7 @@ def launched(task: LinkTask, tasks: list[LinkTask]) -> Sequence[Mapping[str, Map
     tasks.append(task)
     sets = [s for s in group_sets(task.nodes) if not s.alone]
     points = [[s.name, kind, size, 1e-3 + size / 1e9, 0.0] for s in sets for kind in KINDS for size in SIZES]
-    found = {"crowding": 2.5, "layers_s": 2e-4, "sets": [s.to_dict() for s in sets], "points": points, "failed": []}
+    found = {"crowding": 2.5, "layers_s": 2e-4, "sets": [s.to_table() for s in sets], "points": points, "failed": []}
     return [{"links": found}, *({} for _ in task.nodes[1:])]
 
 

@@ -15,8 +15,9 @@ from autopar.errors import UsageError
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.link import OperatorTable, OperatorTime
-from autopar.hardware.read import load_profile, profile_to_dict
+from autopar.hardware.read import load_profile
 from autopar.plan.plan import FP32
+from autopar.util.toml import as_table
 from tests.support.planner.graphs import spec
 
 CPU = Cluster.parse("cpu:1x1").devices[0]
@@ -95,7 +96,7 @@ def test_names_and_scales_do_not_count_shapes_and_flags_do() -> None:
 
 
 def test_a_profile_with_operators_survives_a_round_trip(tmp_path: Path) -> None:
-    data = profile_to_dict(load_profile("cpu"))
+    data = as_table(load_profile("cpu"))
     entries = [
         {"call": t.call, "forward_s": t.forward_s, "backward_s": t.backward_s, "spread": 0.1, "repeats": 15}
         for t in TABLE.times

@@ -198,7 +198,9 @@ def test_gradients_of_a_parameter_that_two_blocks_use_are_summed_for_every_micro
 
 def test_actions_and_messages_take_their_time_of_the_cores() -> None:
     """By the engine that runs them: another one where a rank has several stages."""
-    around = Overheads(action_s=1e-3, message_s=1e-4, interleaved_action_s=3e-3, interleaved_message_s=5e-4)
+    around = Overheads(
+        action_s=1e-3, message_s=1e-4, interleaved_action_s=3e-3, interleaved_message_s=5e-4, provenance="example"
+    )
     cluster = with_device(H100, overheads=around)
     count, sends = 8, {"sends": (1, 1), "send_gradients": (1,)}
 
@@ -213,7 +215,10 @@ def test_actions_and_messages_take_their_time_of_the_cores() -> None:
     # each rank is at one end of every cut; two tensors pass it forward, one backward
     assert busy_s("1F1B", 1) == pytest.approx(count * (2 * 1e-3 + 3 * 1e-4), rel=1e-3)
     assert busy_s("Interleaved1F1B", 2) == pytest.approx(count * (4 * 3e-3 + 3 * 3 * 5e-4), rel=1e-3)
-    assert Overheads(action_s=1e-3).of_actions(2) == (1e-3, 0.0)  # a profile that knows one engine alone
+    assert Overheads(action_s=1e-3, provenance="example").of_actions(2) == (
+        1e-3,
+        0.0,
+    )  # a profile that knows one engine alone
 
 
 def test_gradients_of_whole_parameters_are_summed_over_their_axes_once() -> None:

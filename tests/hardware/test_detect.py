@@ -10,9 +10,9 @@ from autopar.errors import AutoparError, UsageError
 from autopar.hardware import machine as detect
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.device import HostLink
-from autopar.hardware.read import load_profile, profile_from_table
+from autopar.hardware.read import MachineProfile, load_profile
 from autopar.measure import timers as measure
-from autopar.util.toml import Table
+from autopar.util.toml import Table, as_table
 from tests.support.measured import MEASURED
 
 
@@ -57,7 +57,7 @@ def test_this_machine_is_measured_once_and_kept(
 def test_a_measurement_becomes_a_profile_with_provenance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(detect, "num_cores", lambda: 2)
-    profile = profile_from_table(Table(detect.profile_dict(MEASURED), file="measured"))
+    profile = Table(detect.profile_dict(MEASURED), file="measured").record(MachineProfile)
     rate = profile.device.rate("float32")
     assert (rate.ceiling_flops_per_s, rate.calibrated) == (9e10, True)
     assert [point.efficiency for point in rate.curve] == [pytest.approx(1 / 3), 1.0, 1.0]
@@ -80,9 +80,9 @@ def test_a_measured_link_to_the_host_is_read_back(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     rates = dict.fromkeys(("to_host_bytes_per_s", "to_device_bytes_per_s", "memory_bandwidth_bytes_per_s"), 2e10)
     table = detect.measured_host({**rates, "latency_s": 1e-5, "launch_s": 3e-6}, "measured here")
-    host = HostLink.from_table(Table(table, file="measured"))
+    host = Table(table, file="measured").record(HostLink)
     assert host.memory_bytes == detect.host_memory_bytes() // 4
-    assert host.to_dict() == table
+    assert as_table(host) == table
     with pytest.raises(UsageError, match="The device cpu has no link to a host"):
         measure.host_link(torch.device("cpu"))
 

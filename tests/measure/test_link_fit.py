@@ -15,6 +15,7 @@ from autopar.hardware.read import load_profile
 from autopar.measure.job_of_ranks import GroupSet, group_sets
 from autopar.measure.link_fit import fit_pieces, links_of, residual
 from autopar.plan.mesh import Mesh
+from autopar.util.toml import Table
 
 TRUE = """
 name = "true"
@@ -153,4 +154,4 @@ def test_groups_are_disjoint_and_as_large_as_they_say(num_nodes: int, width: int
             assert len(set(on)) == one.num_nodes
             assert min(on.count(node) for node in on) == one.ranks_per_node
         assert one.alone == (len(one.groups) == 1 and one.size < len(nodes)) or not one.alone
-        assert GroupSet.from_dict(one.to_dict()) == one
+        assert GroupSet.from_table(Table(one.to_table(), file="points")) == one

@@ -104,15 +104,15 @@ BAD_VALUES: list[tuple[str, object, str]] = [
     (
         "layouts.0.typings.1.strategies",
         3,
-        "p.json: Wrong value of 'layouts[0].typings[1].strategies'. Expected a value of type array, got 3.",
+        "p.json: Wrong value of 'layouts[0].typings[1].strategies'. Expected a list, got 3.",
     ),
     ("meshes", {}, "Unknown key 'meshes'. Did you mean 'mesh'?"),
-    ("mesh.tp", -1, "p.json: Wrong value of 'mesh.tp'. Expected at least 0, got -1."),
+    ("mesh.tp", -1, "p.json: Wrong value of 'mesh.tp'. Expected a number from zero, got -1."),
     ("mesh.tp", 0, "p.json: mesh: The degree of tp is 0."),
     (
         "layouts.1.typings.1.parameters.3",
         "S(x)",
-        "Wrong value of 'layouts[1].typings[1].parameters[3]'. Expected I, R, P or S(d), got \"S(x)\". Write for example S(0)",
+        "p.json: layouts[1].typings[1].parameters[3]: Unknown type 'S(x)'. Write I, R, P or S(d), for example S(0).",
     ),
     ("layouts.1.typings.1.parameters.3", "P", "Expected I or S(d), got P."),
     ("layouts.1.typings.1.parameter_names", ["a"], "one name for each parameter or none"),
@@ -128,7 +128,7 @@ BAD_VALUES: list[tuple[str, object, str]] = [
     ("micro_batch_size", 0, "'micro_batch_size' does not fit the plan. Expected at least 1, got 0."),
     ("zero_stage", 0, "Expected 1, 2 or 3 where dp_shard is above 1, got 0 with dp_shard=2."),
     ("micro_batch_size", 2**63, "Expected a whole number of at most 63 bits, got one of 64."),
-    ("predicted.mfu", 10**400, "p.json: predicted.mfu: A number of the plan is too large."),
+    ("predicted.mfu", 10**400, "p.json: Wrong value of 'predicted.mfu'. Expected a finite number, got a larger one."),
     ("predicted.peak_memory_interval_bytes", [1], "Expected 2 items, or none, got 1."),
     ("zero_stage", 4, "Expected 0, 1, 2 or 3, got 4."),
     (
@@ -144,14 +144,14 @@ BAD_VALUES: list[tuple[str, object, str]] = [
     ("predicted.stage_times", [[1, 2]], "Expected 2 pairs of times, or none, got 1."),
     ("predicted.step_time_interval_s", [1.0], "step_time_interval_s'. Expected 2 items, got 1."),
     ("predicted.memory.1.pp_rank", 2, "Expected a pipeline rank below pp=2, got 2."),
-    ("version", "1", "'version'. Expected 1, got"),
+    ("version", "1", "'version'. Expected a number, got '1'."),
     (
         "precision.compute",
         "int8",
         "'precision.compute' does not fit the plan. Expected one of float64, float32, bfloat16, float16, got 'int8'.",
     ),
     ("mesh", ABSENT, "p.json: Missing key 'mesh'."),
-    ("mesh.dp", 2, "p.json: Unknown key 'dp' in 'mesh'."),
+    ("mesh.dp", 2, "p.json: mesh: Unknown key 'dp'."),
 ]
 """Where a plan is changed, to what, and what is said of it."""
 

@@ -83,5 +83,6 @@ def test_a_comparison_that_is_garbled_is_named(tmp_path: Path, run: Run, field: 
     (tmp_path / FILE_NAME).write_text(json.dumps(event) + "\n")
     done = run("validate", "--from-run", tmp_path)
     assert done.code == 2
-    assert f"{FILE_NAME}:1: This line is not an event that autopar wrote: ValueError" in done.error
+    assert f"{FILE_NAME}:1: This line is not an event that autopar wrote: UsageError" in done.error
+    assert f"Wrong value of '{field}" in done.error
     assert "Delete it" in done.error

@@ -11,9 +11,9 @@ import pytest
 from scipy import stats
 
 from autopar.errors import UsageError
-from autopar.hardware.read import load_profile, profile_to_dict
+from autopar.hardware.read import load_profile
 from autopar.util.files import write_toml
-from autopar.util.toml import Table
+from autopar.util.toml import Table, as_table
 from autopar.validate import parameters as free
 from autopar.validate.parameters import Fit, Linearized, Parameter, fit, sensitivity
 from autopar.validate.practice import cluster_of, load_sites, site_from, site_of
@@ -83,9 +83,9 @@ def test_calibrated_profiles_say_so_and_read_back(session: Session, tmp_path: Pa
     assert rows == [0, 1, 2, 3, 4, 5]
     assert set(profiles) == {"h100-sxm5-80gb", "a100-sxm4-80gb"}
     made = profiles["h100-sxm5-80gb"]
-    write_toml(tmp_path / "mine.toml", profile_to_dict(made))
+    write_toml(tmp_path / "mine.toml", as_table(made))
     again = load_profile(str(tmp_path / "mine.toml"))
-    assert profile_to_dict(again) == profile_to_dict(made)
+    assert as_table(again) == as_table(made)
     said = "fitted on: made (1) (2 runs), made (2) (1 runs), other (3 runs)"
     assert said in dict(again.device.provenance)["bandwidth"]
     with pytest.raises(UsageError, match="nobody"):

@@ -31,7 +31,7 @@ from tools.gpu.machine_facts import facts_text, machine_facts
 from tools.gpu.one_device import SETTINGS, Comparison, Setting, cluster_of, compare, false_fits, to_dict, write_profile
 
 TEST_TIMEOUT_S = 480
-NEEDED = ("spmd_types", "optuna", "networkx", "numpy", "scipy", "jsonschema", "tomli_w", "transformers", "hypothesis")
+NEEDED = ("spmd_types", "optuna", "networkx", "numpy", "scipy", "tomli_w", "transformers", "hypothesis")
 """What planning and the tests import besides torch."""
 
 RANKS, SAMPLE = 8, 6

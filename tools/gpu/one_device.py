@@ -18,12 +18,13 @@ from autopar.benchmark.local import BenchmarkRequest, one_device_pins, task_of, 
 from autopar.benchmark.rank_runs import Job
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.machine import identity, measured_host
-from autopar.hardware.read import MachineProfile, load_library, profile_to_dict
+from autopar.hardware.read import MachineProfile, load_library
 from autopar.measure import timers as measure
 from autopar.measure.operators import OperatorFile
 from autopar.models.resolve import resolve_model
 from autopar.planner.planner import Planner, operator_calls
 from autopar.util.files import write_toml
+from autopar.util.toml import as_table
 
 DTYPES = {"cuda": (torch.bfloat16, torch.float16, torch.float32), "cpu": (torch.float32,)}
 OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory")
@@ -87,7 +88,7 @@ def measured_tables(machine: MachineProfile, device: torch.device, where: str) -
     Ceilings of products, the bandwidth of a copy, the time of a launch, memory, the link to the host; how a step differs from
     products alone (waves, attention, interference) stays as the profile has it.
     """
-    tables = profile_to_dict(replace(machine, device=replace(machine.device, operators=None)))
+    tables = as_table(replace(machine, device=replace(machine.device, operators=None)))
     own = tables["device"]
     for dtype in DTYPES[device.type]:
         name, other = str(dtype).removeprefix("torch."), measure.LARGE_DIM[device.type]
