@@ -7,12 +7,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.cost.model import CostModel
 from autopar.graph.graph import Graph, Op, Ref
 from autopar.graph.rewrites import compact
-from autopar.plan.mesh import I, P, R, S, Type
+from autopar.hardware.cluster import Cluster
+from autopar.plan.mesh import I, Mesh, P, R, S, Type
+from autopar.plan.plan import BF16
 from autopar.planner.sharding import block_chain as chain
 from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver, owners_of
-from autopar.planner.sharding.block_table import AxisCosts
+from autopar.planner.sharding.block_table import AxisCosts, AxisPricing
 from autopar.planner.sharding.energy import Weights
 from autopar.planner.sharding.strategy_energy import TypingProblem, repetition_classes, rests_of
 from autopar.rules import table as rules
@@ -21,21 +24,30 @@ from autopar.rules.local_calls import conversion
 from autopar.rules.strategy import Strategy
 from autopar.tracing.trace import trace
 from tests.support.planner.graphs import attention, llama_block, mlp
-from tests.support.planner.toy import ToyPricing
 from tests.support.small_models import model_of
+
+
+@cache
+def pricing(size: int) -> AxisPricing:
+    """Of one node of GPUs; 16 bytes of state for an element of a parameter."""
+    model = CostModel(Cluster.parse(f"h100-sxm5-80gb:1x{size}"), BF16, "adamw")
+    return AxisPricing(
+        device=model.device, collectives=model.collectives, mesh=Mesh(tp=size), axis="tp", state_bytes_per_element=16.0,
+        gradient_itemsize=4,
+    )  # fmt: skip
 
 
 def solver(graph: Graph, size: int, rests: Mapping[str, Sequence[Type]] | None = None) -> AxisSolver:
     small = compact(graph)
     costs = AxisCosts(
-        graph=small.graph, axis="tp", size=size, pricing=ToyPricing(size=size), owners=owners_of(small), rests=rests or {},
+        graph=small.graph, axis="tp", size=size, pricing=pricing(size), owners=owners_of(small), rests=rests or {},
     )  # fmt: skip
     return AxisSolver(small, costs)
 
 
 @lru_cache(maxsize=8)
 def known_costs(graph: Graph, size: int) -> AxisCosts:
-    return AxisCosts(graph=graph, axis="tp", size=size, pricing=ToyPricing(size=size))
+    return AxisCosts(graph=graph, axis="tp", size=size, pricing=pricing(size))
 
 
 def energy(graph: Graph, size: int, chosen: dict[str, Strategy], rests: dict[str, Type], weights: Weights) -> float:
@@ -150,9 +162,7 @@ def test_layers_in_turn_cost_what_they_cost_without_one_that_stands_for_others(p
     whole = compact(graph, keys=range(len(graph.blocks)))
     assert len(compact(graph).members) == 11
     assert len(whole.members) == 17
-    costs = AxisCosts(
-        graph=whole.graph, axis="tp", size=2, pricing=ToyPricing(size=2), owners=owners_of(whole), rests={}
-    )
+    costs = AxisCosts(graph=whole.graph, axis="tp", size=2, pricing=pricing(2), owners=owners_of(whole), rests={})
     assert solver(graph, 2).solve(weights).value == pytest.approx(AxisSolver(whole, costs).solve(weights).value)
 
 
@@ -160,7 +170,7 @@ def types(found: AxisSolution, name: str) -> tuple[tuple[Type, ...], tuple[Type,
     return found.typing.strategies[name].inputs, found.typing.strategies[name].outputs
 
 
-PRICE = 1e-12  # seconds a byte: 80 GB are worth 80 ms
+PRICE = 8e-12  # seconds a byte: 80 GB are worth 0.64 s
 
 
 def test_a_price_on_memory_gives_megatron_tensor_and_sequence_parallelism() -> None:
