@@ -33,9 +33,9 @@ gc.set_threshold(20_000, 20, 20)  # exports make millions of objects, of which f
 
 JOBS = (
     *(f"transformers.models.{kind}.modeling_{kind}" for kind in ("gpt2", "llama", "mixtral")),
-    *(f"tests.support.distributed.{name}" for name in ("batch_sizes", "checkpoints", "oddities", "recording")),
-    *(f"tests.support.distributed.{name}" for name in ("returning", "scaled", "tagger", "using")),
-    *(f"tests.support.integrations.{name}" for name in ("accelerated", "hf", "lit")),
+    *(f"tests.support.distributed.{name}" for name in ("checkpoints", "oddities", "returning", "scaled")),
+    *(f"tests.distributed.test_{name}" for name in ("own_model", "predicted", "smaller_batches", "training")),
+    *(f"tests.integrations.test_{name}" for name in ("accelerate", "hf", "lightning")),
     *("autopar.benchmark.rank_runs", "tests.support.scripts", "tools.gpus.ranks"),
 )
 

@@ -13,7 +13,7 @@ from autopar.plan.plan import Plan
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
 from tests.support.damage import Touch
-from tests.support.distributed import checkpoints, jobs, using
+from tests.support.distributed import checkpoints, jobs
 from tests.support.distributed.layouts import batches, on_ranks, planned, planned_on, traced
 from tools.campaigns import checkpoints as campaign
 
@@ -122,9 +122,9 @@ def _tensors(folder: Path) -> set[str]:
 def passed_on_by_torch(pool: WorkerPool, folder: Path, subject: Any, graph: Any, batch: Any, *plans: Plan) -> None:
     """What ``torch.distributed.checkpoint`` saves under one plan it loads under the next, which saves it again."""
     folders = [str(folder / f"{number}") for number in range(len(plans))]
-    (wanted, *_) = on_ranks(pool, using.saved_by_torch, subject, plans[0], graph, batch, folders[0])
+    (wanted, *_) = on_ranks(pool, checkpoints.saved_by_torch, subject, plans[0], graph, batch, folders[0])
     for plan, *some in zip(plans[1:], folders, folders[1:], strict=False):
-        (found, *_) = on_ranks(pool, using.loaded_by_torch, subject, plan, graph, batch, *some)
+        (found, *_) = on_ranks(pool, checkpoints.loaded_by_torch, subject, plan, graph, batch, *some)
         assert found == (1, pytest.approx(wanted, rel=1e-6)), plan.mesh
 
 

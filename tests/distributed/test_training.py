@@ -1,16 +1,27 @@
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
+from autopar import api
 from autopar.errors import AutoparError
+from autopar.graph.graph import Graph
+from autopar.hardware.places import place_here
+from autopar.hardware.read import load_profile
 from autopar.plan.mesh import Mesh
-from autopar.plan.plan import BF16, RECOMPUTES, Recompute
+from autopar.plan.plan import BF16, RECOMPUTES, Plan, Recompute
+from autopar.request import Request
+from autopar.runtime.launch import launch
 from autopar.verification.rank_pool import WorkerPool
-from autopar.verification.reference import loss_of
+from autopar.verification.reference import adamw, loss_of
 from tests.support.close import assert_close
-from tests.support.distributed import jobs, using
+from tests.support.distributed import jobs
 from tests.support.distributed.layouts import (
     batches,
     clips_as_one_device,
@@ -367,22 +378,66 @@ def test_a_model_outlives_no_process_group(pool: WorkerPool, tmp_path: Path) -> 
         assert ["another one has begun" in text for text in said] == 3 * [False] + 3 * [True]
 
 
+def in_inference_mode(
+    subject: HfSubject, plan: Plan, graph: Graph, batch: jobs.Batch, folder: str
+) -> tuple[list[float], bool]:
+    """Losses of steps between what was made, evaluated, clipped, saved and loaded in inference mode; whether states are of it."""
+    model: nn.Module = subject.build()
+    with torch.inference_mode():
+        parallel = launch(model, lambda: (plan, graph), device_type="cpu")
+        losses = [parallel.evaluate(batch).item()]
+    optimizer = adamw(parallel.parameters())
+    losses.append(parallel.train_step(batch).item())
+    with torch.inference_mode():
+        whole = parallel.full_gradients()
+        parallel.clip_grad_norm_(1e6)
+    optimizer.step()
+    with torch.inference_mode():
+        whole |= parallel.full_state_dict()
+        parallel.save(folder, optimizer)
+        parallel.load(folder, optimizer)
+        losses.append(parallel.evaluate(batch).item())
+    losses.append(parallel.train_step(batch).item())
+    return losses, any(tensor.is_inference() for tensor in whole.values())
+
+
 @pytest.mark.parametrize("layout", ["dp4 ZeRO 3", "tp2 x dp2 whole parameters", "pp2 x dp2"])
 def test_nothing_that_is_kept_is_made_in_inference_mode(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
     subject, plan, graph = planned(layout, "gpt2")
     (batch,) = batches(subject, 1)
     first, second = jobs.train(subject.build(), [batch, batch])["losses"]
     wanted = [first, first, second, second]
-    found = pool.run(using.in_inference_mode, subject, plan, graph, batch, str(tmp_path), timeout_s=60.0)
+    found = pool.run(in_inference_mode, subject, plan, graph, batch, str(tmp_path), timeout_s=60.0)
     for losses, is_inference in found:
         assert losses == pytest.approx(wanted, rel=1e-5)
         assert not is_inference
+
+
+def without_a_cluster(subject: HfSubject, batch: jobs.Batch) -> tuple[str, str, list[tuple[int, int]]]:
+    """What is planned where nobody names the cluster and every two ranks say that they are on another host."""
+    rank, planned = dist.get_rank(), []
+    found = place_here()
+    node = replace(found, host=(f"node{rank // 2}", ""))
+    search = api._searched
+
+    def noted(model: nn.Module, request: Request, *rest: Any) -> tuple[Plan, Graph]:
+        planned.extend((group.num_nodes, group.devices_per_node) for group in request.cluster.groups)
+        return search(model, request, *rest)
+
+    with (
+        mock.patch("autopar.hardware.places.place_here", return_value=node),
+        mock.patch("autopar.hardware.places.machine_profile", return_value=load_profile("cpu")),
+        mock.patch("autopar.api._searched", noted),
+    ):
+        parallel = api.parallelize(subject.build(), example_inputs=batch, global_batch_size=16, pins=["dp=4"])
+    parallel.train_step(batch)
+    return parallel.plan.cluster, str(parallel.plan.mesh), planned
 
 
 @pytest.mark.usefixtures("known_machine")
 def test_ranks_on_two_hosts_are_planned_as_two_nodes(pool: WorkerPool) -> None:
     subject, _, _ = planned("dp4 ZeRO 3", "gpt2")
     (batch,) = batches(subject, 1)
-    found = pool.run(using.without_a_cluster, subject, batch, timeout_s=80.0)
+    found = pool.run(without_a_cluster, subject, batch, timeout_s=80.0)
     assert {(cluster, mesh) for cluster, mesh, _ in found} == {("local (2x2)", found[0][1])}
     assert [nodes for _, _, nodes in found] == [[(2, 2)], [], [], []]  # rank 0 plans, and knows of all

@@ -13,11 +13,10 @@ from autopar.lower.program import Program, from_local_graph, lower
 from autopar.plan.mesh import Mesh, S
 from autopar.plan.plan import Plan
 from autopar.rules import apply
-from autopar.rules.strategy import Typing
 from autopar.tracing.trace import trace
+from tests.support.distributed.plans import make_plan
 from tests.support.lower import chooser, mlp
-from tests.support.lower.models import plan_of, random_program, random_typings, traced, whole_tensors
-from tests.support.lower.ranks import assert_as_one_device, dense
+from tests.support.lower.models import plan_of, traced
 from tests.support.small_models import model_of
 
 
@@ -31,15 +30,6 @@ def mlp_program(graph: Graph, mesh: Mesh, *, sequence: bool, micro: int = 2, cut
 
 def test_printed_code(golden: Callable[[str, str], None]) -> None:
     golden("mlp_tp2.py.txt", mlp_program(mlp.mlp_graph(dropout=0.1), Mesh(tp=2), sequence=True).code)
-
-
-@pytest.mark.parametrize(("name", "tp"), [("gpt2", 2), ("gpt2", 4), ("llama-untied", 2), ("llama-untied", 4)])
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_any_well_typed_program_of_a_model_computes_what_one_device_does(name: str, tp: int, seed: int) -> None:
-    graph = traced(name)
-    whole = whole_tensors(graph)
-    loss, gradients = dense(graph, whole)
-    assert_as_one_device(random_program(graph, Mesh(tp=tp), 2, seed, cuts=(2,)), whole, loss, gradients)
 
 
 def _chosen(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -89,13 +79,9 @@ def test_an_activation_that_is_none_is_told(activation: str, says: str) -> None:
 GRAPH = "llama-untied"
 
 
-def typings() -> tuple[Typing, Typing]:
-    return random_typings(traced(GRAPH), 2, 2, 5)
-
-
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return plan_of(traced(GRAPH), Mesh(tp=2), 2, typings())
+    return make_plan(traced(GRAPH), Mesh(tp=2), global_batch_size=4, micro_batch_size=2)
 
 
 def with_block(plan: Plan, index: int, axis: str, **changes: object) -> Plan:
@@ -127,8 +113,7 @@ def test_faults_of_a_plan_are_named(plan: Plan) -> None:
 
 def test_a_tied_parameter_has_one_type_at_rest() -> None:
     graph = traced("gpt2")
-    batch = chooser.batch_typing(graph, 2)
-    plan = plan_of(graph, Mesh(), 2, (batch,))
+    plan = make_plan(graph, Mesh(), global_batch_size=4, micro_batch_size=2)
     broken = with_block(plan, 0, "batch", parameters=tuple(S(0) for _ in graph.block_parameters(graph.blocks[0])))
     with pytest.raises((PlanError, RuleError), match="a parameter two types on axis batch"):
         lower(broken, graph)

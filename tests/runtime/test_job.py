@@ -20,14 +20,12 @@ from autopar.plan.mesh import Mesh
 from autopar.plan.plan import RankGroup
 from autopar.runtime.failure_watch import Alarm
 from autopar.runtime.job import (
-    PLAN,
     check_alone,
     check_backend,
     check_devices,
     check_groups,
     command,
     device_index,
-    given_plan,
     start,
     stop,
 )
@@ -296,11 +294,6 @@ def test_one_machine_takes_all_ranks_and_several_meet() -> None:
 def test_ranks_that_do_not_divide_or_meet_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         command(llama_plan(), ["train.py"], **options)
-
-
-def test_the_launcher_says_which_plan_it_was() -> None:
-    assert given_plan({}) is None
-    assert given_plan({PLAN: "/a/plan.json"}) == Path("/a/plan.json")
 
 
 def test_a_script_that_is_not_there_is_named(run: Run) -> None:

@@ -10,12 +10,11 @@ from torch.nn import functional
 
 import autopar
 from autopar.errors import RuntimeMismatchError, UsageError
-from autopar.graph.graph import Graph, Parameter, Part, TensorSpec
-from autopar.plan.mesh import I, S
+from autopar.graph.graph import Graph, Parameter, TensorSpec
 from autopar.plan.plan import Plan
 from autopar.runtime.launch import launch
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.weights import FileWeights, ModelWeights, initialise, local_index
+from autopar.runtime.weights import FileWeights, initialise, local_index
 from tests.support.close import assert_close
 from tests.support.small_models import model_of
 
@@ -25,22 +24,6 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 def parameter(shape: tuple[int, ...], **options: object) -> Parameter:
     spec = TensorSpec(shape=shape, dtype=torch.float32, requires_grad=True)
     return Parameter(name="w", fqn="0.weight", spec=spec, **options)
-
-
-def test_slices_of_all_ranks_make_the_part() -> None:
-    full = torch.arange(6 * 12.0).view(6, 12)
-    ir = parameter((6, 2), part=Part(dim=1, start=4, stop=8), layout=(("batch", I), ("tp", S(1))))
-    pieces = [full[local_index(ir, full.shape, {"tp": 2, "pp": 1}, {"tp": rank, "pp": 0})] for rank in range(2)]
-    assert torch.equal(torch.cat(pieces, 1), full[:, 4:8])
-
-
-def test_two_axes_may_split_one_dim() -> None:
-    full = torch.arange(8.0)
-    ir = parameter((2,), layout=(("cp", S(0)), ("tp", S(0))))
-    pieces = [
-        full[local_index(ir, full.shape, {"cp": 2, "tp": 2}, {"cp": c, "tp": t})] for c in range(2) for t in range(2)
-    ]
-    assert torch.equal(torch.cat(pieces), full)
 
 
 def test_another_shape_is_refused() -> None:
@@ -75,13 +58,6 @@ def test_state_of_the_random_generator_is_kept() -> None:
 def test_a_module_without_initialiser_is_named() -> None:
     with pytest.raises(UsageError, match=r"1\.1\.scale: A Model .*reset_parameters"):
         initialise(on_meta(), "1.1", seed=0)
-
-
-def test_real_weights_are_taken_as_they_are() -> None:
-    model = nn.Sequential(nn.Linear(3, 4))
-    found = ModelWeights(model, 0).parameter(parameter((4, 3)), (slice(1, 3), slice(0, 3)))
-    assert torch.equal(found, model[0].weight[1:3])
-    assert not found.requires_grad
 
 
 def test_initialisers_of_parents_see_the_names_of_their_children() -> None:

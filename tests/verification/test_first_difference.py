@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from autopar.graph.graph import Graph, Ref
-from autopar.plan.mesh import I, Mesh, P, R, S
+from autopar.plan.mesh import Mesh, P, R, S
 from autopar.plan.plan import FP64
 from autopar.rules.apply import BATCH
 from autopar.runtime.job import start, stop
 from autopar.verification.against_one_device import in_dtype
 from autopar.verification.record import PRELUDE, OneDevice, Tape, Watch, attach
-from autopar.verification.slices import Split, gradient_layout
+from autopar.verification.slices import Split
 from autopar.verification.walk import Trail
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.subjects import HfSubject, graph_of
@@ -171,9 +171,3 @@ def test_what_differs_by_what_it_is_measured_by(values: Any, whole: Any, how: di
     found, wanted = (torch.tensor(some, dtype=torch.float64) for some in (values, whole))
     wrong = Split(Mesh(), 1, frozenset()).compare({(0, 0): found}, wanted, (), **how)
     assert at_least is None if wrong is None else wrong.error >= at_least
-
-
-def test_types_of_gradients() -> None:
-    layout = ((BATCH, S(0)), ("cp", R), ("tp", P))
-    assert gradient_layout(layout) == ((BATCH, S(0)), ("cp", P), ("tp", R))
-    assert gradient_layout((("tp", I),)) == (("tp", I),)

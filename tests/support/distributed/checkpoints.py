@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from autopar.errors import AutoparError
@@ -20,6 +21,7 @@ from autopar.runtime.parallel_model import ParallelModel
 from autopar.verification.reference import adamw
 from tests.support.damage import damage
 from tests.support.distributed.jobs import Batch, steps
+from tests.support.parallel import halve
 from tests.support.said import said
 
 
@@ -168,3 +170,18 @@ def loaded_positions(par: ParallelModel, folder: str) -> Any:
     if text := said(AutoparError, par.load, folder, dataloader=position, scheduler=scheduler):
         return text
     return par.data_rank, position.state["seen"], position.state["order"].tolist(), scheduler.state
+
+
+def saved_by_torch(parallel: ParallelModel, batch: Batch, folder: str) -> float:
+    """The loss after a step, of a model that ``torch.distributed.checkpoint`` then saves."""
+    steps(parallel, adamw(parallel.parameters()), [batch])
+    dcp.save({"model": parallel}, checkpoint_id=folder)
+    return parallel.evaluate(batch).item()
+
+
+def loaded_by_torch(parallel: ParallelModel, batch: Batch, folder: str, kept: str) -> tuple[int, float]:
+    """Steps and loss of a model of other weights that ``torch.distributed.checkpoint`` has loaded, and saved elsewhere."""
+    halve(parallel)
+    dcp.load({"model": parallel}, checkpoint_id=folder)
+    dcp.save({"model": parallel}, checkpoint_id=kept)
+    return parallel.step_count, parallel.evaluate(batch).item()

@@ -1,4 +1,4 @@
-"""Test help: traced small models, whole tensors for them, and plans made from typings."""
+"""Test help: traced small models, and plans made from typings."""
 
 from dataclasses import replace
 from functools import cache
@@ -6,15 +6,12 @@ from functools import cache
 import torch
 
 from autopar.graph.graph import Graph
-from autopar.lower.program import Program, lower
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BlockLayout, Plan
-from autopar.rules.apply import shard
 from autopar.rules.strategy import Typing
 from autopar.tracing.trace import trace
 from tests.support.distributed.plans import names_of, unpriced
 from tests.support.distributed.subjects import hf_model
-from tests.support.lower import chooser
 
 BATCH, SEQ = 4, 8
 
@@ -33,29 +30,6 @@ def traced(name: str, dropout: float = 0.0, *, hidden: int = 32, seq: int = SEQ,
         for b in graph.buffers
     )
     return replace(graph, buffers=tuple(known))
-
-
-def whole_tensors(graph: Graph) -> dict[str, torch.Tensor]:
-    """Parameters and a batch with ignored labels and padding, unevenly."""
-    generator = torch.Generator().manual_seed(0)
-    whole = {p.name: 0.2 * torch.randn(p.spec.shape, generator=generator) for p in graph.parameters}
-    ids = torch.randint(0, 64, (BATCH, SEQ), generator=generator)
-    labels, mask = ids.clone(), torch.ones_like(ids)
-    labels[0, :6] = labels[2, 3] = -100
-    mask[1, :3] = 0
-    return {**whole, "input_ids": ids, "labels": labels, "attention_mask": mask}
-
-
-def random_program(graph: Graph, mesh: Mesh, micro_batch_size: int, seed: int, cuts: tuple[int, ...] = ()) -> Program:
-    typings = random_typings(graph, micro_batch_size, mesh.tp, seed)
-    return lower(plan_of(graph, mesh, micro_batch_size, typings, cuts), graph)
-
-
-def random_typings(graph: Graph, micro_batch_size: int, tp: int, seed: int) -> tuple[Typing, Typing]:
-    """Samples split, and strategies at random on ``tp``."""
-    batch = chooser.batch_typing(graph, micro_batch_size)
-    local = shard(graph, batch, global_batch_size=graph.batch_size, micro_batch_size=micro_batch_size)
-    return batch, chooser.axis_typing(local, "tp", tp, seed)
 
 
 def plan_of(

@@ -24,7 +24,6 @@ from autopar.graph.graph import Graph, Parameter, Ref
 from autopar.lower.program import Program
 from autopar.ops import collectives
 from autopar.plan.mesh import DATA_AXES, EXPERT_AXIS, EXPERT_MESH_AXES, MESH_AXES, Mesh
-from tests.support.close import assert_close
 
 TIMEOUT_S = 60.0
 """For all ranks together."""
@@ -253,13 +252,6 @@ def run_sums(
     return totals
 
 
-def dense(graph: Graph, whole: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    leaves = {p.name: whole[p.name].clone().requires_grad_() for p in graph.parameters}
-    loss = interpret(graph, {**whole, **leaves})
-    loss.backward()
-    return loss.detach(), {name: leaf.grad for name, leaf in leaves.items()}
-
-
 def sharded(
     program: Program, tensors: Mapping[str, torch.Tensor], own: Callable[[Parameter], torch.Tensor], rank: int
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -293,18 +285,3 @@ def sharded(
 def _sum(value: torch.Tensor, axes: Iterable[str]) -> None:
     for axis in axes:
         dist.all_reduce(value, group=collectives.group(axis))
-
-
-def assert_as_one_device(
-    program: Program, whole: dict[str, torch.Tensor], loss: torch.Tensor, gradients: Mapping[str, torch.Tensor]
-) -> None:
-    """Every rank has the loss, and its part of every gradient."""
-    mesh, tensors = program.mesh, {i.name: whole[i.name] for i in program.graph.inputs}
-
-    def work(rank: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return sharded(program, tensors, lambda p: slice_of(whole[p.name], p.layout, mesh, rank), rank)
-
-    for rank, (got, found) in enumerate(run_ranks(mesh, work)):
-        expected = {p.name: slice_of(gradients[p.name], p.layout, mesh, rank) for p in program.graph.parameters}
-        assert_close(got, loss, 1e-5, f"rank {rank}")
-        assert_close(found, expected, 1e-4, f"rank {rank}")
