@@ -19,7 +19,7 @@ from autopar.runtime.local_optimizer import LocalSteps
 from autopar.runtime.step.gradients import RankParameter
 from autopar.runtime.step.other_runs import noise
 from autopar.runtime.world import World
-from autopar.util.formatting import num_bytes
+from autopar.util.formatting import num_bytes, some
 
 _RUNNING = "autopar.batch_norm_running"
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
@@ -148,8 +148,7 @@ class Parameters:
         pairs = zip(self._held, now, self._addresses, strict=True)
         replaced = [h.key for h, here, made in pairs if here != made]
         raise UsageError(
-            f"The memory of {', '.join(replaced[:3])}{' and others' if len(replaced) > 3 else ''} was replaced "
-            "(`p.data = ...`, torch.utils.swap_tensors)",
+            f"The memory of {some(replaced)} was replaced (`p.data = ...`, torch.utils.swap_tensors)",
             fix="Write p.data.copy_(value) instead, with a DTensor of the same mesh: "
             "torch.distributed.tensor.distribute_tensor(tensor, p.device_mesh, p.placements) makes one",
         )
@@ -164,13 +163,13 @@ class Parameters:
         hooked = [h.key for h in self._held if h.parameter._backward_hooks or h.parameter._post_accumulate_grad_hooks]
         if hooked:
             raise UsageError.unsupported(
-                f"A hook on a parameter ({', '.join(hooked[:3])}{' and others' if len(hooked) > 3 else ''})",
+                f"A hook on a parameter ({some(hooked)})",
                 instead="Remove it, and change gradients, or step, after train_step",
             )
         unfrozen = [h.key for h in self._frozen if h.parameter.requires_grad]
         if unfrozen:
             raise UsageError(
-                f"{', '.join(unfrozen[:3])}{' and others' if len(unfrozen) > 3 else ''} cannot learn: frozen when the plan was made",
+                f"{some(unfrozen)} cannot learn: frozen when the plan was made",
                 fix="Set requires_grad on the model before autopar.parallelize, and freeze par.parameters() until they are to learn",
             )
 

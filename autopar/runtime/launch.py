@@ -23,7 +23,7 @@ from autopar.runtime.checks import check_places
 from autopar.runtime.failure_watch import Alarm, ordinary
 from autopar.runtime.job import DEFAULT_TIMEOUT_S, check_groups, own_store, start
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.same_values import checksums
+from autopar.runtime.same_values import checksums, differing
 from autopar.runtime.weights import FileWeights, ModelWeights
 from autopar.runtime.world import Meeting, World
 from autopar.util.files import check_writable
@@ -166,13 +166,9 @@ def take_first_rank_weights(model: nn.Module, device: torch.device) -> None:
     if not tensors:
         return
     with torch.no_grad():
-        sums = torch.cat([checksums([t]).cpu() for t in tensors])
-        first = sums.to(device, copy=True)
-        dist.broadcast(first, src=0)
-        differs = (first.cpu() != sums).to(device, torch.int32)
-        dist.all_reduce(differs, op=dist.ReduceOp.MAX)
-        for tensor, other in zip(tensors, differs.tolist(), strict=True):
-            if other:
+        sums = torch.cat([checksums([t]).cpu() for t in tensors]).to(device)
+        for tensor, differs in zip(tensors, differing(sums).tolist(), strict=True):
+            if differs:
                 value = tensor.detach().to(device).contiguous()
                 dist.broadcast(value, src=0)
                 tensor.copy_(value)

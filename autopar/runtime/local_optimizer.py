@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.errors import UsageError
-from autopar.runtime.same_values import checksums, events
+from autopar.runtime.same_values import checksums
 
 
 class HostCopy:
@@ -53,61 +53,35 @@ class HostCopy:
         self.parameter.grad = self._gradient
 
 
-class HostCopies:
-    """The copies in flight between host and device, for one model's parameters."""
+_Stepped = Sequence[tuple[HostCopy, Tensor]]
+"""Host copies with a gradient, each with its parameter on the device."""
 
-    def __init__(self) -> None:
-        self._events: list[torch.cuda.Event] = []
-        self._up: tuple[list[HostCopy], Tensor] | None = None
 
-    def down(self, stepped: Sequence[tuple[HostCopy, Tensor]]) -> None:
-        """Wait for the gradients, and copies the parameters that were written since they were last copied to the device.
+def _down(stepped: _Stepped) -> None:
+    """Wait for the gradients, and copy the parameters that were written since they were last copied to the device."""
+    for (host, local), now in zip(stepped, _checksums(stepped), strict=True):
+        if host.came_up != now:
+            with torch.no_grad():
+                host.parameter.copy_(local)
 
-        Args:
-            stepped: host copies with a gradient, each with its parameter on the device.
-        """
-        if not stepped:
-            return
-        found = _to_host(checksums([local for _, local in stepped]))
-        self._events += events(local for _, local in stepped)
-        self.wait()
-        numbers = zip(stepped, _read(found), strict=True)
-        written = [(host, local) for (host, local), now in numbers if host.came_up != now]
-        with torch.no_grad():
-            for host, local in written:
-                host.parameter.copy_(local, non_blocking=True)
-        self._events += events(local for _, local in written)
-        self.wait()
 
-    def up(self, stepped: Sequence[tuple[HostCopy, Tensor]]) -> None:
-        """Start the copies to the device; work that its current stream gets later runs after them."""
-        if not stepped:
-            return
-        with torch.no_grad():
-            for host, local in stepped:
-                local.copy_(host.parameter, non_blocking=True)
-        self._up = [host for host, _ in stepped], _to_host(checksums([local for _, local in stepped]))
-        self._events += events(local for _, local in stepped)
+def _up(stepped: _Stepped) -> None:
+    """Copy the parameters to the device, and wait for that: the next step writes to the memory that is copied."""
+    with torch.no_grad():
+        for host, local in stepped:
+            local.copy_(host.parameter, non_blocking=True)
+    for (host, _), now in zip(stepped, _checksums(stepped), strict=True):
+        host.came_up = now
 
-    def wait(self) -> None:
-        """Wait for all copies: before the host reads values from the device, or writes values that are being copied to it."""
-        for event in self._events:
-            event.synchronize()
-        self._events.clear()
-        if self._up is not None:
-            for host, number in zip(self._up[0], _read(self._up[1]), strict=True):
-                host.came_up = number
-            self._up = None
+
+def _checksums(stepped: _Stepped) -> list[int]:
+    """Return the checksums of the parameters on the device, after all copies that were begun on its current stream."""
+    return _read(checksums([local for _, local in stepped])) if stepped else []
 
 
 def _read(numbers: Tensor) -> list[int]:
-    """Checksums on the host as ints."""
-    found: list[int] = numbers.tolist()
-    return found
-
-
-def _to_host(value: Tensor) -> Tensor:
-    return _on_host(value).copy_(value, non_blocking=True)
+    values: list[int] = numbers.tolist()
+    return values
 
 
 def _on_host(like: Tensor, *, is_pinned: bool = False) -> Tensor:
@@ -175,7 +149,7 @@ class LocalSteps:
         self._own = {id(p): p for p in parameters}
         self._on_host, self._is_staged = on_host, is_staged
         self._hosts: dict[int, HostCopy] = {}
-        self._copies, self._threads = HostCopies(), threads
+        self._threads = threads
         self._undo = ExitStack()
         self._plain: dict[int, tuple[Tensor, nn.Parameter]] = {}
         self._open: tuple[Optimizer, list[list[Tensor]], Any] | None = None
@@ -226,7 +200,6 @@ class LocalSteps:
             return
         self._seen.add(optimizer)
         self.restore()
-        self._copies.wait()
         lists = [group["params"] for group in optimizer.param_groups]
         states: defaultdict[Tensor, Any] = defaultdict(dict)
         kept = optimizer.state
@@ -240,7 +213,7 @@ class LocalSteps:
         optimizer.state = states
         self._open = optimizer, lists, kept
         if self._on_host:
-            self._copies.down(self._stepped(lists))
+            _down(self._stepped(lists))
             self._undo.enter_context(_fused(optimizer))
             self._undo.enter_context(_threads(self._threads))
 
@@ -339,7 +312,7 @@ class LocalSteps:
         lists, kept = self._open[1:]
         self._open = None
         self._undo.close()
-        self._copies.up(self._stepped(lists))
+        _up(self._stepped(lists))
         made, optimizer.state = optimizer.state, kept
         for group, parameters in zip(optimizer.param_groups, lists, strict=True):
             for parameter, local in zip(parameters, group["params"], strict=True):

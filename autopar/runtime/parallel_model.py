@@ -91,7 +91,7 @@ class ParallelModel(TrainedModule):
 
     def _whole_tensors(self) -> WholeTensors:
         """Return the tensors of the state dict by their first names; all ranks call it."""
-        others = {**self._changing_buffers.sent(), **self._untrained.own}
+        others = {**self._changing_buffers.sent(), **self._untrained.kept}
         parts = [*model_parts(self._program.graph, self._assembly.held), *starmap(part_of, others.items())]
         return WholeTensors(parts, self._checkpointed.meeting)
 

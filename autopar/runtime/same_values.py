@@ -152,7 +152,7 @@ class Replicas:
             return
         differs = torch.zeros((), dtype=torch.int64, device=self._device)
         for group, members in self._of_axis:
-            differs |= _differing(group, members).any()
+            differs |= differing(_sums_of(members), group).any()
         dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=self._everyone)
         if int(differs):
             self._repair()
@@ -162,7 +162,7 @@ class Replicas:
         names = dict[str, None]()
         with torch.no_grad():
             for group, members in self._of_axis:
-                for held, is_other in zip(members, _differing(group, members).tolist(), strict=True):
+                for held, is_other in zip(members, differing(_sums_of(members), group).tolist(), strict=True):
                     if is_other:
                         dist.broadcast(local_part(held.parameter), group_src=0, group=group)
                         names[held.key] = None
@@ -177,9 +177,12 @@ class Replicas:
             )
 
 
-def _differing(group: Group, members: Sequence[RankParameter]) -> Tensor:
-    """For each parameter whether it differs anywhere in the group; on the device, the same on all ranks of the group."""
-    sums = checksums([local_part(h.parameter) for h in members])
+def _sums_of(members: Sequence[RankParameter]) -> Tensor:
+    return checksums([local_part(h.parameter) for h in members])
+
+
+def differing(sums: Tensor, group: Group | None = None) -> Tensor:
+    """Return for each checksum whether ranks of the group (None: of the job) have different ones; the same on all of them."""
     ends = torch.stack((sums, ~sums))
     dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
     return ends[0] != ~ends[1]

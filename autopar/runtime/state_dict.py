@@ -133,8 +133,8 @@ class Untrained:
     Attributes:
         names: the names of the state dict, in order. Each has the first name of its tensor, by which the plan or this class knows it (tied
             tensors have several names).
-        dtypes, shapes: by first name, as in the model.
-        own: values that this rank keeps and sends, by first name.
+        dtypes: by first name, as in the model.
+        kept: values that this rank keeps, writes and sends, by first name.
         is_parameter: whether it is a parameter, by first name.
     """
 
@@ -143,17 +143,16 @@ class Untrained:
         self.dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         trained = {p.fqn for p in program.graph.parameters} | {b.fqn for b in program.state}
         left = [name for name in tensors if name not in trained]
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         traced = {b.fqn: b.value for b in program.graph.buffers if b.fqn and b.value is not None}
         self.is_parameter = {name: isinstance(tensor, nn.Parameter) for name, tensor in tensors.items()}
         kept_here = left[world.rank :: world.mesh.world_size]
         values = {name: _value(weights, name, tensors[name], traced) for name in kept_here}
-        self.own = {name: value for name, value in values.items() if value is not None}
+        self.kept = {name: value for name, value in values.items() if value is not None}
         self._copies = _copies(program, world, frozenset(left))
 
     def targets(self) -> list[tuple[str, Tensor]]:
         """Return the tensors into which values are loaded: those that this rank keeps, and those that its programs read."""
-        return [*self.own.items(), *((name, module.get_buffer(buffer)) for module, buffer, name in self._copies)]
+        return [*self.kept.items(), *((name, module.get_buffer(buffer)) for module, buffer, name in self._copies)]
 
     def named(self, tensors: WholeTensors) -> dict[str, Tensor]:
         """Return complete tensors, which are known by first names, under all names of the state dict; all ranks call it."""
@@ -180,8 +179,7 @@ def _state_names(program: Program, model: nn.Module) -> tuple[dict[str, str], di
     fixed = {alias: p.fqn for p in program.graph.parameters for alias in (p.fqn, *p.aliases)}
     named: dict[str, Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        own = {**module._parameters, **module._buffers}
-        for name, tensor in own.items():
+        for name, tensor in {**module._parameters, **module._buffers}.items():
             if tensor is not None and name not in module._non_persistent_buffers_set:
                 named[f"{path}.{name}" if path else name] = tensor
     known = {b.fqn for b in program.graph.buffers if b.fqn}
@@ -215,7 +213,7 @@ def _copies(program: Program, world: World, names: frozenset[str]) -> list[tuple
     fqns = {b.name: b.fqn for b in program.graph.buffers if b.fqn in names}
     here = [s.prelude for s in program.stages if s.pp_rank == world.coordinate["pp"] and s.prelude is not None]
     preludes = (*here, *program.sums)
-    return [(own.module, buffer, fqns[buffer]) for own in preludes for buffer in own.buffers if buffer in fqns]
+    return [(prelude.module, name, fqns[name]) for prelude in preludes for name in prelude.buffers if name in fqns]
 
 
 class State:

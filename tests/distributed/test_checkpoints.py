@@ -1,4 +1,5 @@
 import pickle
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from autopar.errors import AutoparError
 from autopar.models.resolve import resolve_model
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
+from autopar.runtime.checkpoint.chunk_files import Folder
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
 from tests.support.damage import Touch
@@ -154,3 +156,15 @@ def test_all_ranks_refuse_a_forged_checkpoint(pool: WorkerPool, tmp_path: Path) 
         with pytest.raises(AutoparError, match=rf"CheckpointError.*{said}"):
             on_ranks(pool, jobs.load_run, subject, plan, graph, data, str(run), "")
         assert not made.exists(), forged
+
+
+@pytest.mark.parametrize("layout", ["dp4", "tp2 x dp2", "pp2 x dp2"])
+def test_ranks_write_each_element_once_and_about_equally_many(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
+    subject, plan, graph = planned(layout, "gpt2")
+    on_ranks(pool, jobs.save_run, subject, plan, graph, batches(subject, 2), str(tmp_path / "run"))
+    source = Folder(tmp_path / "run")
+    stored = sum(prod(entry.shape) * entry.dtype.itemsize for entry in source.tensors.values())
+    written = [file.num_bytes - file.header_bytes for file in source._files.values()]
+    assert stored <= sum(written) < 1.05 * stored, "steps of an optimizer and states of generators come more than once"
+    assert len(written) == 4
+    assert max(written) < 0.6 * stored

@@ -161,9 +161,9 @@ LISTED: dict[tuple[str, str, str], str] = {
     "expert's rows where no grouped product is: once a call, and priced",
     (
         "host waits",
-        "event.synchronize",
-        "autopar/runtime/local_optimizer.py:wait",
-    ): "a step on the host begins when its gradients are down, and the next one when its parameters are up",
+        "Tensor.tolist",
+        "autopar/runtime/local_optimizer.py:_checksums",
+    ): "a step on the host begins when its gradients are down, and ends when its parameters are up",
     (
         "host waits",
         "event.synchronize",

@@ -119,8 +119,8 @@ def _put(group: dict[str, Any], values: Iterable[tuple[str, Any]]) -> None:
 def make_state(optimizer: Optimizer) -> list[Tensor]:
     """Make an optimizer create the state tensors that it lacks by a step that changes no parameter; return the parameters of these states."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    made = [p for p in parameters if p not in optimizer.state]
-    if not made:
+    stateless = [p for p in parameters if p not in optimizer.state]
+    if not stateless:
         return []
     gradients = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
     rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
@@ -129,7 +129,7 @@ def make_state(optimizer: Optimizer) -> list[Tensor]:
             group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
         for p, _ in gradients:
             p.grad = None
-        for p in made:
+        for p in stateless:
             p.grad = torch.zeros_like(p)
         optimizer.step()
     finally:  # the step may be refused
@@ -137,7 +137,7 @@ def make_state(optimizer: Optimizer) -> list[Tensor]:
             group["lr"] = rate
         for p, gradient in gradients:
             p.grad = gradient
-    return made
+    return stateless
 
 
 @dataclass(slots=True, kw_only=True)

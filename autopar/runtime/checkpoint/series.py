@@ -90,7 +90,7 @@ class Checkpointed:
         sent = [h for h in self._held if h.is_sent]
         local = RankContents(parts=[part_of(*named) for named in contents.tensors_of(sent, optimizer)])
         local.parts += [part_of(f"buffer.{name}", value) for name, value in self._buffers.sent().items()]
-        local.parts += [part_of(self._untrained.key(name), value) for name, value in self._untrained.own.items()]
+        local.parts += [part_of(self._untrained.key(name), value) for name, value in self._untrained.kept.items()]
         if optimizer is not None:
             contents.add_optimizer(local, self._held, optimizer)
         for kind, state in {RANDOM: contents.random_states(self._world.device), **given}.items():

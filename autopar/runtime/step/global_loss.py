@@ -26,7 +26,7 @@ from autopar.plan.plan import Plan, Precision
 from autopar.plan.run_log import DATA, PIPELINE
 from autopar.runtime.failure_watch import Calls
 from autopar.runtime.monitor import Monitor
-from autopar.runtime.step.gradients import RankParameter
+from autopar.runtime.step.gradients import RankParameter, local_part
 from autopar.runtime.world import World
 
 
@@ -322,8 +322,7 @@ class ParallelScaler(GradScaler):
         lists: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         for group in optimizer.param_groups:
             for grad in (p.grad for p in group["params"] if p.grad is not None):
-                local = grad._local_tensor if isinstance(grad, DTensor) else grad
-                lists[local.device, local.dtype].append(local)
+                lists[grad.device, grad.dtype].append(local_part(grad))
         with torch.no_grad(), self._calls.at_once("unscale_", meets=False):  # the reduction synchronises
             for (device, _), grads in lists.items():
                 found = found_inf.to(device)
