@@ -16,10 +16,9 @@ from autopar.graph.graph import Graph, Op, Parameter, Ref
 from autopar.lower.program import BlockProgram, Program, lower
 from autopar.plan.mesh import Mesh, P
 from autopar.rules import apply
-from tests.lower.test_program import mlp_program
 from tests.support.distributed.mixtures import mixture_graph
 from tests.support.graphs_by_hand import graph_of_ops
-from tests.support.lower import chooser, mlp
+from tests.support.lower import chooser
 from tests.support.lower.chooser import named_typing
 from tests.support.lower.models import plan_of, traced
 from tests.support.lower.ranks import run_ranks
@@ -53,17 +52,6 @@ def without(block: BlockProgram, name: str) -> BlockProgram:
     return replace(block, module=module, kind=f"{block.kind} without {name}")  # blocks of one kind are checked once
 
 
-MESHES = [Mesh(tp=2), Mesh(tp=4), Mesh(dp_replicate=2, dp_shard=2, tp=2), Mesh(pp=2, dp_shard=8, tp=4)]
-
-
-@pytest.mark.parametrize("mesh", [Mesh(), *MESHES], ids=str)
-@pytest.mark.parametrize("sequence", [False, True])
-def test_megatron_typings_pass_at_any_world_size(mesh: Mesh, sequence: bool) -> None:
-    program = mlp_program(mlp.mlp_graph(dropout=0.1), mesh, sequence=sequence, micro=1)
-    assert typecheck(program) >= 20
-    assert not dist.is_initialized()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama-untied"])
 def test_each_change_of_type_of_a_model_is_needed(name: str) -> None:
@@ -75,12 +63,6 @@ def test_each_change_of_type_of_a_model_is_needed(name: str) -> None:
     for _place, broken in islice(mutants(program), 0, None, 8):
         with pytest.raises(InternalError, match=r"^block \d"):
             typecheck(broken)
-
-
-def test_a_process_with_a_group_is_refused() -> None:
-    program = mlp_program(mlp.mlp_graph(), Mesh(tp=2), sequence=False)
-    with pytest.raises(UsageError, match="beside a process group"):
-        run_ranks(Mesh(), lambda rank: typecheck(program))
 
 
 CLUSTERS = {8: "h100-sxm5-80gb:1x8", 64: "h100-sxm5-80gb:8x8", 1024: "h100-sxm5-80gb:128x8"}
@@ -110,6 +92,7 @@ EXPERTS = {
     "both": {8: "ep=4 ep_data=2 tp=2", 64: "ep=4 ep_data=2 tp=2 pp=2", 1024: "ep=4 ep_data=2 tp=2 dp_replicate=64"},
 }
 STAGES = {8: "tp=2 pp=2 dp_shard=2", 64: "tp=4 pp=2 dp_shard=8", 1024: "tp=8 pp=2 dp_replicate=8 dp_shard=8"}
+VIRTUAL = "schedule=Interleaved1F1B virtual_stages=2 micro_batch=1"
 
 
 def lowered(graph: Graph, world_size: int, pins: str, *, samples: int = 4) -> Program:
@@ -153,10 +136,16 @@ def test_experts_on_ranks_are_well_typed(ranks: str, world_size: int) -> None:
     check(program, world_size)
 
 
+def test_a_process_with_a_group_is_refused() -> None:
+    program = planned("llama-untied", 8, f"{STAGES[8]} {VIRTUAL}")
+    assert not dist.is_initialized()
+    with pytest.raises(UsageError, match="beside a process group"):
+        run_ranks(Mesh(), lambda rank: typecheck(program))
+
+
 @pytest.mark.parametrize("world_size", CLUSTERS)
 def test_virtual_stages_are_well_typed(world_size: int) -> None:
-    pins = f"{STAGES[world_size]} schedule=Interleaved1F1B virtual_stages=2 micro_batch=1"
-    program = planned("llama-untied", world_size, pins)
+    program = planned("llama-untied", world_size, f"{STAGES[world_size]} {VIRTUAL}")
     assert [stage.pp_rank for stage in program.stages] == [0, 1, 0, 1]
     assert all(stage.blocks for stage in program.stages)
     check(program, world_size)

@@ -7,9 +7,9 @@ import torch
 
 from autopar import nn as autopar_nn
 from autopar.errors import PlanError, RuleError, UsageError
-from autopar.graph.graph import Graph, Ref
+from autopar.graph.graph import Ref
 from autopar.lower.emit import str_name
-from autopar.lower.program import Program, from_local_graph, lower
+from autopar.lower.program import from_local_graph, lower
 from autopar.plan.mesh import Mesh, S
 from autopar.plan.plan import Plan
 from autopar.rules import apply
@@ -20,16 +20,10 @@ from tests.support.lower.models import plan_of, traced
 from tests.support.small_models import model_of
 
 
-def mlp_program(graph: Graph, mesh: Mesh, *, sequence: bool, micro: int = 2, cuts: tuple[int, ...] = ()) -> Program:
-    batch = chooser.batch_typing(graph, micro)
-    local = apply.shard(graph, batch, global_batch_size=mlp.BATCH, micro_batch_size=micro)
-    if mesh.tp > 1:
-        local = apply.shard(local, mlp.tensor_typing(mesh.tp, sequence=sequence))
-    return from_local_graph(plan_of(graph, mesh, micro, cuts=cuts), local)
-
-
 def test_printed_code(golden: Callable[[str, str], None]) -> None:
-    golden("mlp_tp2.py.txt", mlp_program(mlp.mlp_graph(dropout=0.1), Mesh(tp=2), sequence=True).code)
+    graph, mesh = mlp.mlp_graph(dropout=0.1), Mesh(tp=2)
+    local = apply.shard(graph, chooser.batch_typing(graph, 2), global_batch_size=mlp.BATCH, micro_batch_size=2)
+    golden("mlp_tp2.py.txt", from_local_graph(plan_of(graph, mesh, 2), apply.shard(local, mlp.tensor_typing(2))).code)
 
 
 def _chosen(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:

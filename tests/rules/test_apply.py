@@ -22,7 +22,7 @@ def with_strategy(typing: Typing, **changed: object) -> Typing:
 
 
 def test_consumers_of_one_block_share_a_conversion_and_blocks_do_not() -> None:
-    typing = mlp.tensor_typing(2, sequence=True)
+    typing = mlp.tensor_typing(2)
     # both read the stream whole: the residual addition of layer 1 and the head
     whole = with_strategy(
         typing, r1=mlp.strategy("r", (R, R), R), square=mlp.strategy("s", (R, R), R), total=mlp.strategy("r", (R,), R),
@@ -46,11 +46,11 @@ def test_statistics_over_the_batch_are_refused_by_name() -> None:
 
 def test_a_dim_that_does_not_divide_is_refused() -> None:
     with pytest.raises(RuleError, match="the dim does not divide by tp=3"):
-        shard(batch_graph(), mlp.tensor_typing(3, sequence=True))
+        shard(batch_graph(), mlp.tensor_typing(3))
 
 
 def test_a_missing_strategy_is_refused() -> None:
-    typing = mlp.tensor_typing(2, sequence=True)
+    typing = mlp.tensor_typing(2)
     rest = {name: s for name, s in typing.strategies.items() if name != "g1"}
     with pytest.raises(InternalError, match=r"g1 .* has no strategy on axis tp"):
         shard(batch_graph(), replace(typing, strategies=rest))

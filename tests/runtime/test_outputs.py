@@ -86,26 +86,12 @@ def test_predictions_leave_everything_as_it_was() -> None:
     assert parallel.train_step(given).item() == other.train_step(given).item()
 
 
-def test_of_a_call_in_training_the_loss_alone_has_gradients() -> None:
-    """Other outputs say that they need one, as on one device, so that what is made of them can refuse it."""
-    parallel, _ = build("pair")
-    other, _ = build("pair")
-    logits, loss = parallel(**batch())
-    assert (logits.requires_grad, logits.shape) == (True, (8, 8, 30))
-    with pytest.raises(UsageError, match=r"was made a part of a loss"):
-        logits.square().mean().backward()
-    loss.backward()
-    assert loss.item() == other.train_step(batch()).item()
-    assert parallel.step_count == 1
-    wanted = other.full_gradients()
-    assert_close(parallel.full_gradients(), wanted)
-
-
 def test_where_a_function_makes_the_loss_a_call_gives_it_in_training_and_the_output_in_eval() -> None:
     parallel, model = build("scores")
     given = batch()
     loss = parallel(**given)
     loss.backward()
+    assert parallel.step_count == 1
     parallel.eval()
     found = parallel(idx=given["idx"])
     assert_close(found["logits"], model.eval()(idx=given["idx"])["logits"])

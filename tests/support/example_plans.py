@@ -1,7 +1,7 @@
 """Two hand-made plans, small enough to read, for printing and for broken copies; and what the actions of a schedule wait for."""
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -128,16 +128,11 @@ def at_rest(plan: Plan, axis: str = "tp") -> dict[str, object]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
-    """Forward (``F``) or backward (``B``) of one micro-batch on one stage; prints as torch prints it.
-
-    >>> print(Action(2, "F", 0))
-    2F0
-    """
+class Action(NamedTuple):
+    """Forward (``F``) or backward (``B``) of one micro-batch on one stage; prints as torch prints it."""
 
     stage: int
-    kind: Literal["F", "B"]
+    kind: str
     micro_batch: int
 
     def __str__(self) -> str:

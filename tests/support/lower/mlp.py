@@ -5,7 +5,7 @@ from fractions import Fraction
 import torch
 
 from autopar.graph.graph import Block, Graph, Op, Parameter, Ref, TensorSpec
-from autopar.plan.mesh import I, P, R, S, Type
+from autopar.plan.mesh import P, R, S, Type
 from autopar.rules.strategy import Strategy, Typing
 from tests.support.graphs_by_hand import graph_of_ops
 
@@ -62,20 +62,19 @@ def strategy(name: str, inputs: tuple[Type, ...], output: Type, work: Fraction =
     return Strategy(name=name, inputs=inputs, outputs=(output,), work=work)
 
 
-def tensor_typing(size: int, *, sequence: bool) -> Typing:
-    """Megatron's: the hidden dim of each MLP is split; between MLPs the tensor is I, or S(1) if ``sequence``."""
-    between: Type = S(1) if sequence else I
+def tensor_typing(size: int) -> Typing:
+    """Megatron's: the hidden dim of each MLP is split, and between MLPs the sequence."""
     chosen: dict[str, Strategy] = {
-        "square": strategy("b", (between, between), between),
-        "total": strategy("b", (between,), P if sequence else I),
-        "loss": strategy("b", (P, R) if sequence else (I, I), P if sequence else I),
+        "square": strategy("b", (S(1), S(1)), S(1)),
+        "total": strategy("b", (S(1),), P),
+        "loss": strategy("b", (P, R), P),
     }
     parameters: dict[str, Type] = {}
     for i in range(LAYERS):
         chosen[f"h{i}"] = strategy("n", (R, S(0), S(0)), S(2))
         chosen[f"g{i}"] = chosen[f"d{i}"] = strategy("n", (S(2),), S(2))
         chosen[f"y{i}"] = strategy("k", (S(2), S(1)), P)
-        chosen[f"z{i}"] = strategy("b", (between, R if sequence else I), between)
-        chosen[f"r{i}"] = strategy("b", (between, between), between)
+        chosen[f"z{i}"] = strategy("b", (S(1), R), S(1))
+        chosen[f"r{i}"] = strategy("b", (S(1), S(1)), S(1))
         parameters |= {f"up{i}": S(0), f"up_bias{i}": S(0), f"down{i}": S(1)}
     return Typing(axis="tp", size=Fraction(size), strategies=chosen, parameters=parameters)
