@@ -125,9 +125,7 @@ def test_memory_and_network_cards_can_be_stated_on_the_command_line() -> None:
     ("text", "says"),
     [
         ("cpu:1x4?host_memory=1GB", "Add [device.host] to the profile"),
-        ("h100-sxm-80gb:4x8", "Did you mean 'h100-sxm5-80gb'"),
         ("local:1x2", "local?ranks=2"),
-        ("cpu:4", "DEVICE:NODESxPER_NODE"),
         ("cpu:1x4?memroy=1e9", "Did you mean 'memory'"),
         ("cpu:1x4?memory=much", "number of bytes"),
         ("cpu:1x4?cores=0", "whole number from 1"),
@@ -174,7 +172,6 @@ def test_the_topology_shows_every_device_card_and_switch(tmp_path: Path) -> None
             6,
             "Wrong value of 'group[0].num_nodes'",
         ),
-        ("devices_per_node = 8", "devices_per_nod = 8", 13, "Unknown key 'devices_per_nod'"),
         ('device = "a100-sxm4-40gb"', 'device = "a100-sxm4-40"', 11, "Unknown device profile 'a100-sxm4-40'"),
         (
             "bandwidth_bytes_per_s = 1e9",
