@@ -1,7 +1,7 @@
 """Mixtures of experts against each token by itself in float64, in a loop and in grouped products, on one rank and several."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,27 +21,9 @@ from tests.support.lower.ranks import run_ranks
 EXPERTS, WIDTH, INNER, TOKENS = 8, 16, 24, 12
 
 
-@dataclass(frozen=True)
-class Case:
-    hidden: Tensor
-    weights: Tensor
-    indices: Tensor
-    gate: Tensor | None
-    up: Tensor
-    down: Tensor
-    gradient: Tensor
-    activation: str = "silu"
-    gate_bias: Tensor | None = None
-    up_bias: Tensor | None = None
-
-    @property
-    def tensors(self) -> list[Tensor | None]:
-        return [self.hidden, self.weights, self.gate, self.up, self.down, self.gate_bias, self.up_bias]
-
-
 def case(
     k: int = 2, routing: str = "even", *, gated: bool = True, activation: str = "silu", biased: bool = False
-) -> Case:
+) -> SimpleNamespace:
     generator = torch.Generator().manual_seed(k)
 
     def random(*shape: int) -> Tensor:
@@ -64,7 +46,8 @@ def case(
     if "is_transposed" in activation:
         gate, up, down = (None if x is None else x.mT.contiguous() for x in (gate, up, down))
         assert up is not None and down is not None
-    return Case(hidden, weights, indices, gate, up, down, gradient, activation, gate_bias, up_bias)
+    tensors = [hidden, weights, gate, up, down, gate_bias, up_bias]
+    return SimpleNamespace(tensors=tensors, indices=indices, gradient=gradient, activation=activation)
 
 
 CASES = {
@@ -83,13 +66,15 @@ CASES = {
 }
 
 
-def leaves(of: Case, tokens: slice = slice(None), cut: Callable[[Tensor], Tensor] = torch.clone) -> list[Tensor | None]:
+def leaves(
+    of: SimpleNamespace, tokens: slice = slice(None), cut: Callable[[Tensor], Tensor] = torch.clone
+) -> list[Tensor | None]:
     """Of a rank that has some tokens, and a part of the experts."""
     given = [None if x is None else x[tokens] if i < 2 else cut(x) for i, x in enumerate(of.tensors)]
     return [None if x is None else x.detach().clone().requires_grad_() for x in given]
 
 
-def dense(of: Case) -> list[Tensor]:
+def dense(of: SimpleNamespace) -> list[Tensor]:
     given = leaves(of)
     hidden, weights, gate, up, down, gate_bias, up_bias = given
     assert hidden is not None and weights is not None and up is not None and down is not None
@@ -322,6 +307,5 @@ def test_a_rank_among_fakes_gets_as_many_rows_as_it_sends(name: str) -> None:
     of = CASES[name]
     given = leaves(of, cut=lambda x: x.chunk(4)[1])
     result = expert_ops.experts_dispatch(given[0], given[1], of.indices, *given[2:], of.activation, "dp_shard", EXPERTS)
-    names = ("gate", "up", "down", "gate_bias", "up_bias")
-    as_if = replace(of, indices=of.indices % 2, **dict(zip(names, given[2:], strict=True)))
-    assert_same(backward(result, given, of.gradient), dense(as_if))
+    own = {"indices": of.indices % 2, "tensors": [*of.tensors[:2], *given[2:]]}
+    assert_same(backward(result, given, of.gradient), dense(SimpleNamespace(**vars(of) | own)))
