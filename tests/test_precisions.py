@@ -64,11 +64,6 @@ def test_what_needs_scales_for_each_tensor_is_planned_and_not_run() -> None:
         )  # fmt: skip
 
 
-def test_a_device_without_a_rate_is_named() -> None:
-    with pytest.raises(UsageError, match=r"device 'a100-sxm4-80gb'.*float8_e4m3fn"):
-        planned("fp8", "a100-sxm4-80gb:1x1")
-
-
 # --- products of float32 in TF32: a precision of its own, priced by the profile and held against the process's mode
 
 CUDA = torch.device("cuda", 0)
