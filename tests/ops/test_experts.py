@@ -25,9 +25,14 @@ def case(
     k: int = 2, routing: str = "even", *, gated: bool = True, activation: str = "silu", biased: bool = False
 ) -> SimpleNamespace:
     generator = torch.Generator().manual_seed(k)
+    has_gate = gated and "is_interleaved" not in activation
+    inner = 2 * INNER if "is_interleaved" in activation else INNER
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def matrices(rows: int, columns: int) -> Tensor:
+        return random(EXPERTS, *((columns, rows) if "is_transposed" in activation else (rows, columns)))
 
     scores = random(TOKENS, EXPERTS)
     if routing == "skewed":  # two experts get no token
@@ -35,18 +40,11 @@ def case(
     indices = scores.topk(k).indices
     if routing == "one":  # all choices of all tokens
         indices = torch.full_like(indices, EXPERTS - 2)
-    gate = random(EXPERTS, INNER, WIDTH) if gated else None
-    up, down = random(EXPERTS, INNER, WIDTH), random(EXPERTS, WIDTH, INNER)
     hidden, weights, gradient = random(TOKENS, WIDTH), random(TOKENS, k), random(TOKENS, WIDTH)
-    gate_bias, up_bias = (random(EXPERTS, INNER) if biased and has else None for has in (gated, True))
-    if "is_interleaved" in activation:
-        gate, up = None, torch.stack((gate, up), 2).flatten(1, 2)
-        if up_bias is not None and gate_bias is not None:
-            gate_bias, up_bias = None, torch.stack((gate_bias, up_bias), 2).flatten(1, 2)
-    if "is_transposed" in activation:
-        gate, up, down = (None if x is None else x.mT.contiguous() for x in (gate, up, down))
-        assert up is not None and down is not None
-    tensors = [hidden, weights, gate, up, down, gate_bias, up_bias]
+    gate = matrices(INNER, WIDTH) if has_gate else None
+    up, down = matrices(inner, WIDTH), matrices(WIDTH, INNER)
+    biases = (random(EXPERTS, n) if biased and has else None for n, has in ((INNER, has_gate), (inner, True)))
+    tensors = [hidden, weights, gate, up, down, *biases]
     return SimpleNamespace(tensors=tensors, indices=indices, gradient=gradient, activation=activation)
 
 
