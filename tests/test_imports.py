@@ -7,19 +7,8 @@ from pathlib import Path
 
 import pytest
 
-MODEL = """
-import torch
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = torch.nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.linear(x).square().mean()
-
-batch = {"x": torch.ones(4, 4)}
-"""
+MODEL = "import autopar, torch\nmodel, batch = torch.nn.Linear(4, 4), [torch.ones(4, 4)]\n"
+GIVEN = "model, example_inputs=batch, loss_fn=lambda output, batch: output.square().mean()"
 
 
 @cache
@@ -62,10 +51,9 @@ def test_data_and_the_planner_load_no_tracer() -> None:
 @pytest.mark.slow
 def test_who_has_a_plan_loads_neither_planner_nor_cost(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
-    making = f"{MODEL}\nimport autopar\nplan = autopar.search(Model(), example_inputs=batch, cluster='cpu:1x1', global_batch_size=4)"
+    making = f"{MODEL}plan = autopar.search({GIVEN}, cluster='cpu:1x1', global_batch_size=4)"
     assert within(loaded(f"{making}\nplan.save({str(plan)!r})"), "autopar.runtime") == []
-    running = f"{MODEL}\nimport autopar\npar = autopar.parallelize(Model(), plan={str(plan)!r}, example_inputs=batch)"
-    modules = loaded(running)
+    modules = loaded(f"{MODEL}par = autopar.parallelize({GIVEN}, plan={str(plan)!r})")
     assert within(modules, "autopar.planner", "autopar.cost") == []
     assert within(modules, "autopar.runtime.launch", "autopar.lower.program") != []
 

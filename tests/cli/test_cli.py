@@ -85,15 +85,6 @@ def test_explain_prints_the_reasons_and_needs_a_model_for_an_alternative(run: Ru
     assert "Say which model with --model" in done.error
 
 
-@pytest.mark.parametrize("command", ["show", "explain", "compare", "verify"])
-def test_bad_plan_file_gives_one_message(command: str, run: Run, plan_file: Path) -> None:
-    plan_file.write_text(plan_file.read_text().replace('"tp": 4', '"tp": 2'))
-    done = run(command, plan_file, *([plan_file] if command == "compare" else []))
-    assert done.code == 2
-    assert done.error.startswith(str(plan_file))
-    assert "'mesh' does not fit the plan" in done.error
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -38,12 +38,18 @@ def made(model, columns=8):
     return lambda: (model(), {"x": torch.zeros(4, columns)})
 
 
+class Talks(Net):
+    def forward(self, x):
+        print("shape", x.shape)
+        return self.inner(x).mean()
+
+
 class Unnamed(Net):
     def forward(self, *inputs):
         return self.inner(inputs[0]).mean()
 
 
-net, no_loss, branch, misspelt = map(made, (Net, NoLoss, Branch, Misspelt))
+net, no_loss, branch, misspelt, talks = map(made, (Net, NoLoss, Branch, Misspelt, Talks))
 no_names = lambda: (Unnamed(), [torch.zeros(4, 8)])
 no_samples = lambda: (Net(), {"x": torch.zeros(0, 8)})
 wide = made(Net, 9)
@@ -126,6 +132,8 @@ MISTAKES = (
     (2, f"verify {GPT} --model MODELS:net", "--model has no effect without a plan. Leave it out"),
     (2, "show none.json", "Make one with 'autopar search ... -o FILE'"),
     (2, "show torn.json", "The plan file is cut off"),
+    (2, "compare torn.json torn.json", "torn.json, line 1, column 16: The plan file is cut off"),
+    (2, "verify torn.json", "The plan file is cut off"),
     (2, "explain empty.json", "empty.json: Missing key 'version'"),
     (2, "verify MODELS:net", "write --cluster cpu:1x4"),
     (2, "validate none.csv", "Cannot read none.csv: no such file or directory"),
@@ -133,19 +141,25 @@ MISTAKES = (
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
-    return tmp_path
+def module(tmp_path: Path) -> str:
+    """A module of the user in the folder where the command is started; its name is new for each test."""
+    name = re.sub(r"\W", "_", f"models_{tmp_path.name}")
+    for file, text in (FILES | {f"{name}.py": MODELS}).items():
+        (tmp_path / file).write_text(text)
+    return name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("code", "command", "says"), MISTAKES, ids=[command for _, command, _ in MISTAKES])
-def test_a_mistake_is_told_with_what_to_do(folder: Path, run: Run, code: int, command: str, says: str) -> None:
-    module = re.sub(r"\W", "_", f"models_{folder.name}")
-    (folder / f"{module}.py").write_text(MODELS)
+def test_a_mistake_is_told_with_what_to_do(module: str, run: Run, code: int, command: str, says: str) -> None:
     done = run(*shlex.split(command.replace("MODELS", module)))
     assert done.code == code
     assert says.replace("MODELS", module) in done.error
     assert done.err == f"error: {done.error}\n", "nothing stands beside it"
     assert len(re.findall(r"(?<!\.)[.?!](?=\s|$)", done.error)) <= 3
+
+
+def test_a_model_of_the_user_is_found_where_the_command_starts_and_may_print(module: str, run: Run) -> None:
+    found = run("trace", f"{module}:talks", "--json").json
+    assert found["parameters"] == 8 * 8 + 8
+    assert found["operators"]["aten.linear.default"] == 1

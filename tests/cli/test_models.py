@@ -22,47 +22,6 @@ from tests.support.distributed.plans import make_plan
 GPT = "gpt:layers=2,hidden=32,heads=4,vocab=64,seq=16"
 ONE_LAYER = GPT.replace("layers=2", "layers=1")
 
-USER_MODELS = """
-import torch
-from torch import nn
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x, y):
-        print("shape", x.shape)
-        return (self.down(torch.relu(self.up(x))) - y).square().mean()
-
-
-def net():
-    return Net(), {"x": torch.randn(4, 8), "y": torch.randn(4, 8)}
-
-
-def scaled():
-    return Scaled(), {"x": torch.randn(4, 8)}
-
-
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.register_buffer("scale", torch.rand(8))
-
-    def forward(self, x):
-        return (self.linear(x) * self.scale).square().mean()
-"""
-
-
-@pytest.fixture
-def user_models(tmp_path: Path) -> str:
-    """A module of the user in the directory where the command is started; its name is new for each test."""
-    name = "models_" + "".join(c for c in tmp_path.name if c.isalnum())
-    (tmp_path / f"{name}.py").write_text(USER_MODELS)
-    return name
-
 
 def test_trace_counts_parameters_flops_and_blocks(run: Run) -> None:
     found = run("trace", GPT, "--json").json
@@ -87,24 +46,6 @@ def test_trace_prints_a_summary_and_names_operators_without_a_rule(run: Run, mon
     monkeypatch.setattr("autopar.report.summaries.has_rule", lambda target: target != "aten.layer_norm.default")
     done = run("trace", ONE_LAYER)
     assert "\n  aten.layer_norm.default" in done.out.split("Operators without a rule")[1]
-
-
-def test_model_of_the_user_is_found_where_the_command_starts(run: Run, user_models: str) -> None:
-    found = run("trace", f"{user_models}:net", "--json").json
-    assert found["parameters"] == 8 * 16 + 16 + 16 * 8 + 8
-    assert found["operators"]["aten.linear.default"] == 2
-
-
-def test_a_factory_draws_the_same_numbers_each_time(
-    run: Run, user_models: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A graph keeps the values of constant buffers: ranks and the one device that they are compared with have the same."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    source = resolve_model(f"{user_models}:scaled")
-    assert torch.equal(source.model.scale, source.build().scale)
-    state = torch.get_rng_state()
-    assert torch.equal(resolve_model(f"{user_models}:scaled").model.scale, source.model.scale)
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def _save(path: Path, plan: Plan) -> Path:

@@ -1,6 +1,7 @@
 import itertools
 import time
 
+import networkx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -73,27 +74,19 @@ def test_the_longest_chain_of_each_rank_takes_until_its_end(name: str, pp: int, 
 
 
 def _reference(name: str, pp: int, m: int, stages: list[StageTimes]) -> float:
-    """Longest path by relaxation, with nothing shared with the simulation but the orders."""
-    actions = schedule_actions(name, pp, len(stages) // pp, m)
-    ends = {action: 0.0 for rank in actions for action in rank}
-    changed = True
-    while changed:
-        changed = False
-        for rank in actions:
-            free = 0.0
-            for action in rank:
-                start = free
-                for need in dependencies(action, len(stages) - 1):
-                    crosses = need.stage % pp != action.stage % pp
+    """Longest path, with nothing shared with the simulation but the orders."""
+    graph, orders = networkx.DiGraph(), schedule_actions(name, pp, len(stages) // pp, m)
+    own_s = {a: stages[a.stage].forward_s if a.kind == "F" else stages[a.stage].backward_s for r in orders for a in r}
+    graph.add_weighted_edges_from((a, "end", own_s[a]) for a in own_s)
+    for rank in orders:
+        graph.add_weighted_edges_from((a, b, own_s[a]) for a, b in itertools.pairwise(rank))
+        for action in rank:
+            for need in dependencies(action, len(stages) - 1):
+                if need.stage % pp != action.stage % pp:
                     sender = stages[need.stage]
-                    send = sender.send_forward_s if action.kind == "F" else sender.send_backward_s
-                    start = max(start, ends[need] + send * crosses)
-                free = start + (
-                    stages[action.stage].forward_s if action.kind == "F" else stages[action.stage].backward_s
-                )
-                changed |= free != ends[action]
-                ends[action] = free
-    return max(ends.values())
+                    sent_s = sender.send_forward_s if action.kind == "F" else sender.send_backward_s
+                    graph.add_edge(need, action, weight=own_s[need] + sent_s)
+    return float(networkx.dag_longest_path_length(graph))
 
 
 seconds = st.integers(0, 8).map(lambda eighths: eighths / 8)

@@ -125,9 +125,7 @@ def test_memory_and_network_cards_can_be_stated_on_the_command_line() -> None:
     ("text", "says"),
     [
         ("cpu:1x4?host_memory=1GB", "Add [device.host] to the profile"),
-        ("h100-sxm-80gb:4x8", "Did you mean 'h100-sxm5-80gb'"),
         ("local:1x2", "local?ranks=2"),
-        ("cpu:4", "DEVICE:NODESxPER_NODE"),
         ("cpu:1x4?memroy=1e9", "Did you mean 'memory'"),
         ("cpu:1x4?memory=much", "number of bytes"),
         ("cpu:1x4?cores=0", "whole number from 1"),
@@ -140,7 +138,10 @@ def test_a_bad_description_is_refused_with_a_remedy(text: str, says: str) -> Non
 
 
 def test_a_file_can_mix_devices_links_and_tiers(tmp_path: Path) -> None:
-    cluster = Cluster.parse(str(write(tmp_path, TWO_RACKS)))
+    path = write(tmp_path, TWO_RACKS)
+    cluster = Cluster.parse(str(path))
+    assert Cluster.load(path) == Cluster.load(str(path))
+    assert Cluster.load(path).groups == cluster.groups
     assert (cluster.world_size, cluster.num_nodes, cluster.devices_per_node) == (24, 4, 4)
     assert not cluster.is_homogeneous
     assert [device.name for device in cluster.devices] == ["a100-sxm4-80gb", "a100-sxm4-40gb"]
@@ -148,21 +149,6 @@ def test_a_file_can_mix_devices_links_and_tiers(tmp_path: Path) -> None:
     tiers = [cluster.tier_of(ranks) for ranks in ([3], [0, 3], [0, 4], [0, 8], range(24))]
     assert tiers == ["device", "node", "rack", NETWORK, NETWORK]
     assert Cluster.from_dict(cluster.to_dict()) == cluster
-
-
-def test_the_topology_shows_every_device_card_and_switch(tmp_path: Path) -> None:
-    path = write(tmp_path, TWO_RACKS)
-    cluster = Cluster.load(path)
-    assert cluster == Cluster.load(str(path))
-    graph = cluster.topology()
-    kinds = [kind for _, kind in graph.nodes(data="kind")]
-    assert (kinds.count("device"), kinds.count("nic")) == (24, 2 * 2 + 2 * 8)
-    assert networkx.is_connected(graph)
-    assert networkx.shortest_path(graph, "device:0", "device:7") == [
-        "device:0", "nic:0.0", "rack:0", "nic:1.1", "device:7",
-    ]  # fmt: skip
-    assert graph.edges["rack:0", NETWORK]["bandwidth_bytes_per_s"] == 5e8
-    assert networkx.has_path(graph, "nic:3.7", NETWORK)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +160,6 @@ def test_the_topology_shows_every_device_card_and_switch(tmp_path: Path) -> None
             6,
             "Wrong value of 'group[0].num_nodes'",
         ),
-        ("devices_per_node = 8", "devices_per_nod = 8", 13, "Unknown key 'devices_per_nod'"),
         ('device = "a100-sxm4-40gb"', 'device = "a100-sxm4-40"', 11, "Unknown device profile 'a100-sxm4-40'"),
         (
             "bandwidth_bytes_per_s = 1e9",
@@ -193,7 +178,7 @@ def test_a_malformed_file_names_file_line_and_key(tmp_path: Path, old: str, new:
     assert (caught.value.where, caught.value.problem) == (f"{path}, line {line}", problem)
 
 
-def test_a_group_without_nodes_a_library_an_unknown_dtype_or_rank_are_refused(tmp_path: Path) -> None:
+def test_a_group_without_nodes_a_library_or_a_rank_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="at least one"):
         Cluster.load(write(tmp_path, 'name = "empty"'))
     mixed = 'name = "mixed"\n' + "".join(
@@ -203,11 +188,8 @@ def test_a_group_without_nodes_a_library_an_unknown_dtype_or_rank_are_refused(tm
         Cluster.load(write(tmp_path, mixed))
     with pytest.raises(UsageError, match=r"line 2: Unknown collective library 'mpi'.*nccl"):
         Cluster.load(write(tmp_path, mixed.replace("\n", '\nlibrary = "mpi"\n', 1)))
-    cluster = Cluster.parse("cpu:1x2")
-    with pytest.raises(UsageError, match="float8"):
-        cluster.devices[0].rate("float8")
     with pytest.raises(UsageError, match="No rank 2"):
-        cluster.device_of(2)
+        Cluster.parse("cpu:1x2").device_of(2)
 
 
 @given(st.integers(1, 10**6), st.integers(1, 10**6))
@@ -255,7 +237,7 @@ def test_the_tree_has_every_node_and_switch_below_the_network() -> None:
     assert Fabric(Cluster.parse("cpu:1x4")).tier_of([0, 3]) == "node"
 
 
-def test_tiers_and_links_between_ranks() -> None:
+def test_tiers_links_and_the_topology_between_ranks() -> None:
     ranks = {(5,): "device", (0, 3): "node", (0, 7): "rack", (0, 8): "pod", (20, 24): NETWORK, (0, 1, 47): NETWORK}
     assert {own: RACKS_AND_PODS.tier_of(own) for own in ranks} == ranks
     assert RACKS_AND_PODS.link_between(0, 3) == BASE.groups[0].intra_node
@@ -266,6 +248,12 @@ def test_tiers_and_links_between_ranks() -> None:
     assert across.bandwidth_bytes_per_s == 8e9
     assert across.latency_s == pytest.approx((nic.latency_s + 5e-6) / 2 + 1e-6 + 2e-6)
     graph = RACKS_AND_PODS.topology()
+    kinds = [kind for _, kind in graph.nodes(data="kind")]
+    assert (kinds.count("device"), kinds.count("nic")) == (48, 4 * 1 + 8 * 2)
+    assert networkx.is_connected(graph)
+    inside = ["device:16", "nic:4.0", "rack:2", "nic:5.1", "device:23"]
+    assert networkx.shortest_path(graph, "device:16", "device:23") == inside
+    assert graph.edges["rack:0", "pod:0"]["bandwidth_bytes_per_s"] == 11e9
     path = networkx.shortest_path(graph, "device:0", "device:47")
     assert sum(graph.edges[edge]["latency_s"] for edge in pairwise(path)) == pytest.approx(across.latency_s)
     assert graph.nodes["device:47"] == {"kind": "device", "device": BASE.groups[0].device.name}

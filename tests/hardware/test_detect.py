@@ -196,3 +196,29 @@ def test_the_median_time_is_that_of_one_call(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(measure, "timer", lambda device: clock)
     assert measure.median_time_s(call, torch.device("cpu")) == pytest.approx(1e-4)
     assert calls == 1 + 2 + 4 + 8 + 16 + measure.REPEATS * 16
+
+
+def test_measurements_belong_to_a_mode(gpus: Gpus) -> None:
+    gpus(2)
+    exact = detect.identity(), detect.fingerprint()
+    torch.set_float32_matmul_precision("high")
+    try:
+        fast = detect.identity(), detect.fingerprint()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    before, torch.backends.cudnn.conv.fp32_precision = torch.backends.cudnn.conv.fp32_precision, "ieee"
+    try:
+        slow = detect.identity(), detect.fingerprint()
+    finally:
+        torch.backends.cudnn.conv.fp32_precision = before
+    assert len({exact[0], fast[0], slow[0]}) == len({exact[1], fast[1], slow[1]}) == 3
+    assert "products in TF32" in fast[0] and "TF32" not in exact[0]
+    assert slow[0].endswith(", convolutions without TF32")
+
+
+def test_gpus_of_several_kinds_are_not_taken_for_the_first(monkeypatch: pytest.MonkeyPatch, gpus: Gpus) -> None:
+    gpus(3)
+    kinds = [types.SimpleNamespace(name=name, total_memory=size) for name, size in (("A", 80), ("A", 80), ("B", 40))]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: kinds[i])
+    with pytest.raises(UsageError, match=r"A of 80 bytes, B of 40 bytes.*CUDA_VISIBLE_DEVICES"):
+        detect._check_alike()

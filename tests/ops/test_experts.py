@@ -1,7 +1,7 @@
 """Mixtures of experts against each token by itself in float64, in a loop and in grouped products, on one rank and several."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,31 +21,18 @@ from tests.support.lower.ranks import run_ranks
 EXPERTS, WIDTH, INNER, TOKENS = 8, 16, 24, 12
 
 
-@dataclass(frozen=True)
-class Case:
-    hidden: Tensor
-    weights: Tensor
-    indices: Tensor
-    gate: Tensor | None
-    up: Tensor
-    down: Tensor
-    gradient: Tensor
-    activation: str = "silu"
-    gate_bias: Tensor | None = None
-    up_bias: Tensor | None = None
-
-    @property
-    def tensors(self) -> list[Tensor | None]:
-        return [self.hidden, self.weights, self.gate, self.up, self.down, self.gate_bias, self.up_bias]
-
-
 def case(
     k: int = 2, routing: str = "even", *, gated: bool = True, activation: str = "silu", biased: bool = False
-) -> Case:
+) -> SimpleNamespace:
     generator = torch.Generator().manual_seed(k)
+    has_gate = gated and "is_interleaved" not in activation
+    inner = 2 * INNER if "is_interleaved" in activation else INNER
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def matrices(rows: int, columns: int) -> Tensor:
+        return random(EXPERTS, *((columns, rows) if "is_transposed" in activation else (rows, columns)))
 
     scores = random(TOKENS, EXPERTS)
     if routing == "skewed":  # two experts get no token
@@ -53,18 +40,12 @@ def case(
     indices = scores.topk(k).indices
     if routing == "one":  # all choices of all tokens
         indices = torch.full_like(indices, EXPERTS - 2)
-    gate = random(EXPERTS, INNER, WIDTH) if gated else None
-    up, down = random(EXPERTS, INNER, WIDTH), random(EXPERTS, WIDTH, INNER)
     hidden, weights, gradient = random(TOKENS, WIDTH), random(TOKENS, k), random(TOKENS, WIDTH)
-    gate_bias, up_bias = (random(EXPERTS, INNER) if biased and has else None for has in (gated, True))
-    if "is_interleaved" in activation:
-        gate, up = None, torch.stack((gate, up), 2).flatten(1, 2)
-        if up_bias is not None and gate_bias is not None:
-            gate_bias, up_bias = None, torch.stack((gate_bias, up_bias), 2).flatten(1, 2)
-    if "is_transposed" in activation:
-        gate, up, down = (None if x is None else x.mT.contiguous() for x in (gate, up, down))
-        assert up is not None and down is not None
-    return Case(hidden, weights, indices, gate, up, down, gradient, activation, gate_bias, up_bias)
+    gate = matrices(INNER, WIDTH) if has_gate else None
+    up, down = matrices(inner, WIDTH), matrices(WIDTH, INNER)
+    biases = (random(EXPERTS, n) if biased and has else None for n, has in ((INNER, has_gate), (inner, True)))
+    tensors = [hidden, weights, gate, up, down, *biases]
+    return SimpleNamespace(tensors=tensors, indices=indices, gradient=gradient, activation=activation)
 
 
 CASES = {
@@ -83,13 +64,15 @@ CASES = {
 }
 
 
-def leaves(of: Case, tokens: slice = slice(None), cut: Callable[[Tensor], Tensor] = torch.clone) -> list[Tensor | None]:
+def leaves(
+    of: SimpleNamespace, tokens: slice = slice(None), cut: Callable[[Tensor], Tensor] = torch.clone
+) -> list[Tensor | None]:
     """Of a rank that has some tokens, and a part of the experts."""
     given = [None if x is None else x[tokens] if i < 2 else cut(x) for i, x in enumerate(of.tensors)]
     return [None if x is None else x.detach().clone().requires_grad_() for x in given]
 
 
-def dense(of: Case) -> list[Tensor]:
+def dense(of: SimpleNamespace) -> list[Tensor]:
     given = leaves(of)
     hidden, weights, gate, up, down, gate_bias, up_bias = given
     assert hidden is not None and weights is not None and up is not None and down is not None
@@ -322,6 +305,5 @@ def test_a_rank_among_fakes_gets_as_many_rows_as_it_sends(name: str) -> None:
     of = CASES[name]
     given = leaves(of, cut=lambda x: x.chunk(4)[1])
     result = expert_ops.experts_dispatch(given[0], given[1], of.indices, *given[2:], of.activation, "dp_shard", EXPERTS)
-    names = ("gate", "up", "down", "gate_bias", "up_bias")
-    as_if = replace(of, indices=of.indices % 2, **dict(zip(names, given[2:], strict=True)))
-    assert_same(backward(result, given, of.gradient), dense(as_if))
+    own = {"indices": of.indices % 2, "tensors": [*of.tensors[:2], *given[2:]]}
+    assert_same(backward(result, given, of.gradient), dense(SimpleNamespace(**vars(of) | own)))

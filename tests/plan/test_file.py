@@ -71,7 +71,6 @@ def test_write_failure_leaves_the_old_file(tmp_path: Path) -> None:
 BAD_TEXTS: dict[str, tuple[str, str]] = {
     "empty": ("", "The plan file is empty"),
     "binary words": ("hello", "line 1, column 1: The plan file is not JSON"),
-    "truncated": (dumps(plan_to_dict(llama_plan()))[:900], "The plan file is cut off"),
     "list": ("[]", "holds a JSON object, this one something else"),
     "not a number": ('{"version": NaN}', "A number of the plan is NaN"),
     "key twice": ('{"version": 1, "version": 1}', "The key 'version' is given twice"),
@@ -89,10 +88,7 @@ def test_corrupt_text_is_named(name: str, tmp_path: Path) -> None:
     assert expected in str(caught.value)
 
 
-def test_an_absent_file_and_a_newer_format_are_named(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"Cannot read .*nowhere\.json: no such file.*Make one with 'autopar search"):
-        load_plan(tmp_path / "nowhere.json")
-
+def test_a_newer_format_says_who_reads_it() -> None:
     data = {"version": 99, "written_by": "autopar 7.1.0", "new_key": {}}
     with pytest.raises(PlanError, match=r"format version 99, but .* reads formats up to 1\. .*autopar 7\.1\.0"):
         plan_from_dict(data)

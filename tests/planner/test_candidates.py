@@ -171,7 +171,6 @@ def test_a_space_from_before_context_parallelism_has_its_usual_bounds(checkout: 
             "Wrong value of 'zero_stages'. Expected a list of whole numbers from 0 to 3, got [4.0]",
         ),
         (('schedules = ["1F1B"]', 'schedules = ["2F2B"]'), "list of none, GPipe"),
-        (("max_pp = 16", "max_ppp = 16"), "max_pp"),
         (("trials = 60", "trials = 60\nmore = 1"), "more"),
         (('sampler = "tpe"', 'sampler = "some"'), "Unknown sampler 'some'"),
     ],

@@ -72,18 +72,14 @@ def alone() -> Plan:
     return planner().search(limits=Limits())
 
 
-def test_other_questions_ask_several_processes_too(alone: Plan, by: By) -> None:
+def test_other_questions_ask_several_processes_too_and_no_plan_is_told_of_once(alone: Plan, by: By) -> None:
     made = planner()
     plan = made.fastest(Limits(), processes=2)
     assert same(plan, alone)
-    assert made.fastest(Limits(max_step_time_s=alone.search.lower_bound_s / 2), processes=2) is None
-    assert no_process_is_left()
-
-
-def test_pins_that_leave_no_plan_are_told_of_once(by: By) -> None:
-    plan = by(2)
+    most_s = alone.search.lower_bound_s / 2
+    assert made.fastest(Limits(max_step_time_s=most_s), processes=2) is None
     with pytest.raises(InfeasibleError, match="at most"):
-        by(2, max_step_time_s=plan.search.lower_bound_s / 2)
+        by(2, max_step_time_s=most_s)
     assert no_process_is_left()
 
 

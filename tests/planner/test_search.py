@@ -237,5 +237,7 @@ def test_float64_is_planned_where_the_profile_has_its_rate(graph: Graph) -> None
     single = api.search(graph, cluster="cpu:1x4", global_batch_size=16, pins=pins)
     assert plan.precision == FP64
     assert plan.predicted.memory[0].parameters == 2 * single.predicted.memory[0].parameters
-    with pytest.raises(UsageError, match=r"No matmul rate for float64.*, or add \[device.matmul.float64\]"):
+    with pytest.raises(
+        UsageError, match=r"device 'h100-sxm5-80gb': No matmul rate for float64.*, or add \[device.matmul.float64\]"
+    ):
         api.search(doubled, cluster="h100-sxm5-80gb:1x4", global_batch_size=16, precision="fp64")

@@ -327,26 +327,6 @@ def shared(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_processes_that_die_give_the_plan_of_one(graph: Graph, planner: Planner, alone: Plan, tmp_path: Path) -> None:
-    """One process is killed with its first claim, one as it would tell of it; four others leave nothing better to find.
-
-    Bounds that were found together say within their precision which candidates come next: one that is as near to the best
-    may be looked at once more, and is told slow.
-    """
-    url = f"sqlite:///{tmp_path / 'study.db'}"
-    assert work_in_processes(planner, url, [1, 2]) == [-signal.SIGKILL, -signal.SIGKILL]
-    states = [trial.state for trial in trials_of(url)]
-    assert states.count(TrialState.RUNNING) == 2
-    assert set(states) <= {TrialState.RUNNING, TrialState.WAITING}
-    assert work_in_processes(planner, url, [0] * 4) == [0] * 4
-    before = trials_of(url)
-    assert all(trial.state.is_finished() for trial in before)
-    assert same(search(graph, storage=url), alone)
-    assert all(trial.state == TrialState.PRUNED for trial in trials_of(url)[len(before) :])
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_processes_with_a_sampler_give_the_plan_of_one_and_survive_deaths(graph: Graph, shared: str) -> None:
     """A search that asks a sampler and ends before bounds say that it may; two processes die."""
     planner = Planner(task_of(graph, space=with_sampler(load_space("default"), "tpe"), sampler_seed=3))

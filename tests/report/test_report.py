@@ -3,7 +3,6 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import pytest
 from hypothesis import given, settings
@@ -53,33 +52,21 @@ def test_any_plan_prints_within_the_width(plan: Plan) -> None:
     ] == []  # some characters have no width
 
 
-class _Tags(HTMLParser):
-    VOID = frozenset({"meta"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append(tag)
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 def test_page_is_whole_and_escapes_names() -> None:
     script = "<script>alert(1)</script>"
     shared = replace(single_plan(), groups=(RankGroup(start=0, stop=1, device=script),), data_shares=(1,))
     assert "<script" not in render_html(shared)
     page = render_html(replace(llama_plan(), pins=(script,)))
-    tags = _Tags()
-    tags.feed(page)
-    assert tags.open == []
-    assert "script" not in tags.seen
-    assert tags.seen.count("rect") == len(timeline(llama_plan()))
+    tags, unclosed = re.findall(r"<(/?)(\w+)[^>]*?(/?)>", page), list[str]()
+    for end, tag, alone in tags:
+        if end:
+            assert unclosed.pop() == tag
+        elif not alone and tag != "meta":
+            unclosed.append(tag)
+    names = [tag for end, tag, _ in tags if not end]
+    assert unclosed == []
+    assert "script" not in names
+    assert names.count("rect") == len(timeline(llama_plan()))
     assert not re.search(r"(src|href)=|https?://(?!www\.w3\.org)|url\(", page)
 
 

@@ -1,4 +1,5 @@
 import importlib
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,26 +41,31 @@ def made(name: str) -> torch.nn.Module:
     return experts
 
 
-def results(experts: torch.nn.Module) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    hidden, weights = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((12, 8), (12, 2)))
-    indices = torch.rand(12, 3, generator=generator).topk(2).indices  # the last expert has no token
-    given = [x.requires_grad_() for x in (hidden, weights)]
-    experts.zero_grad()
-    found = experts(hidden, indices, weights)
-    found.square().sum().backward()
-    leaves = [*given, *experts.parameters()]
-    return [found.detach(), *(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)]
+def check_swapped(module: torch.nn.Module, call: Callable[..., tuple[Tensor, ...]], *leaves: Tensor) -> None:
+    """With the operator in place of experts a module makes what it made before, with the same gradients."""
+
+    def results() -> list[Tensor]:
+        given = [x.clone().requires_grad_() for x in leaves]
+        module.zero_grad()
+        made = call(*given)
+        sum(x.square().sum() for x in made).backward()
+        every = [*given, *module.parameters()]
+        return [*(x.detach() for x in made), *(torch.zeros_like(x) if x.grad is None else x.grad for x in every)]
+
+    wanted = results()
+    swap_experts(module)
+    for one, other in zip(results(), wanted, strict=True):
+        assert_close(one, other, 1e-12)
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_the_operator_computes_what_the_module_does(name: str) -> None:
     experts = made(name)
     assert str(_form(experts)) == FORMS[name]
-    wanted = results(experts)
-    swap_experts(experts)
-    for one, other in zip(results(experts), wanted, strict=True):
-        assert_close(one, other, 1e-12)
+    generator = torch.Generator().manual_seed(1)
+    hidden, weights = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((12, 8), (12, 2)))
+    indices = torch.rand(12, 3, generator=generator).topk(2).indices  # the last expert has no token
+    check_swapped(experts, lambda x, w: (experts(x, indices, w),), hidden, weights)
 
 
 @pytest.mark.parametrize(
@@ -86,17 +92,5 @@ def test_scores_on_what_goes_in_choose_the_experts_of_llama_4() -> None:
     mixture = modeling.Llama4TextMoe(config).double()
     for parameter in mixture.parameters():
         torch.nn.init.normal_(parameter)
-    x = torch.randn(2, 6, 8, dtype=torch.float64)
-
-    def outcome() -> list[Tensor]:
-        mixture.zero_grad()
-        given = x.clone().requires_grad_()
-        found, logits = mixture(given)
-        (found.square().sum() + logits.sum()).backward()
-        return [found.detach(), logits.detach(), given.grad, *(p.grad for p in mixture.parameters())]
-
-    wanted = outcome()
-    swap_experts(mixture)
+    check_swapped(mixture, mixture, torch.randn(2, 6, 8, dtype=torch.float64))
     assert "forward" in vars(mixture)
-    for one, other in zip(outcome(), wanted, strict=True):
-        assert_close(one, other, 1e-12)

@@ -13,32 +13,25 @@ from tests.support.lower import unusual as u
 from tests.support.small_models import model_of
 
 
+def noted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, said: Callable[[Any], Any]) -> list[Any]:
+    """What is said of the first argument of each call of a function."""
+    found: list[Any] = []
+    usual = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda first, *args: (found.append(said(first)), usual(first, *args))[1])
+    return found
+
+
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the regions whose samples are tried."""
-    names: list[str] = []
-    usual = opaque_trials._samples
-
-    def noted(trial: Any, *args: Any) -> Any:
-        names.append(trial.region.name)
-        return usual(trial, *args)
-
-    monkeypatch.setattr(opaque_trials, "_samples", noted)
-    return names
+    return noted(monkeypatch, opaque_trials, "_samples", lambda trial: trial.region.name)
 
 
 @pytest.fixture
 def examined(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Names of the regions that are run, with the lengths of their first inputs."""
-    names: list[tuple[str, int]] = []
-    usual = opaque_probe.examine
-
-    def noted(subject: Any, *args: Any) -> Any:
-        names.append((subject.region.name, subject.inputs[0].shape[0]))
-        return usual(subject, *args)
-
-    monkeypatch.setattr(opaque_probe, "examine", noted)
-    return names
+    said = lambda subject: (subject.region.name, subject.inputs[0].shape[0])
+    return noted(monkeypatch, opaque_probe, "examine", said)
 
 
 def regions_of(graph: Graph) -> list[Region]:

@@ -27,27 +27,18 @@ def described(graph: Graph) -> list[str]:
     return [*map(str, parts), *held, str(graph.loss), graph.fingerprint, *graph.notes, graph.name, str(graph.exact)]
 
 
-class Statistics(nn.Module):
+def _statistics(self: Any, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     """Changes buffers, so that its program is decomposed, that of its outputs too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fold, self.norm, self.out = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 5)
-
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        h = self.norm(self.fold(x)).relu()
-        features = functional.adaptive_avg_pool2d(h, 1).view(h.shape[0], -1)
-        early = functional.layer_norm(features.view(-1, 2, 4), (4,)).view(-1, 8)
-        logits = self.out(features.flatten(1))
-        return {
-            "loss": functional.cross_entropy(logits, y),
-            "early": early,
-            "shares": functional.softmax(logits, -1),
-            "unit": functional.normalize(features, dim=-1),
-        }
-
-    def make_batch(self, samples: int) -> dict[str, Tensor]:
-        return {"x": torch.randn(samples, 3, 8, 8), "y": torch.arange(samples)}
+    h = self.norm(self.fold(x)).relu()
+    features = functional.adaptive_avg_pool2d(h, 1).view(h.shape[0], -1)
+    early = functional.layer_norm(features.view(-1, 2, 4), (4,)).view(-1, 8)
+    logits = self.out(features.flatten(1))
+    return {
+        "loss": functional.cross_entropy(logits, y),
+        "early": early,
+        "shares": functional.softmax(logits, -1),
+        "unit": functional.normalize(features, dim=-1),
+    }
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *OWN, "statistics"])
@@ -60,7 +51,8 @@ def test_the_graph_is_what_it_is_without_outputs(kind: str, monkeypatch: pytest.
             return trace(model, (), batch)
         if kind in OWN:
             return trace(OWN[kind].build(), kwargs=OWN[kind].make_batch(2))
-        return trace(Statistics(), kwargs=Statistics().make_batch(4))
+        model = model_of(_statistics, fold=nn.Conv2d(3, 8, 3), norm=nn.BatchNorm2d(8), out=nn.Linear(8, 5))
+        return trace(model, kwargs={"x": torch.randn(4, 3, 8, 8), "y": torch.arange(4)})
 
     found = traced()
     with monkeypatch.context() as patched:
@@ -83,35 +75,31 @@ class Point(NamedTuple):
     label: str
 
 
-class Odd(nn.Module):
-    """Returns what is no tensor beside what is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.unused = nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Any]:
-        h = self.inner(x)
-        loss = (h - y).square().mean()
-        return {
-            "loss": loss,
-            "h": h,
-            "same": h,
-            "point": Point(h.relu(), "here"),
-            "count": x.shape[0],
-            "half": x.shape[0] / 2,
-            "name": "odd",
-            "object": object(),
-            "unused": self.unused(h),
-            "noise": torch.rand_like(h),
-            "error": (h.detach() - y).abs().sum() / x.shape[0],
-            "past_key_values": (h, h),
-            "given": x,
-        }
+def _odd(self: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
+    """What is no tensor beside what is."""
+    h = self.inner(x)
+    loss = (h - y).square().mean()
+    return {
+        "loss": loss,
+        "h": h,
+        "same": h,
+        "point": Point(h.relu(), "here"),
+        "count": x.shape[0],
+        "half": x.shape[0] / 2,
+        "name": "odd",
+        "object": object(),
+        "unused": self.unused(h),
+        "noise": torch.rand_like(h),
+        "error": (h.detach() - y).abs().sum() / x.shape[0],
+        "past_key_values": (h, h),
+        "given": x,
+    }
 
 
 def test_what_is_kept_of_a_structure() -> None:
-    odd = outputs_of(Odd(), x=torch.randn(2, 4), y=torch.randn(2, 4))
+    odd = outputs_of(
+        model_of(_odd, inner=nn.Linear(4, 4), unused=nn.Linear(4, 2)), x=torch.randn(2, 4), y=torch.randn(2, 4)
+    )
     places = dict(zip(odd.structure.names, odd.structure.items, strict=True))
     assert places["loss"].kind == "loss"
     assert places["same"].index == places["h"].index

@@ -110,16 +110,13 @@ def test_stages_hold_every_block_once(layers: int, stages: int) -> None:
     inner = [size - (i == 0) - (i == stages - 1) for i, size in enumerate(sizes)]
     assert sum(inner) == layers
     assert min(inner[1:-1], default=1) >= 1
+    if (layers, stages) == (78, 12):
+        assert sizes[-1] == 2  # one layer and the head: BigScience, chronicles-prequel.md
 
 
 @pytest.mark.parametrize("layers", [2, 3])
 def test_embedding_and_head_may_be_stages_of_their_own(tmp_path: Path, layers: int) -> None:
     assert read_runs(_with(tmp_path, "layers", f"{layers}", row=6))[4].layers == layers  # of four stages
-
-
-def test_an_uneven_model_leaves_the_last_stage_what_is_left() -> None:
-    stops = stage_stops(78, 12, 80)
-    assert stops[-1] - stops[-2] == 2  # one layer and the head: BigScience, chronicles-prequel.md
 
 
 FAULTS = {
