@@ -247,6 +247,7 @@ def _is_cheap(target: str) -> bool:
 OPAQUE = "autopar.opaque"
 """The target of the operator that runs a region of code that is not traced."""
 _OPAQUE_NOTE = "opaque, whole on every rank of tp and cp and of a cost that is known roughly: "
+_WHOLE = "the whole model"
 _MIXED = "; its samples are not known to be apart: "
 """The beginnings of the parts of a note. :func:`why_opaque` finds the parts by them."""
 
@@ -265,7 +266,7 @@ def opaque_notes(graph: Graph, reasons: Mapping[str, str]) -> tuple[str, ...]:
         why = reasons.get(
             name, "an export would drop its own backward, which is not what autograd makes of its forward"
         )
-        groups.setdefault((why, region.why), []).append(name)
+        groups.setdefault((why, region.why), []).append(name or _WHOLE)
     return tuple(
         f"{_OPAQUE_NOTE}{some(names)}; {why}" + (f"{_MIXED}{why_mixed}" if why_mixed else "")
         for (why, why_mixed), names in groups.items()
@@ -276,6 +277,6 @@ def why_opaque(notes: Sequence[str], name: str) -> str:
     """Return why the region ``name`` is opaque according to the notes of :func:`opaque_notes`; empty if none of them names it."""
     for note in notes:
         names, _, why = note.removeprefix(_OPAQUE_NOTE).partition("; ")
-        if note.startswith(_OPAQUE_NOTE) and name in names.split(" and ")[0].split(", "):
+        if note.startswith(_OPAQUE_NOTE) and (name or _WHOLE) in names.split(" and ")[0].split(", "):
             return why.partition(_MIXED)[0]
     return ""

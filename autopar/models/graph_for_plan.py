@@ -123,7 +123,8 @@ def trace_model(
         if is_cast or precision.compute != "float32":
             inputs = _mapped(lambda value: value.to(dtype) if value.is_floating_point() else value, inputs)
         args, kwargs = ((), inputs) if isinstance(inputs, dict) else (tuple(inputs), {})
-        return trace(model, args, kwargs, name=name, loss_fn=loss_fn, opaque=opaque, exact=samples is not None)
+        is_exact, examples = samples is not None, _plain(batch)
+        return trace(model, args, kwargs, name=name, loss_fn=loss_fn, opaque=opaque, examples=examples, exact=is_exact)
 
     return trace_at(None) if global_batch_size is None else for_batch(trace_at, global_batch_size, samples_apart)
 

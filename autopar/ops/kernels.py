@@ -92,6 +92,10 @@ class Region:
         splits: the dims of inputs (None: not split) and of outputs that count samples. None if the halves of a batch do not give the halves
             of the result and of every gradient; ``why`` has the reason.
         is_linear_backward: whether the gradients of a sum of losses are the sums of their gradients.
+        is_loss: whether it is a whole model, of which the graph has the scalar loss alone. If :attr:`splits` is not None the region
+            returns the loss once for each of its samples, and the loss of a batch is the mean of these by the samples' weights.
+        weight: the weight of a sample in that mean, if they are not equal: how many elements of input ``weight[0]``, from position
+            ``weight[2]`` of dim 1 on, differ from the number ``weight[1]``.
         flops, backward_flops, saved_bytes: measured once, for ``numel`` elements of input; 0 if they are not known.
     """
 
@@ -105,6 +109,8 @@ class Region:
     splits: tuple[tuple[int | None, ...], tuple[int, ...]] | None
     why: str
     is_linear_backward: bool
+    is_loss: bool = False
+    weight: tuple[int, int, int] | None = None
     flops: float = 0.0
     backward_flops: float = 0.0
     saved_bytes: int = 0

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.errors import AutoparError, InternalError, RuntimeMismatchError
+from autopar.errors import AutoparError, InternalError, RuntimeMismatchError, TraceError
 from autopar.ops.kernels import MODULE, Region, region_of
 from autopar.ops.seeded import Salt, seeded
 from autopar.util.formatting import some
@@ -291,13 +291,58 @@ def run(
     parameters: Sequence[Tensor],
     buffers: Sequence[Tensor],
 ) -> Any:
-    """Call the code of a region once; return its result."""
+    """Call the code of a region once; return its result, which is the loss of a whole model, once for each sample if these are apart."""
     tensors, constants = iter(inputs), dict(region.constants)
     tree = pytree.treespec_loads(region.tree)
     leaves = [constants[i] if i in constants else next(tensors) for i in range(len(constants) + len(inputs))]
     args, kwargs = pytree.tree_unflatten(leaves, tree)
     state = dict(zip((*region.parameters, *region.buffers), (*parameters, *buffers), strict=True))
-    return call(state, tuple(args), kwargs)
+    output = call(state, tuple(args), kwargs)
+    if not region.is_loss:
+        return output
+    loss = pick_loss(output, region.name)
+    if region.splits is None:
+        return loss
+    return loss.expand(next(x.shape[d] for x, d in zip(inputs, region.splits[0], strict=True) if d is not None))
+
+
+def pick_loss(output: Any, place: str) -> Tensor:
+    """Return the loss in what a model returns: its entry or attribute ``loss``, or else the first floating-point scalar in it.
+
+    Args:
+        output: is what the model, or its ``loss_fn``, returns.
+        place: is named in errors.
+
+    Raises:
+        TraceError: there is no such scalar, or ``output`` is a mapping with several that have a gradient and none is called ``loss``.
+    """
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    leaves = [named] if isinstance(named, Tensor) else pytree.tree_leaves(output)
+    scalars = [v for v in leaves if isinstance(v, Tensor) and v.dim() == 0 and v.is_floating_point()]
+    if isinstance(output, Mapping) and not isinstance(named, Tensor):
+        learned = {
+            key: v for key, v in output.items() if any(v is scalar and scalar.requires_grad for scalar in scalars)
+        }
+        if len(learned) > 1:
+            raise TraceError(
+                f"The model returns several losses ({', '.join(map(str, learned))}), and none is called loss",
+                where=place,
+                fix="Say how they make one: return their sum as loss, or give "
+                f"loss_fn=lambda output, batch: {' + '.join(f'output[{key!r}]' for key in learned)}",
+            )
+    if scalars:
+        return scalars[0]
+    shapes = [
+        str(tuple(leaf.shape)) + ("" if leaf.is_floating_point() else f" in {str(leaf.dtype).removeprefix('torch.')}")
+        for leaf in leaves
+        if isinstance(leaf, Tensor)
+    ]
+    raise TraceError(
+        "The model returns no scalar loss",
+        where=place,
+        got=f"outputs of shape {', '.join(shapes)}" if shapes else f"a {type(output).__name__} without tensors",
+        fix="Add labels to the example inputs, return the loss, or give loss_fn=lambda output, batch: ...",
+    )
 
 
 def tensors_of(output: Any) -> tuple[Tensor, ...]:

@@ -25,6 +25,7 @@ FAILURES = (
     LookupError,
     NameError,
     RuntimeError,
+    StopIteration,
     TypeError,
     UserWarning,
     ValueError,

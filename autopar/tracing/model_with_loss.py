@@ -1,26 +1,24 @@
 """The module that is exported: a copy of the user's model on fake tensors, in which experts are one operator, and which returns its loss first.
 
 :func:`fake_copy` makes the copy, and :class:`ModelWithLoss` calls it and its ``loss_fn`` on a batch whose entries come by name.
-:func:`pick_loss` says which of the values that a model returns is its loss.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from autopar import nn
 from autopar.errors import TraceError
 from autopar.ops.kernels import Form
-from autopar.ops.opaque import trained_copy
+from autopar.ops.opaque import pick_loss, trained_copy
 from autopar.tracing.batch import arguments
 from autopar.tracing.failures import FAILURES, not_copied
 from autopar.tracing.forms.layers import swap_norms
@@ -92,45 +90,6 @@ def check_loss_function(loss_fn: LossFunction | None) -> None:
         ) from None
     except ValueError:  # the signature of a builtin is not known
         return
-
-
-def pick_loss(output: Any, place: str) -> torch.Tensor:
-    """Return the loss in what a model returns: its entry or attribute ``loss``, or else the first floating-point scalar in it.
-
-    Args:
-        output: is what the model, or its ``loss_fn``, returns.
-        place: is named in errors.
-
-    Raises:
-        TraceError: there is no such scalar, or ``output`` is a mapping with several that have a gradient and none is called ``loss``.
-    """
-    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    leaves = [named] if isinstance(named, torch.Tensor) else pytree.tree_leaves(output)
-    scalars = [v for v in leaves if isinstance(v, torch.Tensor) and v.dim() == 0 and v.is_floating_point()]
-    if isinstance(output, Mapping) and not isinstance(named, torch.Tensor):
-        learned = {
-            key: v for key, v in output.items() if any(v is scalar and scalar.requires_grad for scalar in scalars)
-        }
-        if len(learned) > 1:
-            raise TraceError(
-                f"The model returns several losses ({', '.join(map(str, learned))}), and none is called loss",
-                where=place,
-                fix="Say how they make one: return their sum as loss, or give "
-                f"loss_fn=lambda output, batch: {' + '.join(f'output[{key!r}]' for key in learned)}",
-            )
-    if scalars:
-        return scalars[0]
-    shapes = [
-        str(tuple(leaf.shape)) + ("" if leaf.is_floating_point() else f" in {str(leaf.dtype).removeprefix('torch.')}")
-        for leaf in leaves
-        if isinstance(leaf, torch.Tensor)
-    ]
-    raise TraceError(
-        "The model returns no scalar loss",
-        where=place,
-        got=f"outputs of shape {', '.join(shapes)}" if shapes else f"a {type(output).__name__} without tensors",
-        fix="Add labels to the example inputs, return the loss, or give loss_fn=lambda output, batch: ...",
-    )
 
 
 def fake_copy(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:

@@ -26,14 +26,20 @@ from autopar.graph.graph import TensorSpec
 from autopar.ops.kernels import Region
 from autopar.ops.opaque import run, tensors_of
 from autopar.tracing.failures import FAILURES
+from autopar.tracing.modes import in_double
 from autopar.tracing.opaque_trials import (
     DRAWS,
     Call,
     Samples,
     Subject,
     Unclear,
+    are_close,
     gradients_of,
     is_integer,
+    is_linear,
+    joined_gradients,
+    outcome_of,
+    output_gradient,
     samples_apart,
 )
 from autopar.util.formatting import some
@@ -92,9 +98,156 @@ def examine(subject: Subject, batch_size: int, known: dict[object, Samples]) -> 
         with _onednn_for_half_precision(subject):
             subject, output = _run(subject)
     except FAILURES as error:
+        if subject.examples:
+            raise Unclear(f"on its example inputs it raised {type(error).__name__}: {first_line(error)}") from error
         return _on_fake(subject, f"on random inputs it raised {type(error).__name__}: {first_line(error)}")
+    if subject.region.is_loss:
+        return loss_apart(subject, batch_size), _without_values(output)
     splits, why, is_linear = samples_apart(subject, batch_size, known)
     return replace(subject.region, splits=splits, why=why, is_linear_backward=is_linear), _without_values(output)
+
+
+def loss_apart(subject: Subject, batch_size: int) -> Region:
+    """Return the region of a whole model, completed by how the loss of a batch is made of those of its halves.
+
+    It is tried whether the losses and gradients of two batches have the mean that those of both together are, with equal weights or
+    with the counts of elements that are not ignored. Which elements those may be is tried by putting numbers that code commonly
+    ignores, or that the model has as identifiers, at random places of each input.
+    """
+    why = ""
+    for context, trial in ((in_double(), subject.wide()), (nullcontext(), subject)):
+        try:
+            with context:
+                return replace(subject.region, **_loss_apart(trial, batch_size))
+        except (Unclear, *FAILURES) as error:
+            why = why or first_line(error)
+    return replace(subject.region, splits=None, why=why, is_linear_backward=False)
+
+
+def _loss_apart(trial: Subject, batch_size: int) -> dict[str, Any]:
+    """Do the work of :func:`loss_apart` in the dtypes of ``trial``; the result has fields of the region.
+
+    Raises:
+        Unclear, FAILURES: the model does not run in these dtypes.
+    """
+    inputs = trial.draw(1)
+    outcome = outcome_of(trial, inputs, seed=1)
+    if not are_close(outcome.outputs, outcome_of(trial, inputs, seed=2).outputs):
+        return {"why": "it draws random numbers of its own", "is_linear_backward": is_linear(trial, inputs, outcome)}
+    linear = {"is_linear_backward": is_linear(trial, inputs, outcome)}
+    dims = tuple(0 if spec.shape[:1] == (batch_size,) else None for spec in trial.inputs)
+    weights: list[Weight | None] = [None, *_weights(trial, dims)]
+    for number in range(DRAWS):
+        both = trial.draw(number, dims)
+        whole, *parts = (outcome_of(trial, x, seed=3) for x in (both, *_halves(both, dims)))
+        values = [[loss := o.outputs[0], joined_gradients(o)[0] / output_gradient(loss)] for o in (whole, *parts)]
+        weights = _fitting(weights, both, dims, values)
+    for both in _unusual(trial, dims):
+        try:
+            with torch.no_grad():
+                values = [list(tensors_of(trial.run(x))) for x in (both, *_halves(both, dims))]
+        except (Unclear, *FAILURES):  # no number for this input
+            continue
+        if all(loss.isfinite() for row in values for loss in row):
+            weights = _fitting(weights, both, dims, values)
+    if not weights:
+        return linear | {"why": "the loss of a batch is not the mean of those of its halves"}
+    ((_, dtype, flows),) = trial.region.outputs
+    outputs = (((batch_size,), dtype, flows),)
+    return linear | {"splits": (dims, (0,)), "outputs": outputs, "weight": weights[0]}
+
+
+Weight: TypeAlias = tuple[int, int, int]
+"""The weight of a sample in the loss of a batch (:attr:`Region.weight`)."""
+
+_IGNORED = (-100, -1, 0, 1, 2)
+"""Numbers that code commonly leaves out of a loss: torch's ignored class, and identifiers of padding."""
+
+
+def weights_of(weight: Weight, inputs: Sequence[Tensor]) -> Tensor:
+    """Return the weight of each sample (:attr:`Region.weight`), for inputs whose samples lie along dim 0."""
+    number, ignored, start = weight
+    counted = inputs[number] != ignored
+    return counted[:, start:].flatten(1).sum(1) if counted.dim() > 1 else counted.to(torch.int64)
+
+
+def _ignored_in(trial: Subject, spec: TensorSpec) -> tuple[int, ...]:
+    """Return the numbers in an input that a loss may leave out."""
+    if not is_integer(spec):
+        return (0,)
+    module = getattr(trial.call, "module", torch.nn.Identity())
+    places = [
+        vars(place) for m in module.modules() for place in (m, getattr(m, "config", None)) if hasattr(place, "__dict__")
+    ]
+    names = {
+        value
+        for place in places
+        for name, value in place.items()
+        if type(value) is int and name.endswith(("_id", "index", "_idx"))
+    }
+    return (*_IGNORED, *sorted(names - set(_IGNORED)))
+
+
+def _weights(trial: Subject, dims: Sequence[int | None]) -> list[Weight]:
+    """Return the weights that samples may have, with those of all positions and of all but the first one of each input."""
+    return [
+        (i, ignored, start)
+        for i, (spec, dim) in enumerate(zip(trial.inputs, dims, strict=True))
+        if dim is not None
+        for ignored in _ignored_in(trial, spec)
+        for start in range(min(len(spec.shape), 2))
+    ]
+
+
+def _unusual(trial: Subject, dims: Sequence[int | None]) -> Iterator[list[Tensor]]:
+    """Yield batches, each two in a row, which the model may refuse.
+
+    The numbers of some are random, with another mean and scale in each half. In the first half of others, half of the elements of one
+    input are a number that code may ignore.
+    """
+    pairs = zip(trial.examples, trial.inputs, strict=True)
+    examples = tuple(None if spec.dtype.is_floating_point else value for value, spec in pairs)
+    if examples != trial.examples:
+        yield from (replace(trial, examples=examples).draw(number, dims) for number in range(DRAWS))
+    generator = torch.Generator().manual_seed(0)
+    for i, (spec, dim) in enumerate(zip(trial.inputs, dims, strict=True)):
+        for ignored in () if dim is None else _ignored_in(trial, spec):
+            both = [x.detach() for x in trial.draw(1, dims)]
+            half = both[i][: both[i].shape[0] // 2]
+            half[torch.rand(half.shape, generator=generator) < 0.5] = ignored
+            yield both
+
+
+def _halves(both: Sequence[Tensor], dims: Sequence[int | None]) -> list[list[Tensor]]:
+    """Return the two halves of two batches in a row."""
+    pairs = [(x, x) if d is None else x.detach().chunk(2) for x, d in zip(both, dims, strict=True)]
+    return [[pair[half] for pair in pairs] for half in (0, 1)]
+
+
+def _fitting(
+    weights: Sequence[Weight | None],
+    both: Sequence[Tensor],
+    dims: Sequence[int | None],
+    values: Sequence[Sequence[Tensor]],
+) -> list[Weight | None]:
+    """Return those of ``weights`` with which the values of a batch are the mean of those of its halves.
+
+    Args:
+        both: the inputs of the batch.
+        values: the values of the batch and of its two halves.
+    """
+    found = []
+    for weight in weights:
+        counts = (
+            [1.0, 1.0] if weight is None else [float(weights_of(weight, half).sum()) for half in _halves(both, dims)]
+        )
+        if min(counts) <= 0:
+            continue
+        whole, *parts = values
+        means = [(counts[0] * a + counts[1] * b) / sum(counts) for a, b in zip(*parts, strict=True)]
+        if are_close(means, list(whole)):
+            found.append(weight)
+    return found
 
 
 @contextmanager

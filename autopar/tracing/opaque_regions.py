@@ -27,6 +27,7 @@ from autopar.graph.graph import TensorSpec
 from autopar.ops.kernels import FUNCTION, MODULE, Region
 from autopar.ops.opaque import load_function, of_function, stateless
 from autopar.tracing import opaque_probe, opaque_trials
+from autopar.tracing.batch import arguments
 from autopar.tracing.failures import FAILURES
 from autopar.tracing.opaque_probe import Examined
 from autopar.tracing.opaque_trials import Samples
@@ -69,7 +70,9 @@ def paths_of(model: torch.nn.Module, names: Sequence[str]) -> dict[str, None]:
 
 
 def outermost(paths: Collection[str]) -> tuple[str, ...]:
-    """Return the paths that lie inside none of the others."""
+    """Return the paths that lie inside none of the others; all lie inside the empty one, the model itself."""
+    if "" in paths:
+        return ("",)
     return tuple(p for p in paths if not any(p.startswith(f"{other}.") for other in paths))
 
 
@@ -96,6 +99,8 @@ class Regions:
         batch_size: the number of samples in the traced batch.
         known: what is known of regions. It grows.
         modes: the function modes in which the caller has started the trace, such as one for float64. Regions are run in them.
+        examples: the example inputs by name, with values, for a model that becomes a region as a whole.
+        gives_loss: whether the model itself returns the loss, and not a ``loss_fn``.
         known_at: for a pass that needs only the shapes of outputs, a smaller batch size at which the regions were examined, which
             divides :attr:`batch_size`. None: regions are examined at :attr:`batch_size`.
     """
@@ -103,6 +108,8 @@ class Regions:
     model: torch.nn.Module
     batch_size: int
     known: KnownRegions
+    examples: Mapping[str, Any] = field(default_factory=dict)
+    gives_loss: bool = True
     modes: list[TorchFunctionMode] = field(default_factory=_get_current_function_mode_stack)
     known_at: int | None = None
 
@@ -122,12 +129,24 @@ class Regions:
         try:
             state = dict(module.named_parameters()), dict(module.named_buffers())
             draft, inputs = _draft(MODULE, path, args, kwargs, state)
-            examined = self._known_or_examined(path, draft, inputs, partial(self._examine_module, original))
+            draft = replace(draft, is_loss=not path and self.gives_loss)
+            values = () if path else self._examples_for(original, args, kwargs)
+            examined = self._known_or_examined(path, draft, inputs, partial(self._examine_module, original, values))
             assert examined is not None
             region, output = examined
         except (opaque_trials.Unclear, *FAILURES) as error:
             raise _refused(path, original, error) from error
-        return _emit(region, inputs, state, output)
+        result = _emit(region, inputs, state, output)
+        return _mean_loss(region, inputs, result) if region.is_loss and region.splits is not None else result
+
+    def _examples_for(
+        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Return the values of the tensors among the arguments of a call of the whole model; None for those without values."""
+        names = arguments(model.forward, self.examples)[0]
+        given = ([self.examples[name] for name in names], {key: self.examples[key] for key in kwargs})
+        leaves = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+        return tuple(None if leaf.is_meta else leaf for leaf in leaves)
 
     @contextmanager
     def autograd_functions(self) -> Iterator[None]:
@@ -229,7 +248,13 @@ class Regions:
             return None
         return opaque_probe.examine(subject, self.batch_size, self.known.samples)
 
-    def _examine_module(self, original: torch.nn.Module, draft: Region, inputs: tuple[TensorSpec, ...]) -> Examined:
+    def _examine_module(
+        self,
+        original: torch.nn.Module,
+        examples: tuple[torch.Tensor | None, ...],
+        draft: Region,
+        inputs: tuple[TensorSpec, ...],
+    ) -> Examined:
         """Return the complete region of a module of the user's model. This must not run in the modes of the trace."""
         torch.default_generator.manual_seed(0)
         call = stateless(original, self.model)
@@ -241,6 +266,7 @@ class Regions:
             region=draft,
             call=call,
             inputs=inputs,
+            examples=tuple(None if value is None else value.detach().cpu() for value in examples),
             parameters=tuple(value(p).requires_grad_(p.requires_grad) for p in original.parameters()),
             buffers=tuple(map(value, original.buffers())),
         )
@@ -325,6 +351,17 @@ def _emit(region: Region, inputs: list[torch.Tensor], state: _State, output: Any
     return pytree.tree_unflatten([next(results) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], tree)
 
 
+def _mean_loss(region: Region, inputs: Sequence[torch.Tensor], losses: torch.Tensor) -> torch.Tensor:
+    """Return the loss of the batch from the losses of its samples, which are those of the batches that ranks run.
+
+    A rank whose samples have no weight has no finite loss, which does not count.
+    """
+    if region.weight is None:
+        return losses.mean()
+    weights = opaque_probe.weights_of(region.weight, inputs).to(losses.dtype)
+    return torch.where(weights > 0, losses * weights, torch.zeros_like(losses)).sum() / weights.sum()
+
+
 def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
     for subclass in cls.__subclasses__():
         yield subclass
@@ -359,7 +396,7 @@ def _refused(path: str, module: torch.nn.Module, error: BaseException) -> Region
     kind = "" if isinstance(error, opaque_trials.Unclear) else f"{type(error).__name__}: "
     refused = RegionError(
         "The module cannot run as it is written (opaque)",
-        where=f"{path} ({type(module).__name__})",
+        where=f"{path or 'the whole model'} ({type(module).__name__})",
         got=error.short if isinstance(error, AutoparError) else f"{kind}{error}",
         fix="Name a module around it with opaque=, or change it so that it can be traced",
     )

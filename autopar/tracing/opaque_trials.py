@@ -58,6 +58,8 @@ class Subject:
         span: random inputs lie between 0 and this number. None: they are normally distributed. Some code is defined only for inputs in
             such a range, for example roots, logarithms and arc cosines.
         least: the smallest random integer. It is 1 for code that refuses 0, such as lengths of sequences.
+        examples: values of inputs as the user gave them, of some samples in dim 0, or None for an input that is random. A whole model
+            is tried on these, since it may accept few others.
     """
 
     region: Region
@@ -67,6 +69,7 @@ class Subject:
     buffers: tuple[Tensor, ...]
     span: float | None = None
     least: int = 0
+    examples: tuple[Tensor | None, ...] = ()
 
     def wide(self) -> Subject:
         """Return the subject in float64."""
@@ -93,8 +96,12 @@ class Subject:
         generator = torch.Generator().manual_seed(number)
         scale = 10.0 ** (number % 4 - 1)
         inputs = []
-        for spec, dim in zip(self.inputs, dims or (None,) * len(self.inputs), strict=True):
+        given = self.examples or (None,) * len(self.inputs)
+        for spec, example, dim in zip(self.inputs, given, dims or (None,) * len(self.inputs), strict=True):
             shape = [2 * n if d == dim else n for d, n in enumerate(spec.shape)]
+            if example is not None:
+                inputs.append(_drawn(example, shape, number).to(spec.dtype))
+                continue
             if not spec.dtype.is_floating_point:
                 lowest = self.least if is_integer(spec) else 0
                 inputs.append(torch.randint(lowest, lowest + 2, shape, generator=generator).to(spec.dtype))
@@ -113,9 +120,26 @@ class Subject:
         return run(self.region, self.call, inputs, self.parameters, [b.clone() for b in self.buffers])
 
 
+def _drawn(example: Tensor, shape: Sequence[int], number: int) -> Tensor:
+    """Return samples of an example, in another order for each ``number`` other than 0, which is the same for all inputs.
+
+    The second half of numbers other than zeros and ones is half as large.
+    """
+    if example.shape == torch.Size(shape) and not number:
+        return example.clone()
+    if example.dim() == 0 or example.shape[1:] != torch.Size(shape[1:]):
+        return example.clone()
+    order = torch.randint(example.shape[0], shape[:1], generator=torch.Generator().manual_seed(number))
+    drawn = example[order if number else torch.arange(shape[0]) % example.shape[0]]
+    if number and drawn.is_floating_point() and not ((drawn == 0) | (drawn == 1)).all():
+        drawn[shape[0] // 2 :] *= 0.5
+    return drawn
+
+
 def outcome_of(subject: Subject, inputs: Sequence[Tensor], *, seed: int, factor: float = 1.0) -> Outcome:
     """Run the region on ``inputs`` with random numbers from ``seed``, and its backward as :func:`gradients_of` does."""
-    leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+    is_whole = bool(subject.examples)  # a batch requires no gradients
+    leaves = [x.detach().requires_grad_(x.is_floating_point() and not is_whole) for x in inputs]
     torch.default_generator.manual_seed(
         seed
     )  # that of the CPU, where trials run; the generators of devices are the user's
@@ -125,17 +149,17 @@ def outcome_of(subject: Subject, inputs: Sequence[Tensor], *, seed: int, factor:
 
 
 def gradients_of(outputs: Sequence[Tensor], sources: Sequence[Tensor], factor: float = 1.0) -> list[Tensor]:
-    """Return the gradients of ``sources``, or zeros, if those of ``outputs`` are ``factor`` times :func:`_output_gradient`."""
+    """Return the gradients of ``sources``, or zeros, if those of ``outputs`` are ``factor`` times :func:`output_gradient`."""
     differentiable = [y for y in outputs if y.requires_grad]
     trained = [x for x in sources if x.requires_grad]
     if not differentiable or not trained:
         return [torch.zeros_like(x) for x in sources]
-    output_gradients = [factor * _output_gradient(y.detach()) for y in differentiable]
+    output_gradients = [factor * output_gradient(y.detach()) for y in differentiable]
     gradients = iter(torch.autograd.grad(differentiable, trained, output_gradients, materialize_grads=True))
     return [next(gradients) if x.requires_grad else torch.zeros_like(x) for x in sources]
 
 
-def _output_gradient(y: Tensor) -> Tensor:
+def output_gradient(y: Tensor) -> Tensor:
     """Return a gradient for the output ``y``. Each element depends on that of ``y`` only, so that halves of a batch get the same."""
     return 0.5 + y / (1.0 + y.abs())
 
@@ -297,7 +321,7 @@ def _samples(trial: Subject, inputs: Sequence[Tensor], outcome: Outcome, batch_s
         is_random = are_close(outcome.outputs, again.outputs)
         why = "it draws random numbers of its own" if is_random else "it gives other results on the same inputs"
         return None, why, False
-    linear = _is_linear(trial, inputs, outcome)
+    linear = is_linear(trial, inputs, outcome)
     why = ""  # the reason of the first choice is kept: samples in dim 0 of all inputs that have it are the usual case
     for dims in choices(trial.inputs, batch_size):
         try:
@@ -387,11 +411,21 @@ def _check_halves(
         raise Unclear(f"the {what} of a batch are not those of its halves")
 
 
-def _is_linear(subject: Subject, inputs: Sequence[Tensor], outcome: Outcome) -> bool:
+def joined_gradients(outcome: Outcome) -> list[Tensor]:
+    """Return the gradients of all parameters of a whole model as one vector, so that rounding is compared with the largest of them."""
+    return [torch.cat([torch.zeros(0), *(gradient.flatten() for gradient in outcome.parameter_gradients)])]
+
+
+def _gradients(outcome: Outcome) -> list[Tensor]:
+    return [*outcome.input_gradients, *outcome.parameter_gradients]
+
+
+def is_linear(subject: Subject, inputs: Sequence[Tensor], outcome: Outcome) -> bool:
     """Return whether backward of a multiple of the output gradients gives that multiple of the gradients in ``outcome``."""
-    gradients = [*outcome.input_gradients, *outcome.parameter_gradients]
+    gradients = joined_gradients(outcome) if subject.region.is_loss else _gradients(outcome)
     for factor in (-3.0, 1e4):
         scaled = outcome_of(subject, inputs, seed=1, factor=factor)
-        if not are_close([factor * g for g in gradients], [*scaled.input_gradients, *scaled.parameter_gradients]):
+        others = joined_gradients(scaled) if subject.region.is_loss else _gradients(scaled)
+        if not are_close([factor * g for g in gradients], others):
             return False
     return True

@@ -48,7 +48,7 @@ from autopar.tracing.program_ends import declare, detach_in_no_grad, loss_output
 from autopar.tracing.value_branches import Branches, GuardedClamps, limit_each_sample
 
 
-def trace(
+def trace(  # noqa: PLR0913  what a graph depends on
     model: torch.nn.Module,
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -56,6 +56,7 @@ def trace(
     name: str = "",
     loss_fn: LossFunction | None = None,
     opaque: Sequence[str] = (),
+    examples: Mapping[str, Any] | Sequence[Any] | None = None,
     exact: bool = False,
     repeats: bool = False,
 ) -> Graph:
@@ -71,6 +72,8 @@ def trace(
             ``forward`` does not take are passed to it only.
         opaque: modules to run as they are written, by path, pattern or class name. Each becomes one operator. Modules that cannot be
             traced become opaque too, and a note of the graph says so.
+        examples: example inputs as in ``args`` and ``kwargs``, if these have no values or fewer samples. Their values matter to a model
+            that cannot be traced, and runs as a whole as it is written.
         exact: make a graph for batches of the example's size only. Its numbers may count samples.
         repeats: the model is known to do the same at every step and for every batch size, so that this is not checked.
 
@@ -85,12 +88,14 @@ def trace(
     marks = pins_of(model)
     opaque = (*opaque, *(mark.removeprefix("opaque=") for mark in marks if mark.startswith("opaque=")))
     batch = named_batch(model, args, kwargs or {})
+    given = {} if examples is None else examples
+    values = named_batch(model, *(((), given) if isinstance(given, Mapping) else (tuple(given), {}))) or batch
     paths = paths_of(model, opaque)
     side_effects.check_model(model)
     check_loss_function(loss_fn)
     hooked = dict.fromkeys(side_effects.with_backward_hooks(model), "a hook on gradients, which a trace would lose")
     reasons = hooked | dict.fromkeys(paths, "it was named so")
-    job = _Job(model=model, batch=batch, name=name, loss_fn=loss_fn, reasons=reasons, repeats=repeats)
+    job = _Job(model=model, batch=batch, name=name, loss_fn=loss_fn, reasons=reasons, repeats=repeats, examples=values)
     graph, calls, job = _with_fallback(job)
     if not graph.spec(graph.loss).requires_grad:
         raise TraceError(
@@ -112,6 +117,7 @@ class _Job:
         batch: example inputs by name.
         reasons: says for each opaque module, by path, why it is opaque.
         repeats: steps and batch sizes are not checked.
+        examples: example inputs by name, with values.
         known: what is known of opaque regions. It grows with each export and is shared by all of them.
     """
 
@@ -121,6 +127,7 @@ class _Job:
     loss_fn: LossFunction | None
     reasons: Mapping[str, str]
     repeats: bool
+    examples: Mapping[str, Any]
     known: KnownRegions = field(default_factory=KnownRegions)
 
     @property
@@ -138,7 +145,8 @@ class _UntraceableError(TraceError):
 def _with_fallback(job: _Job) -> tuple[Graph, Sequence[sample_counts.Call], _Job]:
     """Trace a model and make the smallest modules opaque that cannot be traced.
 
-    Every failure costs an export. When a second module of a class fails, all modules of that class become opaque at once.
+    Every failure costs an export. When a second module of a class fails, all modules of that class become opaque at once. The model
+    itself, whose path is empty, becomes one region if nothing smaller can.
 
     Returns:
         The graph, the calls of a step and the job with the opaque modules that it took.
@@ -160,6 +168,10 @@ def _with_fallback(job: _Job) -> tuple[Graph, Sequence[sample_counts.Call], _Job
                 cause, path = causes[path], around(job.model, path)
             if path in job.opaque:  # its code does not run, so the failure is in the call of it
                 path = around(job.model, path)
+            if not path and "" not in job.reasons:
+                causes |= {"": cause}
+                job = replace(job, reasons={"": f"{cause.short} ({cause.fix})"})
+                continue
             if not path or any(path == region or path.startswith(f"{region}.") for region in job.opaque):
                 raise _without_region(cause, error) from error
             reason = f"{cause.short} ({cause.fix})"
@@ -262,7 +274,8 @@ def _faked(
     mode = FakeTensorMode()
     batch, batch_size = fake_batch(job.batch, mode, times)
     wrapper = ModelWithLoss(fake_copy(job.model, mode), batch, job.loss_fn)
-    regions = Regions(job.model, batch_size, job.known, known_at=None if examines else batch_size // times)
+    regions = Regions(job.model, batch_size, job.known, known_at=None if examines else batch_size // times,
+        examples=job.examples, gives_loss=job.loss_fn is None)  # fmt: skip
     regions.swap(wrapper.model, job.opaque)
     with (
         regions.autograd_functions(),
@@ -302,14 +315,14 @@ def _calls_at_twice(job: _Job) -> Sequence[sample_counts.Call]:
 def _within(error: TraceError, path: str) -> TraceError:
     """Return ``error`` as an :class:`_UntraceableError` of the module at ``path``.
 
-    An error in the model itself, whose path is empty, stays a plain :class:`TraceError`, because a whole model cannot be opaque.
+    An error in the model itself, whose path is empty, stays a plain :class:`TraceError` unless the model may run as a whole.
     """
     if isinstance(error, RegionError):
         return error
     if not path:
         if not any(problem in error.problem for problem in (EXPORTS, NO_VALUES)):
             return error
-        return error.becoming(
+        error = error.becoming(
             TraceError, fix=f"{error.fix}. Or move the line into a separate module, which then runs as it is written"
         )
     untraceable = error.becoming(_UntraceableError)

@@ -93,9 +93,8 @@ class VerifiedModel:
         from autopar.planner.sharding.input_axes import samples_apart
 
         batch = self.make_batch(self.source.batch_size, seed=0)
-        example = pytree.tree_map_only(Tensor, lambda value: value.to("meta"), batch)
         options: dict[str, Any] = {"name": self.source.name, "opaque": opaque, "global_batch_size": global_batch_size}
-        traced = partial(trace_model, example_inputs=example, precision=precision, samples_apart=samples_apart)
+        traced = partial(trace_model, example_inputs=batch, precision=precision, samples_apart=samples_apart)
         graph = traced(self.source.model, **options)
         if as_trained or not any(draws_random(op.target) or op.target == "autopar.dropout" for op in graph.ops):
             return graph

@@ -21,11 +21,12 @@ from autopar.errors import TraceError, VerificationError, first_line
 from autopar.graph.graph import Graph
 from autopar.lower.emit import OPAQUE
 from autopar.ops.kernels import MODULE, region_of
+from autopar.ops.opaque import pick_loss
 from autopar.plan.plan import FP32, Precision
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.tracing.batch import arguments, tensors_of
 from autopar.tracing.failures import FAILURES, explained
-from autopar.tracing.model_with_loss import LossFunction, pick_loss
+from autopar.tracing.model_with_loss import LossFunction
 from autopar.tracing.modes import in_double
 from autopar.tracing.trace import trace
 from autopar.verification.results import RankErrors
@@ -221,7 +222,9 @@ def traced_in_double(subject: Compared, graph: Graph) -> Graph | None:
     model = subject.build(drops=any(op.target == "autopar.dropout" for op in graph.ops))
     try:
         with in_double():
-            double_graph = trace(model, (), example, name=graph.name, opaque=_opaque_modules(graph), exact=graph.exact)
+            double_graph = trace(
+                model, (), example, examples=batch, name=graph.name, opaque=_opaque_modules(graph), exact=graph.exact
+            )
     except TraceError:
         return None
     if _outline(double_graph) != _outline(graph):
@@ -230,9 +233,9 @@ def traced_in_double(subject: Compared, graph: Graph) -> Graph | None:
 
 
 def _opaque_modules(graph: Graph) -> tuple[str, ...]:
-    """Return the paths of the modules that are opaque in a graph."""
+    """Return the paths of the modules that are opaque in a graph, without the model itself, which cannot be named."""
     regions = (region_of(str(op.args[0])) for op in (*graph.prelude, *graph.ops) if op.target == OPAQUE)
-    return tuple(dict.fromkeys(region.name for region in regions if region.kind == MODULE))
+    return tuple(dict.fromkeys(region.name for region in regions if region.kind == MODULE and region.name))
 
 
 def _outline(graph: Graph) -> tuple[object, ...]:

@@ -12,9 +12,9 @@ from autopar import api
 from autopar.graph.graph import Graph, Parameter
 from autopar.graph.interpreter import part_of
 from autopar.lower.program import Program, lower
-from autopar.ops.opaque import Holder
+from autopar.ops.opaque import Holder, pick_loss
 from autopar.plan.plan import Plan
-from autopar.tracing.model_with_loss import LossFunction, pick_loss
+from autopar.tracing.model_with_loss import LossFunction
 from tests.support.close import assert_close
 from tests.support.lower.ranks import run_ranks, sharded, slice_of
 from tools.campaigns.program_types import typecheck
