@@ -16,7 +16,7 @@ import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -114,11 +114,15 @@ _COUNTERS = frozenset({"step", "mu_product", "mu", "eta"})
 """States of a parameter as a whole: plain tensors, even for a parameter of one element."""
 
 
+def _accept(_: Optimizer) -> None:
+    """Check nothing."""
+
+
 class LocalSteps:
     """Changes the steps of all optimizers that hold only the given parameters, until :meth:`remove`.
 
     It uses torch's hooks for the steps of all optimizers of a process, so that no optimizer needs to be registered and none escapes the
-    checks. Optimizers without a parameter of this model are ignored.
+    checks.
 
     These are left unchanged: optimizers that are not :data:`ELEMENTWISE`, that have hooks around their steps (which may look at
     parameters), or whose step is differentiable, compiled or called with a closure.
@@ -128,7 +132,8 @@ class LocalSteps:
         is_staged: whether pipeline stages on other ranks hold parameters of the model; an optimizer that needs all at once then fails.
         parts: parameters that are parts of one of the model's, with their names. For an optimizer that may look at complete parameters the
             logger ``autopar`` gets a warning.
-        check: is called before any optimizer's step; it may raise.
+        check, check_other: are called before a step of an optimizer with and without a parameter of this model; they may raise.
+        timed: gives the context of the time of a step.
         threads: threads of the host for steps there; None leaves torch's number.
     """
 
@@ -139,10 +144,13 @@ class LocalSteps:
         on_host: bool = False,
         is_staged: bool = False,
         parts: Iterable[tuple[Tensor, str]] = (),
-        check: Callable[[Optimizer], None] | None = None,
+        check: Callable[[Optimizer], None] = _accept,
+        check_other: Callable[[Optimizer], None] = _accept,
+        timed: Callable[[], AbstractContextManager[None]] = nullcontext,
         threads: int | None = None,
     ) -> None:
-        self._check = check
+        self._check, self._check_other, self._timed = check, check_other, timed
+        self._timing = ExitStack()
         self._parts = {id(p): name for p, name in parts}
         self._told: set[type[Optimizer]] = set()
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -162,11 +170,6 @@ class LocalSteps:
         """Remove the hooks from torch."""
         for hook in self._hooks:
             hook.remove()
-
-    def restore(self) -> None:
-        """Restore the optimizer after a step that failed."""
-        if self._open is not None:
-            self._after(self._open[0])
 
     def plain(self, parameter: Tensor) -> nn.Parameter:
         """Return the plain parameter that optimizers see in place of a DTensor: on the same memory, or on the host."""
@@ -191,13 +194,19 @@ class LocalSteps:
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._own]
         if not own:  # not an optimizer of this model
+            self._check_other(optimizer)
             return
-        if self._check is not None:
-            self._check(optimizer)
+        self._check(optimizer)
         if torch.compiler.is_compiling() or not self._changes(optimizer, args, kwargs):
             self._refuse(optimizer, own)
             self._tell_of_parts(optimizer)
-            return
+        else:
+            self._replace(optimizer)
+        self._timing.close()  # that of a step that failed
+        self._timing.enter_context(self._timed())
+
+    def _replace(self, optimizer: Optimizer) -> None:
+        """Give an optimizer plain tensors for the length of its step."""
         self._seen.add(optimizer)
         self.restore()
         lists = [group["params"] for group in optimizer.param_groups]
@@ -307,9 +316,16 @@ class LocalSteps:
         )
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
-        if self._open is None or self._open[0] is not optimizer:
+        if self._open is not None and self._open[0] is optimizer:
+            self.restore()
+        if any(id(p) in self._own for group in optimizer.param_groups for p in group["params"]):
+            self._timing.close()
+
+    def restore(self) -> None:
+        """Give an optimizer its own tensors back, after its step or after one that failed."""
+        if self._open is None:
             return
-        lists, kept = self._open[1:]
+        optimizer, lists, kept = self._open
         self._open = None
         self._undo.close()
         _up(self._stepped(lists))
