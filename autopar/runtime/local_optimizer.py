@@ -154,7 +154,7 @@ class LocalSteps:
         self._parts = {id(p): name for p, name in parts}
         self._told: set[type[Optimizer]] = set()
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._own = {id(p): p for p in parameters}
+        self._parameters = {id(p): p for p in parameters}
         self._on_host, self._is_staged = on_host, is_staged
         self._hosts: dict[int, HostCopy] = {}
         self._threads = threads
@@ -187,18 +187,18 @@ class LocalSteps:
     def states(self) -> Iterator[Tensor]:
         """Yield the states of this model's parameters, of all optimizers that have stepped."""
         for optimizer in tuple(self._seen):
-            for parameter in self._own.values():
+            for parameter in self._parameters.values():
                 values = optimizer.state.get(parameter, {}).values()
                 yield from (value for value in values if isinstance(value, Tensor))
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._own]
-        if not own:  # not an optimizer of this model
+        of_model = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._parameters]
+        if not of_model:  # not an optimizer of this model
             self._check_other(optimizer)
             return
         self._check(optimizer)
         if torch.compiler.is_compiling() or not self._changes(optimizer, args, kwargs):
-            self._refuse(optimizer, own)
+            self._refuse(optimizer, of_model)
             self._tell_of_parts(optimizer)
         else:
             self._replace(optimizer)
@@ -253,14 +253,14 @@ class LocalSteps:
 
     def _stepped(self, lists: Iterable[Iterable[Tensor]]) -> list[tuple[HostCopy, Tensor]]:
         """Return the host copies that a step changes, each with its parameter on the device."""
-        found = ((self._hosts.get(id(parameter)), _inside(parameter)) for own in lists for parameter in own)
-        return [(host, local) for host, local in found if host is not None and host.parameter.grad is not None]
+        pairs = ((self._hosts.get(id(p)), _inside(p)) for parameters in lists for p in parameters)
+        return [(host, local) for host, local in pairs if host is not None and host.parameter.grad is not None]
 
-    def _refuse(self, optimizer: Optimizer, own: Sequence[Tensor]) -> None:
+    def _refuse(self, optimizer: Optimizer, of_model: Sequence[Tensor]) -> None:
         """Check an optimizer whose step is left unchanged.
 
         Args:
-            own: the optimizer's parameters that belong to this model.
+            of_model: the optimizer's parameters that belong to this model.
 
         Raises:
             UsageError: its states would be made on the device instead of the host, or its step needs elements that other ranks hold.
@@ -282,7 +282,7 @@ class LocalSteps:
                 f"The Adafactor of {type(optimizer).__module__.split('.')[0]}",
                 instead="Use torch.optim.Adafactor, which needs zero=0 and tp=1, or an optimizer that steps element by element",
             )
-        split = next((p for p in own if p.ndim > 1 and _inside(p).shape != p.shape), None)
+        split = next((p for p in of_model if p.ndim > 1 and _inside(p).shape != p.shape), None)
         if split is not None and isinstance(optimizer, torch.optim.Adafactor):
             raise UsageError(
                 f"Torch's Adafactor needs each matrix complete, but this rank has {tuple(_inside(split).shape)} "
@@ -312,13 +312,13 @@ class LocalSteps:
             and not optimizer._optimizer_step_pre_hooks
             and not optimizer._optimizer_step_post_hooks
             and not any(group.get("differentiable") for group in optimizer.param_groups)
-            and all(id(p) in self._own for group in optimizer.param_groups for p in group["params"])
+            and all(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
         )
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
         if self._open is not None and self._open[0] is optimizer:
             self.restore()
-        if any(id(p) in self._own for group in optimizer.param_groups for p in group["params"]):
+        if any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"]):
             self._timing.close()
 
     def restore(self) -> None:
@@ -329,15 +329,15 @@ class LocalSteps:
         self._open = None
         self._undo.close()
         _up(self._stepped(lists))
-        made, optimizer.state = optimizer.state, kept
+        plain_states, optimizer.state = optimizer.state, kept
         for group, parameters in zip(optimizer.param_groups, lists, strict=True):
             for parameter, local in zip(parameters, group["params"], strict=True):
                 local.grad = None
-                if local in made:
-                    own = kept[parameter]
-                    for name, value in made[local].items():
-                        if name not in own or _inside(own[name]) is not value:
-                            own[name] = _around(name, value, local, parameter)
+                if local in plain_states:
+                    states = kept[parameter]
+                    for name, value in plain_states[local].items():
+                        if name not in states or _inside(states[name]) is not value:
+                            states[name] = _around(name, value, local, parameter)
             group["params"] = parameters
 
 
