@@ -63,10 +63,10 @@ def _offer(store: Store, process: str, size: int, deadline_s: float) -> None:
     offered: Sequence[bytes] = ()
     while not store.check(answers):
         if store.check(hellos):
-            found = store.multi_get(hellos)
-            if found != offered:
-                store.set("offer", " ".join([process, *(name.decode() for name in found)]))
-                offered = found
+            names = store.multi_get(hellos)
+            if names != offered:
+                store.set("offer", " ".join([process, *(name.decode() for name in names)]))
+                offered = names
         _wait(deadline_s, "Some rank")
 
 

@@ -16,7 +16,7 @@ import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -114,11 +114,15 @@ _COUNTERS = frozenset({"step", "mu_product", "mu", "eta"})
 """States of a parameter as a whole: plain tensors, even for a parameter of one element."""
 
 
+def _accept(_: Optimizer) -> None:
+    """Check nothing."""
+
+
 class LocalSteps:
     """Changes the steps of all optimizers that hold only the given parameters, until :meth:`remove`.
 
     It uses torch's hooks for the steps of all optimizers of a process, so that no optimizer needs to be registered and none escapes the
-    checks. Optimizers without a parameter of this model are ignored.
+    checks.
 
     These are left unchanged: optimizers that are not :data:`ELEMENTWISE`, that have hooks around their steps (which may look at
     parameters), or whose step is differentiable, compiled or called with a closure.
@@ -128,7 +132,8 @@ class LocalSteps:
         is_staged: whether pipeline stages on other ranks hold parameters of the model; an optimizer that needs all at once then fails.
         parts: parameters that are parts of one of the model's, with their names. For an optimizer that may look at complete parameters the
             logger ``autopar`` gets a warning.
-        check: is called before any optimizer's step; it may raise.
+        check, check_other: are called before a step of an optimizer with and without a parameter of this model; they may raise.
+        timed: gives the context of the time of a step.
         threads: threads of the host for steps there; None leaves torch's number.
     """
 
@@ -139,14 +144,17 @@ class LocalSteps:
         on_host: bool = False,
         is_staged: bool = False,
         parts: Iterable[tuple[Tensor, str]] = (),
-        check: Callable[[Optimizer], None] | None = None,
+        check: Callable[[Optimizer], None] = _accept,
+        check_other: Callable[[Optimizer], None] = _accept,
+        timed: Callable[[], AbstractContextManager[None]] = nullcontext,
         threads: int | None = None,
     ) -> None:
-        self._check = check
+        self._check, self._check_other, self._timed = check, check_other, timed
+        self._timing = ExitStack()
         self._parts = {id(p): name for p, name in parts}
         self._told: set[type[Optimizer]] = set()
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._own = {id(p): p for p in parameters}
+        self._parameters = {id(p): p for p in parameters}
         self._on_host, self._is_staged = on_host, is_staged
         self._hosts: dict[int, HostCopy] = {}
         self._threads = threads
@@ -162,11 +170,6 @@ class LocalSteps:
         """Remove the hooks from torch."""
         for hook in self._hooks:
             hook.remove()
-
-    def restore(self) -> None:
-        """Restore the optimizer after a step that failed."""
-        if self._open is not None:
-            self._after(self._open[0])
 
     def plain(self, parameter: Tensor) -> nn.Parameter:
         """Return the plain parameter that optimizers see in place of a DTensor: on the same memory, or on the host."""
@@ -184,20 +187,26 @@ class LocalSteps:
     def states(self) -> Iterator[Tensor]:
         """Yield the states of this model's parameters, of all optimizers that have stepped."""
         for optimizer in tuple(self._seen):
-            for parameter in self._own.values():
+            for parameter in self._parameters.values():
                 values = optimizer.state.get(parameter, {}).values()
                 yield from (value for value in values if isinstance(value, Tensor))
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._own]
-        if not own:  # not an optimizer of this model
+        of_model = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._parameters]
+        if not of_model:  # not an optimizer of this model
+            self._check_other(optimizer)
             return
-        if self._check is not None:
-            self._check(optimizer)
+        self._check(optimizer)
         if torch.compiler.is_compiling() or not self._changes(optimizer, args, kwargs):
-            self._refuse(optimizer, own)
+            self._refuse(optimizer, of_model)
             self._tell_of_parts(optimizer)
-            return
+        else:
+            self._replace(optimizer)
+        self._timing.close()  # that of a step that failed
+        self._timing.enter_context(self._timed())
+
+    def _replace(self, optimizer: Optimizer) -> None:
+        """Give an optimizer plain tensors for the length of its step."""
         self._seen.add(optimizer)
         self.restore()
         lists = [group["params"] for group in optimizer.param_groups]
@@ -244,14 +253,14 @@ class LocalSteps:
 
     def _stepped(self, lists: Iterable[Iterable[Tensor]]) -> list[tuple[HostCopy, Tensor]]:
         """Return the host copies that a step changes, each with its parameter on the device."""
-        found = ((self._hosts.get(id(parameter)), _inside(parameter)) for own in lists for parameter in own)
-        return [(host, local) for host, local in found if host is not None and host.parameter.grad is not None]
+        pairs = ((self._hosts.get(id(p)), _inside(p)) for parameters in lists for p in parameters)
+        return [(host, local) for host, local in pairs if host is not None and host.parameter.grad is not None]
 
-    def _refuse(self, optimizer: Optimizer, own: Sequence[Tensor]) -> None:
+    def _refuse(self, optimizer: Optimizer, of_model: Sequence[Tensor]) -> None:
         """Check an optimizer whose step is left unchanged.
 
         Args:
-            own: the optimizer's parameters that belong to this model.
+            of_model: the optimizer's parameters that belong to this model.
 
         Raises:
             UsageError: its states would be made on the device instead of the host, or its step needs elements that other ranks hold.
@@ -273,7 +282,7 @@ class LocalSteps:
                 f"The Adafactor of {type(optimizer).__module__.split('.')[0]}",
                 instead="Use torch.optim.Adafactor, which needs zero=0 and tp=1, or an optimizer that steps element by element",
             )
-        split = next((p for p in own if p.ndim > 1 and _inside(p).shape != p.shape), None)
+        split = next((p for p in of_model if p.ndim > 1 and _inside(p).shape != p.shape), None)
         if split is not None and isinstance(optimizer, torch.optim.Adafactor):
             raise UsageError(
                 f"Torch's Adafactor needs each matrix complete, but this rank has {tuple(_inside(split).shape)} "
@@ -303,25 +312,32 @@ class LocalSteps:
             and not optimizer._optimizer_step_pre_hooks
             and not optimizer._optimizer_step_post_hooks
             and not any(group.get("differentiable") for group in optimizer.param_groups)
-            and all(id(p) in self._own for group in optimizer.param_groups for p in group["params"])
+            and all(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
         )
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
-        if self._open is None or self._open[0] is not optimizer:
+        if self._open is not None and self._open[0] is optimizer:
+            self.restore()
+        if any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"]):
+            self._timing.close()
+
+    def restore(self) -> None:
+        """Give an optimizer its own tensors back, after its step or after one that failed."""
+        if self._open is None:
             return
-        lists, kept = self._open[1:]
+        optimizer, lists, kept = self._open
         self._open = None
         self._undo.close()
         _up(self._stepped(lists))
-        made, optimizer.state = optimizer.state, kept
+        plain_states, optimizer.state = optimizer.state, kept
         for group, parameters in zip(optimizer.param_groups, lists, strict=True):
             for parameter, local in zip(parameters, group["params"], strict=True):
                 local.grad = None
-                if local in made:
-                    own = kept[parameter]
-                    for name, value in made[local].items():
-                        if name not in own or _inside(own[name]) is not value:
-                            own[name] = _around(name, value, local, parameter)
+                if local in plain_states:
+                    states = kept[parameter]
+                    for name, value in plain_states[local].items():
+                        if name not in states or _inside(states[name]) is not value:
+                            states[name] = _around(name, value, local, parameter)
             group["params"] = parameters
 
 

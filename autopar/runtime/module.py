@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.errors import UsageError
@@ -34,23 +33,18 @@ _OFTEN, _SELDOM = 8, 32
 
 
 class Given:
-    """Checks the original model until :meth:`remove` for optimizers of its parameters, and for weights and attributes set later."""
+    """Checks the original model for optimizers of its parameters, and for weights and attributes set later."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._parameters = WeakIdKeyDictionary(dict.fromkeys(model.parameters()))
         self._state = memory.state_of(model)
         self._weights: dict[str, tuple[int, int]] | None = _written(model)
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     @property
     def model(self) -> nn.Module | None:
         """The original model, while it exists."""
         return self._model()
-
-    def remove(self) -> None:
-        """Remove the check of optimizer steps."""
-        self._hook.remove()
 
     def check(self, step: int) -> None:
         """Warn before a step, once, if numbers or texts in the model have changed since it was planned.
@@ -84,7 +78,7 @@ class Given:
         """Note that the weights of the parallel model were read: they may be copied into the model, which is no mistake."""
         self._weights = None
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse a step of an optimizer that would do nothing.
 
         Raises:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
@@ -21,8 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.plan.plan import Plan
 from autopar.plan.run_log import (
@@ -147,17 +144,11 @@ class Monitor:
         self._is_coarse = world.device.type == "cuda"
         self._clock: Clock | None = None
         self._seen, self._steps = 0, list[dict[str, float]]()
-        self._undo, self._caught = ExitStack(), ExitStack()
+        self._caught = ExitStack()
         self._groups: dict[str, str] = {}
         self._has_ended = self._is_timed = False
-        weakref.finalize(self, self._undo.close)  # a run may end before its steps are done
-        self._mine: frozenset[int] = frozenset()
         self.record: RunRecord | None = None
         self.is_active = True
-
-    def holds(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Set the parameters whose optimizer is timed."""
-        self._mine = frozenset(id(parameter) for parameter in parameters)
 
     # --- a step
 
@@ -198,11 +189,14 @@ class Monitor:
         """As :meth:`Clock.part`, while steps are timed."""
         return nullcontext() if self._clock is None or self._is_coarse else self._clock.part(name)
 
+    def optimizer_step(self) -> AbstractContextManager[None]:
+        """Return the context of a step of this model's optimizer, also on a GPU."""
+        return nullcontext() if self._clock is None else self._clock.part(OPTIMIZER)
+
     def close(self) -> None:
         """Stop timing."""
         self.is_active, self._clock = False, None
         self._caught.close()
-        self._undo.close()
 
     # --- inside
 
@@ -211,18 +205,6 @@ class Monitor:
         self._clock.begin()
         self._memory.reset()
         self._groups = _categories(self._world)
-        clock, mine = self._clock, self._mine
-
-        def on_own(act: Callable[[], None]) -> Callable[..., None]:
-            def hook(optimizer: Optimizer, *_: object) -> None:
-                if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-                    act()
-
-            return hook
-
-        begin = register_optimizer_step_pre_hook(on_own(lambda: clock.enter(OPTIMIZER)))
-        self._undo.callback(begin.remove)
-        self._undo.callback(register_optimizer_step_post_hook(on_own(clock.leave)).remove)
 
     def _finish(self) -> None:
         """Compute the medians of all ranks and the comparison, and write the log."""

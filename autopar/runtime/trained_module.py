@@ -87,26 +87,26 @@ class TrainedModule(PlannedModule):
         inputs, has_one_stage = program.graph.inputs, len(program.stages) == 1
         self._accumulation = Accumulation(stages[0], self.plan, inputs, scaler.of) if has_one_stage else None
         self._runner = self._accumulation or Pipeline(stages, program, world, self.monitor, scaler.of)
+        self._original = Given(weights.model)
         self._local_steps = LocalSteps(
             (h.parameter for h in held),
             on_host="optimizer" in self.plan.offload,
             is_staged=self.plan.mesh.pp > 1,
             parts=((h.parameter, h.key) for h in held if h.key.endswith("]")),
             check=scaler.check_step,
+            check_other=self._original.check_optimizer,
+            timed=self.monitor.optimizer_step,
             threads=world.host_threads() if "optimizer" in self.plan.offload else None,
         )
         weakref.finalize(self, self._local_steps.remove)
         self._memory_report = self._calls.memory = MemoryReport(self.plan, world, held, self._local_steps)
-        self._original = Given(weights.model)
         self._unknown_in_eval = unknown_in_eval(program, weights.model)
-        weakref.finalize(self, self._original.remove)
         self._names_of_inputs = positional(weights.model)
         self._outputs = ModelOutputs(program, world, weights, stages, held)
         if self.plan.mesh.pp > 1 or self.plan.mesh.ep_data > 1:
             refuse_clipping(h.parameter for h in held)
         self._show(held)
         self._show_buffers(self._changing_buffers.named())
-        self.monitor.holds(p for h in held for p in (h.parameter, self._local_steps.plain(h.parameter)))
 
     @_not_compiled
     def train_step(self, batch: Batch) -> Tensor:

@@ -295,10 +295,10 @@ def _names(folder: Path) -> dict[str, str]:
         return dict.fromkeys(file.keys(), single.name)
 
 
-def _prefix(own: set[str], files: dict[str, str]) -> str:
+def _prefix(names: set[str], files: dict[str, str]) -> str:
     """Return the common prefix of the model's names that the files lack; empty if there is none, or several."""
-    found = {name.partition(".")[0] for name in own if name not in files and name.partition(".")[2] in files}
-    prefix = f"{found.pop()}." if len(found) == 1 else ""
+    prefixes = {name.partition(".")[0] for name in names if name not in files and name.partition(".")[2] in files}
+    prefix = f"{prefixes.pop()}." if len(prefixes) == 1 else ""
     return "" if any(name.startswith(prefix) for name in files) else prefix
 
 

@@ -246,9 +246,9 @@ def _is_count(value: object) -> bool:
 
 
 def _counts(values: Iterable[object], name: str) -> tuple[int, ...]:
-    found = tuple(value for value in values if isinstance(value, int) and _is_count(value))
-    _check(len(found) == len(tuple(values)), name)
-    return found
+    counts = tuple(value for value in values if isinstance(value, int) and _is_count(value))
+    _check(len(counts) == len(tuple(values)), name)
+    return counts
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -262,9 +262,9 @@ def dtype_of(name: str) -> torch.dtype:
     Raises:
         ValueError: there is none.
     """
-    found = getattr(torch, name, None) if isinstance(name, str) else None
-    if isinstance(found, torch.dtype):
-        return found
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if isinstance(dtype, torch.dtype):
+        return dtype
     raise ValueError(f"{name!r} is no dtype")
 
 

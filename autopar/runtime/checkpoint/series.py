@@ -123,12 +123,12 @@ class Checkpointed:
         """
         with self.meeting.failing_together():
             self._check_optimizer(optimizer)
-        made = [] if optimizer is None else contents.make_state(optimizer)
+        without_state = [] if optimizer is None else contents.make_state(optimizer)
         try:
             return self._load(Loading.begin(Path(path), self.meeting), optimizer, given)
         except PlanError:
             if optimizer is not None:
-                for parameter in made:  # whose states have counted a step
+                for parameter in without_state:  # whose states have counted a step
                     optimizer.state.pop(parameter, None)
             raise
 

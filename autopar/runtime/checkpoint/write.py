@@ -47,30 +47,24 @@ class Target:
     generation: int = 0
 
 
-def target_of(folder: Path) -> Target:
-    """Return the target for a folder; an empty folder counts as missing."""
-    if not folder.is_dir():
-        return Target()
-    names = [path.name for path in folder.iterdir() if path.name != _INSIDE]
-    generations = [int(match[1]) for match in map(FILE.fullmatch, names) if match is not None]
-    return Target(is_there=bool(names) or os.path.ismount(folder), generation=max(generations, default=-1) + 1)
-
-
 def staging_folder(folder: Path, target: Target) -> Path:
     """Return the folder in which the files of a save are written first."""
     return folder / _INSIDE if target.is_there else folder.with_name(f".{folder.name}{_INSIDE}")
 
 
 def begin_save(folder: Path) -> Target:
-    """Make the folder of a save, and remove what a killed one has left; called by rank 0.
+    """Make the folder of a save, and remove what a killed one has left; called by rank 0. An empty target counts as missing.
 
     Raises:
         OSError: it cannot.
     """
-    target = target_of(folder)
     for path in (folder / _INSIDE, folder.with_name(f".{folder.name}{_INSIDE}")):
         if path.is_dir():
             shutil.rmtree(path)
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    generations = [int(match[1]) for match in map(FILE.fullmatch, names) if match is not None]
+    is_there = bool(names) or os.path.ismount(folder)
+    target = Target(is_there=is_there, generation=max(generations, default=-1) + 1)
     staging_folder(folder, target).mkdir(parents=True)
     return target
 
