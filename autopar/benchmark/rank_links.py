@@ -179,7 +179,7 @@ def measured_cluster(
     else:
         data = {"when": time.strftime("%Y-%m-%d"), **launch(task)[0]["links"]}
         if kept is not None:
-            write_json(kept, data)
+            write_json(kept, data, make_folder=True)
     where = f"measured {data['when']} on {len(task.nodes)} ranks of {device_name()}, "
     where += f"{machine.library}, torch {torch.__version__}"
     links = links_of(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from autopar.hardware.link import load_json
-from autopar.measure.timers import free_bytes, median_and_spread, timer
+from autopar.measure.timers import free_bytes, median_and_spread, sampler
 from autopar.ops.collectives import on_meshes
 from autopar.ops.kernels import resolve
 from autopar.ops.seeded import draw
@@ -188,18 +188,9 @@ def engine_s(device: torch.device) -> float:
 
 def _median(function: Callable[[], object], device: torch.device) -> tuple[float, float, int]:
     """Return the median seconds of one warm call, the distance of the quartiles over it, and the number of samples."""
-    clock = timer(device)
-    calls = 1
-
-    def batch() -> None:
-        for _ in range(calls):
-            function()
-
-    clock(batch)
-    while (first := clock(batch)) < MIN_BATCH_S and calls < 2**12:
-        calls *= 2
-    repeats = int(min(REPEATS, max(LEAST_REPEATS, OPERATOR_BUDGET_S / max(first, 1e-9))))
-    return *median_and_spread(clock(batch) / calls for _ in range(repeats)), repeats
+    sample = sampler(function, device, min_time_s=MIN_BATCH_S)
+    repeats = int(min(REPEATS, max(LEAST_REPEATS, OPERATOR_BUDGET_S / max(sample(), 1e-9))))
+    return *median_and_spread(sample() for _ in range(repeats)), repeats
 
 
 class OperatorFile:
@@ -226,7 +217,8 @@ class OperatorFile:
     def save(self) -> None:
         """Write all times and failures."""
         failed = [{"call": call, "reason": reason} for call, reason in self.failed.items()]
-        write_json(self.path, {"device": self.device, "times": list(self.times.values()), "failed": failed})
+        data = {"device": self.device, "times": list(self.times.values()), "failed": failed}
+        write_json(self.path, data, make_folder=True)
 
     def measure(self, calls: Sequence[str], device: torch.device, *, progress: Progress | None = None) -> None:
         """Time the calls that are missing. The file is saved every few seconds and at the end, also after an error.

@@ -22,11 +22,9 @@ from autopar.errors import PlanError, PlanFileError, UsageError
 from autopar.plan.check import check_plan
 from autopar.plan.mesh import Type
 from autopar.plan.plan import FORMAT_VERSION, Plan
-from autopar.util.files import write_text
+from autopar.util.files import write_json
 from autopar.util.toml import CHANGE, Table
 
-_LINE_LENGTH = 110
-"""Columns of a line of a plan file."""
 _MAKE_ANEW = "Make it anew with 'autopar search ... -o FILE'"
 _NAME_ONE = "Name a file that 'autopar search ... -o FILE' wrote"
 
@@ -69,7 +67,7 @@ def save_plan(plan: Plan, path: str | Path) -> None:
     target = Path(path)
     check_plan(plan, place=str(target))
     try:
-        write_text(target, dumps(plan_to_dict(plan)) + "\n")
+        write_json(target, plan_to_dict(plan))
     except UsageError as error:
         raise error.becoming(PlanError) from error
 
@@ -101,11 +99,6 @@ def _read_plan(path: Path) -> Plan:
         state = "is empty" if not text.strip() else "is cut off" if is_cut else f"is not JSON ({error.msg})"
         raise PlanError(f"The plan file {state}", where=where, fix=_MAKE_ANEW) from error
     return plan_from_dict(data, place=place)
-
-
-def dumps(data: object) -> str:
-    """Return JSON that people can read: short values are on one line, and long lists of words are filled like a paragraph."""
-    return _write(data, 0, 0)
 
 
 def encode(value: Any, *, rare: bool = False) -> Any:
@@ -148,35 +141,6 @@ def _unique(place: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(place: str, text: str) -> NoReturn:
     raise PlanError(f"A number of the plan is {text}", where=place, fix=_MAKE_ANEW)
-
-
-def _write(value: Any, depth: int, lead: int) -> str:
-    """Return the JSON of a value; ``lead`` is the number of characters in front of it on its line."""
-    line = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    if not isinstance(value, dict | list) or not value or (depth > 0 and lead + len(line) < _LINE_LENGTH):
-        return line
-    inner, outer = "  " * (depth + 1), "  " * depth
-    if isinstance(value, dict):
-        items = []
-        for key, item in value.items():
-            head = f"{json.dumps(key, ensure_ascii=False)}: "
-            items.append(f"{inner}{head}{_write(item, depth + 1, len(inner) + len(head))}")
-        return "{\n" + ",\n".join(items) + f"\n{outer}}}"
-    if any(isinstance(item, dict | list) for item in value):
-        return "[\n" + ",\n".join(inner + _write(item, depth + 1, len(inner)) for item in value) + f"\n{outer}]"
-    return "[\n" + _fill([json.dumps(item, ensure_ascii=False) for item in value], inner) + f"\n{outer}]"
-
-
-def _fill(words: list[str], indent: str) -> str:
-    """Return words with commas as a paragraph of indented lines."""
-    lines, line = [], indent
-    for index, word in enumerate(words):
-        piece = word + ("," if index < len(words) - 1 else "")
-        if line != indent and len(line) + 1 + len(piece) > _LINE_LENGTH:
-            lines.append(line)
-            line = indent
-        line += piece if line == indent else f" {piece}"
-    return "\n".join([*lines, line])
 
 
 @cache

@@ -126,7 +126,7 @@ MISTAKES = (
     (2, f"verify {GPT} --model MODELS:net", "--model has no effect without a plan. Leave it out"),
     (2, "show none.json", "Make one with 'autopar search ... -o FILE'"),
     (2, "show torn.json", "The plan file is cut off"),
-    (2, "explain empty.json", "empty.json: Missing key 'blocks'"),
+    (2, "explain empty.json", "empty.json: Missing key 'version'"),
     (2, "verify MODELS:net", "write --cluster cpu:1x4"),
     (2, "validate none.csv", "Cannot read none.csv: no such file or directory"),
 )  # fmt: skip

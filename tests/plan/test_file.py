@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 
 from autopar.errors import PlanError
-from autopar.plan.file import dumps, load_plan, plan_from_dict, plan_schema, plan_to_dict, save_plan, schema_text
+from autopar.plan.file import load_plan, plan_from_dict, plan_schema, plan_to_dict, save_plan, schema_text
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
 from autopar.plan.text import diff_plans
+from autopar.util.files import dumps
 from tests.support.example_plans import llama_plan, single_plan
 from tests.support.strategies import plans
 
@@ -121,7 +122,7 @@ BAD_VALUES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     ),
     (_set("layouts", 1, "typings", 1, "parameters", 3, value="P"), "Expected I or S(d), got P."),
     (_set("layouts", 1, "typings", 1, "parameter_names", value=["a"]), "one name for each parameter or none"),
-    (_set("schedule", value="2F2B"), "Expected one of none, GPipe, 1F1B, Interleaved1F1B, got"),
+    (_set("schedule", value="2F2B"), "p.json: Unknown schedule '2F2B'. Known: 1F1B, GPipe, Interleaved1F1B, none."),
     (
         _set("schedule", value="none"),
         "Expected 'none' where pp is 1, and a pipeline schedule elsewhere, got 'none' with pp=2.",

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from autopar.errors import UsageError, reason
-from autopar.plan.file import dumps
 from autopar.runtime.checkpoint.checkpoint_index import FILE, NAME, PLAN, Entry, File, Index, Piece, encode
 from autopar.runtime.checkpoint.chunk_files import Part, new_file, write
 from autopar.runtime.checkpoint.contents import RankContents, State, each_once
 from autopar.runtime.world import Meeting
+from autopar.util.files import dumps
 
 _INSIDE = ".saving"
 _OLD = re.compile(r"\.metadata|\.metadata\.tmp|__\d+_.*\.distcp")
