@@ -11,12 +11,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from autopar.graph.graph import Graph
-from autopar.plan.file import encode
 from autopar.plan.run_log import RunRecord
 from autopar.plan.text import choices, diff_plans, time_parts
 from autopar.planner.search import flops_of_block
 from autopar.rules.table import has_rule
 from autopar.util.formatting import flops, num_bytes, percent, plain_table, ranges, seconds, share
+from autopar.util.toml import as_table
 
 if TYPE_CHECKING:
     from autopar.graph.graph import Block
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def plan_summary(plan: Plan) -> dict[str, Any]:
     """Return the JSON values that ``search --json``, ``estimate --json`` and ``show --json`` print, in seconds and bytes."""
-    values = encode(plan, rare=True)
+    values = as_table(plan, rare=True)
     for stage in values["stages"]:
         stage["devices"] = list(plan.devices_of(stage["pp_rank"]))
         stage["blocks"] = [block.label for block in plan.blocks[stage["start"] : stage["stop"]]]
