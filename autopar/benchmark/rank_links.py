@@ -44,14 +44,12 @@ class LinkTask:
         budget_s: seconds of all measurements; sizes that would take longer are left out.
         max_bytes: size of the largest collective.
         collective_timeout_s: time limit of one collective.
-        device_type: ``cpu``.
     """
 
     nodes: tuple[int, ...]
     budget_s: float = 25.0
     max_bytes: int = 2**24
     collective_timeout_s: float = 120.0
-    device_type: str = "cpu"
 
     def run(self) -> dict[str, dict[str, Any]]:
         """Measure on this rank of the process group; rank 0 returns ``links``: crowding, sets of groups and points."""

@@ -10,7 +10,7 @@ import difflib
 import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -255,7 +255,8 @@ class Table:
         if is_dataclass(hint):
             own = getattr(hint, "from_table", None)
             return own(self.table(key)) if own else self.table(key).record(cast("type[Any]", hint))
-        return self.flag(key) if hint is bool else self.text(key)
+        readers: dict[Any, Callable[[Key], Any]] = {str: self.text, bool: self.flag}
+        return readers[hint](key)
 
     def _sequence(self, key: Key, hint: Any, positive: bool) -> Any:
         """Return the tuple or list of a key."""
