@@ -129,7 +129,8 @@ def perfetto_trace(plan: Plan) -> dict[str, Any]:
 
 _MAX_SPANS = 4000
 """Most actions that are drawn."""
-_COLOURS = ("#4269d0", "#97bbf5", "#efb118", "#ff725c", "#6cc5b0", "#c9c9c9", "#9c6b4e")
+_COLOURS = ("#4269d0", "#97bbf5", "#efb118", "#ff725c", "#6cc5b0", "#c9c9c9", "#9c6b4e", "#3ca951", "#a463f2")
+"""One for each part of a step."""
 _SPAN_COLOURS = {"F": "#97bbf5", "B": "#4269d0", "data parallel": "#ff725c", "optimizer": "#9c6b4e"}
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}
