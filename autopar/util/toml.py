@@ -268,8 +268,8 @@ class Table:
         return get_origin(hint)(values)
 
     def _items(self, key: Key) -> Table:
-        """Return a list as a table, whose keys are the indices; a missing list is empty."""
-        value = self.raw(key, ())
+        """Return a list as a table, whose keys are the indices."""
+        value = self.raw(key)
         if not isinstance(value, list | tuple):
             raise self.wrong(key, "a list", repr(value))
         return self._inner(dict(enumerate(value)), key)

@@ -170,6 +170,7 @@ BAD_VALUES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
         "'precision.compute' does not fit the plan. Expected one of float64, float32, bfloat16, float16, got 'int8'.",
     ),
     (lambda data: data.pop("mesh"), "p.json: Missing key 'mesh'."),
+    (lambda data: data.pop("prelude"), "p.json: Missing key 'prelude'."),
     (lambda data: data["mesh"].update(dp=2), "p.json: mesh: Unknown key 'dp'."),
 ]
 
