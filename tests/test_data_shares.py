@@ -10,10 +10,11 @@ from torch import nn
 from autopar import api
 from autopar.errors import PlanError, UsageError
 from autopar.lower.program import lower
-from autopar.plan.file import dumps, plan_from_dict, plan_to_dict
+from autopar.plan.file import plan_from_dict, plan_to_dict
 from autopar.plan.plan import Plan
 from autopar.plan.text import diff_plans
 from autopar.report.summaries import plan_summary
+from autopar.util.files import dumps
 from tests.support.clusters import two_kinds
 from tests.support.planner.graphs import mlp
 from tests.support.small_models import model_of

@@ -89,7 +89,7 @@ class Score:
     Attributes:
         plans, failures: plans that were measured, and plans that failed.
         rho: Spearman's rank correlation of predicted and measured step times; None for fewer than three plans.
-        regret: measured time of the picked plan over the least measured time; None if the picked plan failed.
+        regret: measured time of the picked plan over the least measured time, less 1; None if the picked plan failed.
         best, picked: keys.
         mape, bias: mean absolute and mean signed error of the step time, relative to the measured one.
         coverage: share of measured times inside the predicted interval.
@@ -135,7 +135,7 @@ def score(rows: Sequence[Row], picked: str) -> Score:
         plans=len(timed),
         failures=sum(bool(row.failure) for row in rows),
         rho=rank_correlation([row.predicted_s for row, _ in timed], [time_s for _, time_s in timed]),
-        regret=chosen / best[1] if chosen is not None and best is not None else None,
+        regret=chosen / best[1] - 1 if chosen is not None and best is not None else None,
         best=best[0].key if best is not None else "",
         picked=picked,
         mape=_mean([abs(ratio) for ratio in ratios]),
@@ -196,15 +196,8 @@ def local_ranks(num_ranks: int, *, run_timeout_s: float) -> Iterator[Launch]:
     Torch's caches keep groups of earlier jobs, each of whose threads polls a hundred times a second. In its third job of nine plans, a rank
     was seen to spend 8 % of a core while it slept.
     """
-    with WorkerPool(num_ranks, preload=PRELOAD) as pool:
-
-        def launch(job: Job | LinkTask) -> Sequence[Mapping[str, Mapping[str, Any]]]:
-            try:
-                return pool.run(ranks.run, job, timeout_s=run_timeout_s)
-            finally:
-                pool.close()
-
-        yield launch
+    with WorkerPool(num_ranks, preload=PRELOAD, max_jobs=1) as pool:
+        yield lambda job: pool.run(ranks.run, job, timeout_s=run_timeout_s)
 
 
 def benchmark(
@@ -332,7 +325,7 @@ def score_line(outcome: Outcome) -> str:
     score = outcome.score
     return (
         f"{score.plans} plans of {outcome.num_candidates} candidates, {score.failures} failed: "
-        f"rank correlation {_number(score.rho)}, regret {_number(score.regret)}, "
+        f"rank correlation {'-' if score.rho is None else f'{score.rho:.3f}'}, regret {percent(score.regret)}, "
         f"step time off by {_percent(score.mape)} (bias {_percent(score.bias, sign=True)}), "
         f"{_percent(score.coverage)} inside the interval, memory off by {_percent(score.memory_mape)}, "
         f"spread {_percent(score.spread)}"
@@ -360,7 +353,3 @@ def _cells(row: Row, picked: str) -> tuple[str, ...]:
 
 def _last_line(text: str) -> str:
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"

@@ -44,14 +44,12 @@ class LinkTask:
         budget_s: seconds of all measurements; sizes that would take longer are left out.
         max_bytes: size of the largest collective.
         collective_timeout_s: time limit of one collective.
-        device_type: ``cpu``.
     """
 
     nodes: tuple[int, ...]
     budget_s: float = 25.0
     max_bytes: int = 2**24
     collective_timeout_s: float = 120.0
-    device_type: str = "cpu"
 
     def run(self) -> dict[str, dict[str, Any]]:
         """Measure on this rank of the process group; rank 0 returns ``links``: crowding, sets of groups and points."""
@@ -179,7 +177,7 @@ def measured_cluster(
     else:
         data = {"when": time.strftime("%Y-%m-%d"), **launch(task)[0]["links"]}
         if kept is not None:
-            write_json(kept, data)
+            write_json(kept, data, make_folder=True)
     where = f"measured {data['when']} on {len(task.nodes)} ranks of {device_name()}, "
     where += f"{machine.library}, torch {torch.__version__}"
     links = links_of(

@@ -1,22 +1,14 @@
-"""The program of each rank: it builds several plans, runs their steps in turns, and return times, memory and categories.
-
-Under torchrun on other machines: ``torchrun ... autopar/benchmark/rank_runs.py JOB RESULT``, where JOB is a pickled :class:`Job`, and
-RESULT will be a JSON list with the result of :func:`run` on each rank.
-"""
+"""The program of each rank: it builds several plans, runs their steps in turns, and returns times, memory and categories."""
 
 from __future__ import annotations
 
 import gc
-import json
 import logging
-import pickle
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -34,7 +26,6 @@ from autopar.runtime.job import start, stop
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
-from autopar.util.files import write_text
 
 LEARNING_RATE = 1e-4
 
@@ -232,23 +223,3 @@ def cpu_peak_bytes(function: Any) -> int:
 
 def _as(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return value.to(dtype) if value.is_floating_point() else value
-
-
-# --- under torchrun
-
-
-def main(job_file: Path, result_file: Path) -> None:
-    """Run one rank of a torchrun job; rank 0 writes the results of all."""
-    torch.set_num_threads(1)
-    job: Job | LinkTask = pickle.loads(job_file.read_bytes())
-    start(job.device_type, collective_timeout_s=job.collective_timeout_s)
-    result = run(job)
-    results: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(results, result)
-    if dist.get_rank() == 0:
-        write_text(result_file, json.dumps(results))
-    stop()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))

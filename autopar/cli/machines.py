@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -16,21 +16,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autopar.cli.options import (
-    ClusterOption,
     Json,
-    Model,
-    Opaque,
-    Pin,
-    PrecisionOption,
-    Sequence_,
-    Space,
+    PlanOptions,
     cache_dir,
     parse_cluster,
     print_json,
     print_result,
     print_text,
     progress,
-    split_pins,
+    takes_plan_options,
     warn,
 )
 from autopar.errors import AutoparError
@@ -40,7 +34,6 @@ from autopar.util.files import data_files
 if TYPE_CHECKING:
     from autopar.measure.profiles import Profiling
     from autopar.planner.search import Progress
-    from autopar.request import Request
 
 
 def devices(as_json: Json = False) -> None:
@@ -83,31 +76,40 @@ Timeout = Annotated[
 Nics = Annotated[int | None, typer.Option("--nics", min=1, metavar="N", help="Network cards of a node.")]
 
 
+MEASURED: dict[str, Any] = {
+    "without": ("optimizer", "max_step_time"),
+    "defaults": {"global_batch": None, "output": MISSING},
+    "global_batch": Batch,
+    "output": Output,
+}
+"""The options of a command that measures operators."""
+
+
 @app.command("ops")
-def ops(
-    model: Model,
-    cluster: ClusterOption,
-    output: Output,
-    space: Space = "default",
-    global_batch: Batch = None,
-    seq: Sequence_ = None,
-    precision: PrecisionOption = "fp32",
-    pin: Pin = None,
-    opaque: Opaque = None,
-    as_json: Json = False,
-) -> None:
+@takes_plan_options(**MEASURED)
+def ops(plan_options: PlanOptions) -> None:
     """Time every operator at every local shape that a search for MODEL can need; an interrupted measurement is continued."""
+    output, cluster = _output(plan_options), plan_options.cluster
     check_output(output)
     from autopar.hardware.describe import machine_of
     from autopar.measure.profiles import calls_of, device_of
+    from autopar.request import Request
 
     machine = machine_of(cluster, cache_dir=cache_dir())
     device_of(machine)  # raises before the model is traced
-    request = _request(space, global_batch, precision, pin, opaque)
+    request = Request(**plan_options.request)
     with progress("timing operators") as advance:
-        calls = calls_of(model, request, parse_cluster(cluster), sequence=seq, advance=advance)
+        calls = calls_of(
+            plan_options.model, request, parse_cluster(cluster), sequence=plan_options.seq, advance=advance
+        )
         summary = _profiling(output, advance).operators(calls, machine)
-    _print(summary, as_json)
+    _print(summary, plan_options.as_json)
+
+
+def _output(plan_options: PlanOptions) -> Path:
+    """Return the file of the profile."""
+    assert plan_options.output is not None
+    return plan_options.output
 
 
 @app.command("links")
@@ -135,33 +137,29 @@ def links(
 
 
 @app.command("all")
+@takes_plan_options(**(MEASURED | {"without": ("cluster", *MEASURED["without"])}))
 def everything(
-    model: Model,
-    output: Output,
+    plan_options: PlanOptions,
     ranks: Ranks = None,
-    space: Space = "default",
-    global_batch: Batch = None,
-    seq: Sequence_ = None,
-    precision: PrecisionOption = "fp32",
-    pin: Pin = None,
-    opaque: Opaque = None,
     max_bytes: Largest = 2**30,
     budget: Budget = 120.0,
     collective_timeout: Timeout = 30.0,
     nics: Nics = None,
-    as_json: Json = False,
 ) -> None:
     """Links, then operators of MODEL, and a cluster file that names both; under torchrun every rank takes part."""
+    output = _output(plan_options)
     check_output(output)
     from autopar.measure.profiles import calls_of
+    from autopar.request import Request
 
-    request = _request(space, global_batch, precision, pin, opaque)
+    request, sequence = Request(**plan_options.request), plan_options.seq
     with progress("timing collectives") as advance:
         profiling = _profiling(output, advance, nics)
         links, device = profiling.part("links"), profiling.part("device")
 
         def calls() -> list[str]:
-            return calls_of(model, request, parse_cluster(str(output)), sequence=seq, advance=advance)
+            cluster = parse_cluster(str(output))
+            return calls_of(plan_options.model, request, cluster, sequence=sequence, advance=advance)
 
         if not under_torchrun():
             start_ranks(links.output, ranks, max_bytes=max_bytes, budget=budget, timeout=collective_timeout, nics=nics)
@@ -177,22 +175,13 @@ def everything(
         if operators_found is None:
             return
         summary = {**links.kept_links(), **operators_found, "cluster": str(output)}
-    _print(summary, as_json)
+    _print(summary, plan_options.as_json)
 
 
 def _profiling(output: Path, advance: Progress, nics: int | None = None) -> Profiling:
     from autopar.measure.profiles import Profiling
 
     return Profiling(output=output, say=warn, advance=advance, cache_dir=cache_dir(), nics=nics)
-
-
-def _request(
-    space: str, global_batch: int | None, precision: str, pin: list[str] | None, opaque: list[str] | None
-) -> Request:
-    from autopar.request import Request
-
-    pins = split_pins(pin or ())
-    return Request(global_batch_size=global_batch, pins=pins, precision=precision, space=space, opaque=opaque or ())
 
 
 def _print(summary: dict[str, Any], as_json: bool) -> None:

@@ -9,18 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autopar.cli.options import (
-    GlobalBatch,
     Json,
-    Model,
-    Optimizer,
-    Pin,
-    PrecisionOption,
-    Sequence_,
+    PlanOptions,
     cache_dir,
     print_result,
     progress,
     refuse_beside,
-    split_pins,
+    takes_plan_options,
     warn,
     write_report,
 )
@@ -75,24 +70,19 @@ Output = Annotated[
 
 
 @app.command("local")
+@takes_plan_options(
+    without=("cluster", "opaque", "max_step_time"), defaults={"global_batch": 16}, space=Space, output=Output
+)
 def local(
-    model: Model,
-    global_batch: GlobalBatch = 16,
+    plan_options: PlanOptions,
     ranks: Ranks = 4,
     as_rank: AsRank = None,
-    space: Space = "default",
     sample: Sample = None,
     sample_seed: SampleSeed = 0,
-    seq: Sequence_ = None,
-    precision: PrecisionOption = "fp32",
-    optimizer: Optimizer = "adamw",
-    pin: Pin = None,
     rounds: Rounds = 3,
     steps: Steps = 3,
     fresh: Fresh = False,
     run_timeout: RunTimeout = 300,
-    output: Output = None,
-    as_json: Json = False,
 ) -> None:
     """Run all plans of a space, or a sample, on ranks of this machine, and print predicted and measured times and memory.
 
@@ -104,19 +94,16 @@ def local(
     from autopar.benchmark.local import BenchmarkRequest, run_local
     from autopar.benchmark.rank_runs import QUIET_PROFILER
 
+    output = plan_options.output
     if output is not None:
         check_writable(output, make_folder=True)
     request = BenchmarkRequest(
-        model=model,
+        **plan_options.request,
+        model=plan_options.model,
         num_ranks=ranks,
-        global_batch_size=global_batch,
-        space=space,
         sample=sample,
         sample_seed=sample_seed,
-        sequence=seq,
-        precision=precision,
-        optimizer=optimizer,
-        pins=tuple(split_pins(pin or ())),
+        sequence=plan_options.seq,
         rounds=rounds,
         steps=steps,
         run_timeout_s=run_timeout,
@@ -127,11 +114,11 @@ def local(
         os.environ.setdefault(name, value)
     with progress("reading the model") as advance:
         outcome: Outcome = run_local(request, results=output, cache_dir=cache_dir(), advance=advance)
-    print_result(as_json, outcome.to_dict, lambda: render(outcome))
+    print_result(plan_options.as_json, outcome.to_dict, lambda: render(outcome))
     if outcome.rows and all(row.failure for row in outcome.rows):
         raise AutoparError(
             f"All {len(outcome.rows)} plans failed",
-            where=model,
+            where=plan_options.model,
             fix="See the reasons in the lines above, or look for them with 'autopar verify'",
         )
 

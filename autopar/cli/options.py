@@ -6,7 +6,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
 from dataclasses import MISSING, dataclass, fields
@@ -168,6 +168,9 @@ MaxStepTime = Annotated[
     float | None,
     typer.Option("--max-step-time", min=0, metavar="S", help="Longest step in seconds; slower plans are excluded."),
 ]
+ModelOfPlan = Annotated[
+    str | None, typer.Option("--model", metavar="MODEL", help="The MODEL of a PLAN whose name does not say it.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan here.")]
 
@@ -229,34 +232,39 @@ class StrictCommand(TyperCommand):
 Verb = Callable[..., None]
 
 
-def takes_plan_options(*, without: Sequence[str] = (), **otherwise: Any) -> Callable[[Verb], Verb]:
+def takes_plan_options(
+    *, without: Sequence[str] = (), defaults: Mapping[str, Any] | None = None, **otherwise: Any
+) -> Callable[[Verb], Verb]:
     """Return a decorator that gives a command the options of :class:`PlanOptions`; its other options follow in the help.
 
     The command gets a :class:`PlanOptions` as its first argument.
 
     Args:
         without: options that the command does not have.
+        defaults: other defaults, by name; ``dataclasses.MISSING`` for an option that must be given.
         otherwise: annotations of options with another meaning, by name.
     """
     keyword = inspect.Parameter.KEYWORD_ONLY
+    default_of: dict[str, Any] = {option.name: option.default for option in fields(PlanOptions)} | dict(defaults or {})
+    left_out: dict[str, Any] = {name: None if default_of[name] is MISSING else default_of[name] for name in without}
 
     def with_options(verb: Verb) -> Verb:
         hints = get_type_hints(PlanOptions, include_extras=True) | otherwise
         shared = {
-            option.name: inspect.Parameter(
-                option.name,
+            name: inspect.Parameter(
+                name,
                 keyword,
-                annotation=hints[option.name],
-                default=inspect.Parameter.empty if option.default is MISSING else option.default,
+                annotation=hints[name],
+                default=inspect.Parameter.empty if default is MISSING else default,
             )
-            for option in fields(PlanOptions)
-            if option.name not in without
+            for name, default in default_of.items()
+            if name not in without
         }
         _, *others = inspect.signature(verb, eval_str=True).parameters.values()
 
         @wraps(verb)
         def command(**values: Any) -> None:
-            plan_options = PlanOptions(**{name: values.pop(name) for name in shared})
+            plan_options = PlanOptions(**{name: values.pop(name) for name in shared}, **left_out)
             verb(plan_options, **values)
 
         parameters = [*shared.values(), *(parameter.replace(kind=keyword) for parameter in others)]

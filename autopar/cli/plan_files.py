@@ -11,6 +11,7 @@ import typer
 from autopar.cli.options import (
     Json,
     Model,
+    ModelOfPlan,
     Opaque,
     Pin,
     Sequence_,
@@ -112,9 +113,6 @@ VerifiedBatch = Annotated[
     typer.Option(
         "--global-batch", min=1, metavar="N", help="For a MODEL: samples of a step; 4 for each rank if not given."
     ),
-]
-ModelOfPlan = Annotated[
-    str | None, typer.Option("--model", metavar="MODEL", help="The MODEL of a PLAN whose name does not say it.")
 ]
 Steps = Annotated[int, typer.Option("--steps", min=1, metavar="N", help="AdamW steps to compare.")]
 RunTimeout = Annotated[

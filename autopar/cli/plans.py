@@ -10,6 +10,7 @@ import typer
 
 from autopar.cli.options import (
     Json,
+    ModelOfPlan,
     PlanOptions,
     Space,
     kept_dir,
@@ -165,9 +166,7 @@ def explain(
         list[str] | None,
         typer.Option("--why-not", metavar="K=V,...", help="Compare with the best plan under these pins."),
     ] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="MODEL", help="The MODEL of a plan whose name does not say it.")
-    ] = None,
+    model: ModelOfPlan = None,
     as_json: Json = False,
 ) -> None:
     """Say why a plan was chosen, and how the best plan with other pins would compare."""

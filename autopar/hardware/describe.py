@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -263,28 +263,6 @@ def with_free_links(cluster: Cluster) -> Cluster:
     return _with_links(cluster, free)
 
 
-_REPORTED = (
-    (r"H100 80GB HBM3", "h100-sxm5-80gb"),
-    (r"H100", "h100-hbm2e-96gb"),
-    (r"H200", "h200-sxm-141gb"),
-    (r"B200", "b200-sxm-180gb"),
-    (r"GB200", "gb200"),
-    (r"A100-SXM4?-80GB", "a100-sxm4-80gb"),
-    (r"A100-SXM4?-40GB", "a100-sxm4-40gb"),
-    (r"A10G", "a10g-24gb"),
-    (r"L4", "l4-24gb"),
-    (r"V100-SXM2-16GB(-N)?", "v100-sxm2-16gb"),
-    (r"V100-SXM2-32GB(-LS)?", "v100-sxm2-32gb"),
-    (r"MI300X( OAM| VF)?", "mi300x-192gb"),
-)
-"""Patterns of the complete reported name after the maker, with profiles.
-
-Boards that are not listed differ from every profile in clocks, links or memory: PCIe, NVL and SXM3 boards, A10, L40S, H800, GH200,
-workstations. So do parts of a GPU, whose names are longer (``MIG 1g.10gb``)."""
-
-_NEEDS_MEMORY = frozenset({"h100-hbm2e-96gb"})
-"""Profiles of devices whose reported name is shared with other devices."""
-
 _MAKER = re.compile(r"(?:NVIDIA |AMD )?(?:Tesla |Instinct )?")
 _MEMORY_SPREAD = 0.08
 """Relative difference that the reported memory of equal devices may have: error correction and driver versions take some."""
@@ -303,18 +281,18 @@ def shipped_profile_name(device_name: str, memory_bytes: int | None = None) -> s
     True
     """
     model = _MAKER.sub("", " ".join(device_name.split()), count=1)
-    for pattern, name in _REPORTED:
-        if re.fullmatch(pattern, model) and name in known_devices() and _fits(name, memory_bytes):
+    for name in known_devices():
+        profile = load_profile(name)
+        if profile.reported and re.fullmatch(profile.reported, model) and _fits(profile, memory_bytes):
             return name
     return None
 
 
-@cache
-def _fits(name: str, memory_bytes: int | None) -> bool:
+def _fits(profile: MachineProfile, memory_bytes: int | None) -> bool:
     """Return whether a device with so much memory can be the one of the profile."""
     if memory_bytes is None:
-        return name not in _NEEDS_MEMORY
-    return has_memory(memory_bytes, load_profile(name).device.memory_bytes)
+        return not profile.shares_name
+    return has_memory(memory_bytes, profile.device.memory_bytes)
 
 
 def has_memory(memory_bytes: int, of_bytes: int) -> bool:

@@ -122,7 +122,7 @@ class Device:
     memory_bandwidth_bytes_per_s: float
     matmul: tuple[MatmulRate, ...]
     launch_s: float = field(metadata=MAY_BE_ZERO)
-    reserves: tuple[Reserve, ...] = field(metadata={"key": "reserve"})
+    reserves: tuple[Reserve, ...] = field(default=(), metadata={"key": "reserve"})
     fragmentation: float = field(metadata=MAY_BE_ZERO)
     interference: float = field(metadata=MAY_BE_ZERO)
     uncertainty: float = field(metadata=MAY_BE_ZERO)

@@ -213,8 +213,8 @@ class CollectiveLibrary:
     """
 
     name: str
-    algorithms: tuple[Algorithm, ...] = field(metadata={"key": "algorithm"})
-    switch_bandwidths: tuple[SwitchBandwidth, ...] = field(metadata={"key": "switch_bandwidth"})
+    algorithms: tuple[Algorithm, ...] = field(default=(), metadata={"key": "algorithm"})
+    switch_bandwidths: tuple[SwitchBandwidth, ...] = field(default=(), metadata={"key": "switch_bandwidth"})
     implemented_as: tuple[tuple[str, str], ...]
     measured: tuple[CollectiveTime, ...] = ()
 

@@ -44,9 +44,19 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineProfile:
-    """A device and its node; ``library`` names the collective library. Its fields are the tables of its file."""
+    """A device and its node. Its fields are the keys and tables of its file.
+
+    Attributes:
+        library: the name of the collective library.
+        reported: pattern of the complete name that the driver reports, without the maker; empty if no device is certain to be of the
+            profile. Boards without a profile differ from every profile in clocks, links or memory: PCIe, NVL and SXM3 boards, A10, L40S,
+            H800, GH200, workstations. So do parts of a GPU, whose names are longer (``MIG 1g.10gb``).
+        shares_name: whether other devices report the same name, so that the memory decides.
+    """
 
     library: str
+    reported: str = ""
+    shares_name: bool = False
     device: Device
     intra_node: Link
     nic: Link
@@ -141,6 +151,12 @@ def load_profile(name: str, *, relative_to: Path | None = None) -> MachineProfil
     path = data_files("profiles").get(name.lower())
     if path is None:
         raise UsageError.unknown("device profile", name, known_devices(), fix="or give the path of a .toml profile")
+    return _profile_in(path)
+
+
+@cache
+def _profile_in(path: Path) -> MachineProfile:
+    """Return a shipped profile, which is read once."""
     return Table.load(path).record(MachineProfile)
 
 

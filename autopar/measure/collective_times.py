@@ -99,7 +99,7 @@ class LinkPoints:
 
     def save(self, path: Path) -> None:
         """Write the file, completely or not at all."""
-        write_json(path, as_table(self))
+        write_json(path, as_table(self), make_folder=True)
 
     @classmethod
     def load(cls, path: Path) -> LinkPoints:

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from autopar.hardware.link import load_json
-from autopar.measure.timers import free_bytes, median_and_spread, timer
+from autopar.measure.timers import free_bytes, median_and_spread, sampler
 from autopar.ops.collectives import on_meshes
 from autopar.ops.kernels import resolve
 from autopar.ops.seeded import draw
@@ -52,16 +53,14 @@ class _Tensors:
     def __init__(self, call: str, device: torch.device) -> None:
         self.target, args, kwargs, outputs = json.loads(call)
         self.device = device
-        self.specs = list(_specs((args, list(kwargs.values()))))
+        self.specs = _specs([args, *kwargs.values()])
         _check_room([*self.specs, *_specs(outputs)], device)
         self.made: list[torch.Tensor] = []
-        self.args = [self._value(a) for a in args]
-        self.kwargs = {name: self._value(a) for name, a in kwargs.items()}
+        self.args = pytree.tree_map(self._value, args, is_leaf=_is_leaf)
+        self.kwargs = {name: pytree.tree_map(self._value, a, is_leaf=_is_leaf) for name, a in kwargs.items()}
 
     def _value(self, value: Any) -> Any:
-        """Return an argument of the call; tensors are filled, dtypes and devices are looked up."""
-        if isinstance(value, list):
-            return [self._value(item) for item in value]
+        """Return a leaf of the arguments; tensors are filled, dtypes and devices are looked up."""
         if not isinstance(value, dict):
             return value
         ((kind, inner),) = value.items()
@@ -100,13 +99,15 @@ Spec = tuple[str, list[int], bool]
 """Dtype, shape, and whether it requires a gradient."""
 
 
-def _specs(value: Any) -> Iterator[Spec]:
-    """Yield the tensors in an argument."""
-    if isinstance(value, dict) and "tensor" in value:
-        yield tuple(value["tensor"])
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _specs(item)
+def _is_leaf(value: object) -> bool:
+    """Return whether a value of the JSON text is one argument, not a list of several."""
+    return not isinstance(value, list)
+
+
+def _specs(values: list[Any]) -> list[Spec]:
+    """Return the tensors in arguments."""
+    leaves = pytree.tree_leaves(values, is_leaf=_is_leaf)
+    return [tuple(leaf["tensor"]) for leaf in leaves if isinstance(leaf, dict) and "tensor" in leaf]
 
 
 def _check_room(specs: Sequence[Spec], device: torch.device) -> None:
@@ -188,18 +189,9 @@ def engine_s(device: torch.device) -> float:
 
 def _median(function: Callable[[], object], device: torch.device) -> tuple[float, float, int]:
     """Return the median seconds of one warm call, the distance of the quartiles over it, and the number of samples."""
-    clock = timer(device)
-    calls = 1
-
-    def batch() -> None:
-        for _ in range(calls):
-            function()
-
-    clock(batch)
-    while (first := clock(batch)) < MIN_BATCH_S and calls < 2**12:
-        calls *= 2
-    repeats = int(min(REPEATS, max(LEAST_REPEATS, OPERATOR_BUDGET_S / max(first, 1e-9))))
-    return *median_and_spread(clock(batch) / calls for _ in range(repeats)), repeats
+    sample = sampler(function, device, min_time_s=MIN_BATCH_S)
+    repeats = int(min(REPEATS, max(LEAST_REPEATS, OPERATOR_BUDGET_S / max(sample(), 1e-9))))
+    return *median_and_spread(sample() for _ in range(repeats)), repeats
 
 
 class OperatorFile:
@@ -226,7 +218,8 @@ class OperatorFile:
     def save(self) -> None:
         """Write all times and failures."""
         failed = [{"call": call, "reason": reason} for call, reason in self.failed.items()]
-        write_json(self.path, {"device": self.device, "times": list(self.times.values()), "failed": failed})
+        data = {"device": self.device, "times": list(self.times.values()), "failed": failed}
+        write_json(self.path, data, make_folder=True)
 
     def measure(self, calls: Sequence[str], device: torch.device, *, progress: Progress | None = None) -> None:
         """Time the calls that are missing. The file is saved every few seconds and at the end, also after an error.

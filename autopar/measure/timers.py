@@ -68,8 +68,8 @@ def median_and_spread(samples: Iterable[float]) -> tuple[float, float]:
     return median, (ordered[-1 - quarter] - ordered[quarter]) / median if median else 0.0
 
 
-def median_time_s(function: Callable[[], object], device: torch.device, *, min_time_s: float = 1e-3) -> float:
-    """Return the median seconds of one call. Calls are batched so that a batch takes at least ``min_time_s``, which also warms up."""
+def sampler(function: Callable[[], object], device: torch.device, *, min_time_s: float = 1e-3) -> Callable[[], float]:
+    """Return a function that returns the seconds of one warm call, the mean over a batch of calls that takes at least ``min_time_s``."""
     clock = timer(device)
     calls = 1
 
@@ -77,9 +77,16 @@ def median_time_s(function: Callable[[], object], device: torch.device, *, min_t
         for _ in range(calls):
             function()
 
+    function()
     while clock(batch) < min_time_s and calls < 2**14:
         calls *= 2
-    return statistics.median(clock(batch) for _ in range(REPEATS)) / calls
+    return lambda: clock(batch) / calls
+
+
+def median_time_s(function: Callable[[], object], device: torch.device, *, min_time_s: float = 1e-3) -> float:
+    """Return the median seconds of one call over :data:`REPEATS` samples; see :func:`sampler`."""
+    sample = sampler(function, device, min_time_s=min_time_s)
+    return statistics.median(sample() for _ in range(REPEATS))
 
 
 def matmul_rates(

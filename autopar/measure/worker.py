@@ -337,7 +337,10 @@ def measure_link(device: torch.device) -> dict[str, float]:
             measure.synchronize(device)
             start = time.perf_counter()
             for _ in range(calls):
-                _exchange(tensors[name], parts[name])
+                if device.type == "cuda":
+                    dist.all_gather_into_tensor(tensors[name], parts[name])
+                else:
+                    dist.all_reduce(tensors[name])
             measure.synchronize(device)
             if repeat >= 2:
                 times[name].append((time.perf_counter() - start) / calls)
@@ -348,14 +351,6 @@ def measure_link(device: torch.device) -> dict[str, float]:
         "latency_s": small_s / DELAYS_OF_SMALL_ALL_REDUCE,
         "bandwidth_bytes_per_s": more_bytes * factor / max(large_s - small_s, 1e-9),
     }
-
-
-def _exchange(tensor: torch.Tensor, part: torch.Tensor) -> None:
-    """Run one collective: an all-gather on GPUs, an all-reduce on CPUs."""
-    if tensor.is_cuda:
-        dist.all_gather_into_tensor(tensor, part)
-    else:
-        dist.all_reduce(tensor)
 
 
 def main(rank: int, ranks: int, folder: Path) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-FAMILIES = ("gpt", "llama", "mpt", "bloom")
-ATTENTIONS = ("flash", "scores")
+Family = Literal["gpt", "llama", "mpt", "bloom"]
+Attention = Literal["flash", "scores"]
 DROPPED = 0.1
 """The probability of dropout; the time does not depend on it."""
 
@@ -25,13 +26,13 @@ class Sizes:
     """The sizes that decide a model's graph, except for the number of its equal layers.
 
     Attributes:
-        family: one of :data:`FAMILIES`.
+        family: the family.
         hidden: the width of the model.
         ffn: the inner width of the feed-forward.
         heads, kv_heads: the numbers of query heads, and of key and value heads.
         vocabulary: the number of tokens.
         sequence: tokens of a sample.
-        attention: one of :data:`ATTENTIONS`.
+        attention: fused attention, or stored scores.
         dtype: the dtype of the model, by torch's name.
         autocast: whether norms, and the softmax of ``plain_scores``, are in single precision between casts.
         dropout: whether the outputs of attention and feed-forward have dropout, and the probabilities of ``scores`` attention.
@@ -40,14 +41,14 @@ class Sizes:
             ``LlamaRMSNorm``) and minGPT.
     """
 
-    family: str
+    family: Family
     hidden: int
     ffn: int
     heads: int
     kv_heads: int
     vocabulary: int
     sequence: int
-    attention: str
+    attention: Attention
     dtype: str
     autocast: bool = False
     dropout: bool = False

@@ -1,40 +1,30 @@
-"""Reads and writes plans as JSON files, and generates their schema from the dataclasses of plans.
-
-Nothing of a plan is lost in a file. Errors name the file and the path in it.
-``python -m autopar.plan.file docs/reference/plan.schema.json`` writes the published schema; a test keeps it up to date.
-"""
+"""Reads and writes plans as JSON files. Nothing of a plan is lost in a file; errors name the file and the path in it."""
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import json
-import sys
-import types
-import typing
 from collections.abc import Mapping
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, NoReturn, cast, get_args, get_origin
+from typing import Any, NoReturn, cast
 
 from autopar.errors import PlanError, PlanFileError, UsageError
 from autopar.plan.check import check_plan
-from autopar.plan.mesh import Type
 from autopar.plan.plan import FORMAT_VERSION, Plan
-from autopar.util.files import write_text
-from autopar.util.toml import CHANGE, Table
+from autopar.util.files import write_json
+from autopar.util.toml import CHANGE, Table, as_table
 
-_LINE_LENGTH = 110
-"""Columns of a line of a plan file."""
 _MAKE_ANEW = "Make it anew with 'autopar search ... -o FILE'"
+WRITTEN_BY = "written_by"
+"""The only key of a plan file that is not a field of the plan: the version of autopar that wrote it."""
 _NAME_ONE = "Name a file that 'autopar search ... -o FILE' wrote"
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """Return a plan as JSON values. Keys are in the order of the fields, types are written as ``S(0)``, and numbers are not rounded."""
     written_by = {WRITTEN_BY: f"autopar {_autopar_version()}"}
-    return {"version": plan.version} | written_by | cast("dict[str, Any]", encode(plan))
+    return {"version": plan.version} | written_by | cast("dict[str, Any]", as_table(plan))
 
 
 def plan_from_dict(data: object, *, place: str = "plan") -> Plan:
@@ -69,7 +59,7 @@ def save_plan(plan: Plan, path: str | Path) -> None:
     target = Path(path)
     check_plan(plan, place=str(target))
     try:
-        write_text(target, dumps(plan_to_dict(plan)) + "\n")
+        write_json(target, plan_to_dict(plan))
     except UsageError as error:
         raise error.becoming(PlanError) from error
 
@@ -103,24 +93,6 @@ def _read_plan(path: Path) -> Plan:
     return plan_from_dict(data, place=place)
 
 
-def dumps(data: object) -> str:
-    """Return JSON that people can read: short values are on one line, and long lists of words are filled like a paragraph."""
-    return _write(data, 0, 0)
-
-
-def encode(value: Any, *, rare: bool = False) -> Any:
-    """Return a value of a plan as JSON values; ``rare`` includes fields that files contain only if they differ from their default."""
-    if isinstance(value, Type):
-        return str(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = dataclasses.fields(value)
-        written = (f for f in fields if rare or not (f.metadata and getattr(value, f.name) == f.default))
-        return {field.name: encode(getattr(value, field.name), rare=rare) for field in written}
-    if isinstance(value, tuple):
-        return [encode(item, rare=rare) for item in value]
-    return value
-
-
 def _check_version(data: object, place: str) -> None:
     if not isinstance(data, Mapping):
         raise PlanError("A plan file holds a JSON object, this one something else", where=place, fix=_NAME_ONE)
@@ -150,35 +122,6 @@ def _no_constant(place: str, text: str) -> NoReturn:
     raise PlanError(f"A number of the plan is {text}", where=place, fix=_MAKE_ANEW)
 
 
-def _write(value: Any, depth: int, lead: int) -> str:
-    """Return the JSON of a value; ``lead`` is the number of characters in front of it on its line."""
-    line = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    if not isinstance(value, dict | list) or not value or (depth > 0 and lead + len(line) < _LINE_LENGTH):
-        return line
-    inner, outer = "  " * (depth + 1), "  " * depth
-    if isinstance(value, dict):
-        items = []
-        for key, item in value.items():
-            head = f"{json.dumps(key, ensure_ascii=False)}: "
-            items.append(f"{inner}{head}{_write(item, depth + 1, len(inner) + len(head))}")
-        return "{\n" + ",\n".join(items) + f"\n{outer}}}"
-    if any(isinstance(item, dict | list) for item in value):
-        return "[\n" + ",\n".join(inner + _write(item, depth + 1, len(inner)) for item in value) + f"\n{outer}]"
-    return "[\n" + _fill([json.dumps(item, ensure_ascii=False) for item in value], inner) + f"\n{outer}]"
-
-
-def _fill(words: list[str], indent: str) -> str:
-    """Return words with commas as a paragraph of indented lines."""
-    lines, line = [], indent
-    for index, word in enumerate(words):
-        piece = word + ("," if index < len(words) - 1 else "")
-        if line != indent and len(line) + 1 + len(piece) > _LINE_LENGTH:
-            lines.append(line)
-            line = indent
-        line += piece if line == indent else f" {piece}"
-    return "\n".join([*lines, line])
-
-
 @cache
 def _autopar_version() -> str:
     try:
@@ -197,78 +140,3 @@ def short(value: object) -> str:
     else:
         text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-DIALECT = "https://json-schema.org/draft/2020-12/schema"
-TYPE_PATTERN = r"^(I|R|P|S\((0|[1-9][0-9]*)\))$"
-WRITTEN_BY = "written_by"
-"""The only key of a plan file that is not a field of the plan: the version of autopar that wrote it."""
-
-
-def plan_schema() -> dict[str, Any]:
-    """Return the JSON schema (draft 2020-12) of plan files and of results of :func:`autopar.plan.file.plan_to_dict`."""
-    definitions: dict[str, Any] = {}
-    root = _object(Plan, definitions)
-    root["properties"][WRITTEN_BY] = {"type": "string", "description": "The autopar that wrote the file."}
-    root["properties"]["version"] = {"const": FORMAT_VERSION}
-    root["required"] = sorted({*root["required"], "version"})
-    return {"$schema": DIALECT, "title": "autopar plan", **root, "$defs": dict(sorted(definitions.items()))}
-
-
-def _object(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a dataclass, whose description is the first paragraph of its docstring."""
-    hints = typing.get_type_hints(cls)
-    fields = dataclasses.fields(cls)
-    return {
-        "description": " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split()).replace("``", ""),
-        "type": "object",
-        "properties": {field.name: schema_of(hints[field.name], definitions) for field in fields},
-        "required": sorted(field.name for field in fields if not has_default(field)),
-        "additionalProperties": False,
-    }
-
-
-def schema_of(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of one annotation; the schemas of dataclasses are added to ``definitions`` and referenced."""
-    scalars: dict[Any, dict[str, Any]] = {
-        str: {"type": "string"},
-        bool: {"type": "boolean"},
-        int: {"type": "integer", "minimum": 0},
-        float: {"type": "number"},
-        Type: {"type": "string", "pattern": TYPE_PATTERN, "description": "I, R, P or S(dim)"},
-    }
-    if hint in scalars:
-        return scalars[hint]
-    if get_origin(hint) is Literal:
-        return {"enum": list(get_args(hint))}
-    if get_origin(hint) is tuple:
-        items = get_args(hint)
-        if items[-1] is Ellipsis:
-            return {"type": "array", "items": schema_of(items[0], definitions)}
-        parts = [schema_of(item, definitions) for item in items]
-        return {"type": "array", "prefixItems": parts, "minItems": len(parts), "maxItems": len(parts)}
-    if get_origin(hint) in (types.UnionType, typing.Union):
-        return {"anyOf": [schema_of(item, definitions) for item in get_args(hint)]}
-    if hint is type(None):
-        return {"type": "null"}
-    if dataclasses.is_dataclass(hint):
-        cls = cast("type", hint)
-        if cls.__name__ not in definitions:
-            definitions[cls.__name__] = {}  # ends the recursion if the class refers to itself
-            definitions[cls.__name__] = _object(cls, definitions)
-        return {"$ref": f"#/$defs/{cls.__name__}"}
-    raise TypeError(f"no schema for a field of type {hint}")
-
-
-def has_default(field: dataclasses.Field[Any]) -> bool:
-    """Return whether a field may be missing in a file."""
-    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-
-
-def schema_text() -> str:
-    """Return the text of the published schema."""
-    return json.dumps(plan_schema(), indent=2) + "\n"
-
-
-if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(schema_text(), encoding="utf-8")

@@ -157,6 +157,10 @@ class Type:
     def __reduce__(self) -> tuple[type[Type], tuple[Kind, int]]:
         return Type, (self.kind, self.dim)
 
+    def to_table(self) -> str:
+        """Return the text of the type."""
+        return str(self)
+
     @staticmethod
     def from_text(text: str) -> Type:
         """Return the type that is written so; see :func:`parse_type`."""

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from autopar.plan.mesh import Mesh, Type
-from autopar.plan.prediction import RARE, Memory, Prediction
+from autopar.plan.prediction import Memory, Prediction
+from autopar.util.toml import RARE
 
 if TYPE_CHECKING:
     from autopar.plan.text import Change

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, fields
 from functools import reduce
 from operator import add
 
-RARE = {"rare": True}
-"""Metadata of fields that a plan file contains only if they differ from their default."""
+from autopar.util.toml import RARE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,10 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from autopar.plan.file import encode, short
+from autopar.plan.file import short
 from autopar.plan.plan import BUCKET_BYTES, Plan, recompute_text
 from autopar.util.formatting import count, num_bytes, plain_table, printable, ranges, seconds, share
+from autopar.util.toml import as_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,34 +54,16 @@ def layout_lines(typing: AxisTyping) -> list[tuple[str, str]]:
     return [(kind, ranges(by_type[kind]) if names else f"{len(by_type[kind])} parameters") for kind in split_first]
 
 
-def layout_groups(plan: Plan) -> list[tuple[list[str], list[tuple[str, str, str]]]]:
-    """Return groups of blocks with equal lines, in the order of their first blocks.
-
-    Each group has the labels of its blocks, and a line (axis, type, parameters) for each type on axes of several ranks.
-    """
-    groups: dict[tuple[tuple[str, str, str], ...], list[str]] = {}
-    for block in plan.blocks:
-        lines: list[tuple[str, str, str]] = []
-        for typing in plan.layouts[block.layout].typings:
-            if typing.axis != "batch" and getattr(plan.mesh, typing.axis, 1) > 1:
-                lines += [(typing.axis, kind, names) for kind, names in layout_lines(typing)]
-                if typing.boundary:
-                    kinds = ", ".join(map(str, typing.boundary))
-                    lines.append((typing.axis, "", f"type of what the block hands on: {kinds}"))
-        if lines:
-            groups.setdefault(tuple(lines), []).append(block.label)
-    return [(labels, list(lines)) for lines, labels in groups.items()]
-
-
 def _head(plan: Plan) -> str:
     precision = plan.precision
     dtypes = f"compute {precision.compute}, storage {precision.storage}, reduce {precision.reduce}"
     buckets = f"gradients are summed from {num_bytes(plan.bucket_bytes)} on"
     padded = f"padded: each rank's rows of it are a multiple of {plan.vocab_multiple}"
+    groups = ", ".join(f"ranks {g.start}-{g.stop - 1} on {g.device}" for g in plan.groups)
     rows = [
-        ("model", model_text(plan)),
+        ("model", f"{count(plan.model.num_parameters)} parameters, {plan.model.tokens_per_sample:,} tokens a sample"),
         ("mesh", f"{plan.mesh} ({plan.mesh.world_size} ranks)" if plan.mesh.world_size > 1 else "one rank"),
-        ("devices", groups_text(plan) if plan.groups else ""),
+        ("devices", f"{groups}: number the nodes in this order" if groups else ""),
         *choices(plan),
         ("buckets", buckets if plan.bucket_bytes != BUCKET_BYTES else ""),
         ("vocabulary", padded if plan.vocab_multiple > 1 else ""),
@@ -161,12 +144,24 @@ def _memory(plan: Plan) -> str:
 
 
 def _layouts(plan: Plan) -> str:
+    """Return the blocks with equal layouts, each group with the types at rest on axes of several ranks."""
+    groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for block in plan.blocks:
+        rows: list[tuple[str, str]] = []
+        for typing in plan.layouts[block.layout].typings:
+            if typing.axis != "batch" and getattr(plan.mesh, typing.axis, 1) > 1:
+                rows += [(f"{typing.axis} {kind}", names) for kind, names in layout_lines(typing)]
+                if typing.boundary:
+                    kinds = ", ".join(map(str, typing.boundary))
+                    rows.append((f"{typing.axis} ", f"type of what the block hands on: {kinds}"))
+        if rows:
+            groups.setdefault(tuple(rows), []).append(block.label)
     lines = ["Layouts of parameters (S(d): dim d is split; I: whole on each rank of the axis)"]
-    for labels, rows in layout_groups(plan):
+    for group_rows, labels in groups.items():
         lines += _wrap(f"{ranges(labels)} ({len(labels)} block{'s' if len(labels) > 1 else ''})", "  ")
-        for axis, kind, names in rows:
-            lines += _wrap(names, f"    {f'{axis} {kind}':<9} ", " " * 14)
-    if len(lines) == 1:
+        for name, names in group_rows:
+            lines += _wrap(names, f"    {name:<9} ", " " * 14)
+    if not groups:
         lines += _wrap("nothing is split inside the model: every rank of a stage computes with whole parameters", "  ")
     return "\n".join(lines)
 
@@ -243,11 +238,6 @@ def choices(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
-def model_text(plan: Plan) -> str:
-    """Return the size of the model in words."""
-    return f"{count(plan.model.num_parameters)} parameters, {plan.model.tokens_per_sample:,} tokens a sample"
-
-
 def zero_text(plan: Plan) -> str:
     """Return what ZeRO splits, in words."""
     split = {
@@ -288,12 +278,6 @@ def schedule_text(plan: Plan) -> str:
     return f"{plan.schedule}, {len(plan.stages)} stages{virtual}"
 
 
-def groups_text(plan: Plan) -> str:
-    """Return which ranks are on which devices, for a plan on different nodes."""
-    groups = (f"ranks {g.start}-{g.stop - 1} on {g.device}" for g in plan.groups)
-    return f"{', '.join(groups)}: number the nodes in this order"
-
-
 def devices_text(plan: Plan, pp_rank: int) -> str:
     """Return the devices of a pipeline rank; empty if all nodes are equal."""
     return " + ".join(plan.devices_of(pp_rank))
@@ -323,7 +307,7 @@ class Change:
 
 def diff_plans(before: Plan, after: Plan) -> list[Change]:
     """Return the differences in the order of the document, except for the record of the search and the format version."""
-    left, right = encode(before, rare=True), encode(after, rare=True)
+    left, right = as_table(before, rare=True), as_table(after, rare=True)
     for data in (left, right):
         del data["search"], data["version"]
     return list(_differences(left, right, ""))

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from autopar.plan.text import choices, diff_plans, micro_batch_text, render_plan, schedule_text
-from autopar.report.summaries import plan_summary
+from autopar.plan.text import diff_plans, micro_batch_text, render_plan, schedule_text
+from autopar.report.summaries import plan_summary, render_comparison
 from autopar.util.formatting import num_bytes, percent, plain_table, seconds, share
 
 if TYPE_CHECKING:
@@ -161,15 +161,13 @@ def list_summary(studies: list[Study]) -> dict[str, Any]:
 
 
 def render_result(result: StudyResult) -> str:
-    """Return both plans in a table, the ratio of their step times, and what the study had to assume."""
+    """Return both plans side by side, the ratio of their step times, and what the study had to assume."""
     study, ours, published = result.study, result.ours, result.published
-    cells = [_rows_of(ours), _rows_of(published) if published else {}]
-    rows = [(key, cells[0][key], cells[1].get(key, "-")) for key in cells[0]]
+    plans = render_comparison(ours, published, names=("autopar", "published")) if published else render_plan(ours)
     lines = [study.title, f"  source      {study.source}"]
     lines += [f"  measured    {study.measured}"] if study.measured else []
     lines += [f"  not sure    {text}" for text in study.unsure]
-    lines += ["", plain_table(("", "autopar", "published"), rows, left=("", "autopar", "published"), width=120), ""]
-    lines.append(_verdict(result))
+    lines += ["", plans, "", _verdict(result)]
     lines.append(f"traced in {result.trace_s:.1f} s, searched in {ours.search.wall_time_s:.1f} s")
     return "\n".join(lines)
 
@@ -200,16 +198,3 @@ def _verdict(result: StudyResult) -> str:
     if ratio >= 1:
         return f"autopar's plan is {100 * (ratio - 1):.1f} % faster than the published layout, by the same cost model"
     return f"autopar's plan is {100 * (1 / ratio - 1):.1f} % SLOWER than the published layout: please report this"
-
-
-def _rows_of(plan: Plan) -> dict[str, str]:
-    """Return a plan's choices and predictions by name."""
-    predicted = plan.predicted
-    return {
-        "mesh": str(plan.mesh),
-        **dict(choices(plan)),
-        "step time": seconds(predicted.step_time_s),
-        "peak memory": f"{num_bytes(predicted.peak_memory_bytes)} of {num_bytes(predicted.memory_limit_bytes)}",
-        "MFU": share(predicted.mfu, 1),
-        "gap at most": share(plan.search.gap, 1),
-    }

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 from autopar.errors import InfeasibleError, UsageError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.describe import SCALES, scaled
-from autopar.models.transformer import ATTENTIONS, FAMILIES, Sizes, build
+from autopar.models.transformer import Sizes, build
 from autopar.plan.plan import Plan
 from autopar.planner.search import Limits, peak_bytes
 from autopar.questions.sizing import Ask, prices_of, sizes_of
@@ -298,9 +298,6 @@ def _sizes(table: Table, sequence: int) -> tuple[Sizes, int]:
     """Return the sizes and layers of a study's transformer."""
     keys = ("family", "attention", "heads", "hidden", "ffn", "vocabulary")
     fields = table.fields_of(Sizes, {name: name for name in keys})
-    for key, known in (("family", FAMILIES), ("attention", ATTENTIONS)):
-        if fields[key] not in known:
-            raise UsageError.unknown(key, fields[key], known, where=table.place(key))
     kv_heads = table.integer("kv_heads", fields["heads"])
     return Sizes(**fields, kv_heads=kv_heads, sequence=sequence, dtype="float32"), table.integer("layers")
 

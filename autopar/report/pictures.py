@@ -10,19 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.cost.step.simulation import compiled
 from autopar.errors import PlanError
-from autopar.plan.file import dumps, plan_to_dict
-from autopar.plan.plan import recompute_text
-from autopar.plan.text import (
-    choices,
-    devices_text,
-    groups_text,
-    layout_groups,
-    memory_parts,
-    memory_text,
-    model_text,
-    time_parts,
-)
-from autopar.util.formatting import num_bytes, ranges, seconds, share
+from autopar.plan.file import plan_to_dict
+from autopar.plan.text import devices_text, memory_parts, render_plan, time_parts
+from autopar.util.files import dumps
+from autopar.util.formatting import num_bytes, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -138,61 +129,37 @@ def perfetto_trace(plan: Plan) -> dict[str, Any]:
 
 _MAX_SPANS = 4000
 """Most actions that are drawn."""
-_COLOURS = ("#4269d0", "#97bbf5", "#efb118", "#ff725c", "#6cc5b0", "#c9c9c9", "#9c6b4e")
+_COLOURS = ("#4269d0", "#97bbf5", "#efb118", "#ff725c", "#6cc5b0", "#c9c9c9", "#9c6b4e", "#3ca951", "#a463f2")
+"""One for each part of a step."""
 _SPAN_COLOURS = {"F": "#97bbf5", "B": "#4269d0", "data parallel": "#ff725c", "optimizer": "#9c6b4e"}
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}
 h1{font-size:1.4rem;overflow-wrap:anywhere}h2{font-size:1.1rem;margin:2rem 0 .5rem}
-table{border-collapse:collapse}td,th{padding:.2rem .8rem .2rem 0;text-align:left;vertical-align:top}
-th{font-weight:600;border-bottom:1px solid #ccc}td.n,th.n{text-align:right}code{overflow-wrap:anywhere}
 .bar{display:flex;height:1.6rem;border-radius:3px;overflow:hidden;background:#eee;margin:.3rem 0}
 .key{display:inline-block;width:.8rem;height:.8rem;border-radius:2px;margin-right:.4rem}
 .no{color:#b00020;font-weight:600}svg{width:100%;display:block}pre{overflow:auto;background:#f6f6f6;padding:1rem}
 """
 
 
-def render_html(plan: Plan) -> str:
-    """Return the page; every text of the plan is escaped."""
-    title = f"{plan.model.name} on {plan.cluster}"
-    sections = [
-        ("Plan", _fields(_facts(plan))),
-        ("Where the step time goes", _time(plan)),
-        ("Memory of the largest rank of each pipeline rank", _memory(plan)),
-        ("Pipeline", _pipeline(plan)),
-        ("Stages", _stages(plan)),
-        ("Layouts of parameters", _layouts(plan)),
-        (
-            "Why this plan (one choice changed, and as little else as that needs)",
-            _list(plan.search.reasons or ("no reasons were recorded",)),
-        ),
-        ("Notes", _list(plan.notes)),
-        ("The plan file", f"<details><summary>JSON</summary><pre>{escape(dumps(plan_to_dict(plan)))}</pre></details>"),
-    ]
-    body = "\n".join(f"<h2>{name}</h2>\n{content}" for name, content in sections if content)
+def html_page(title: str, style: str, sections: Iterable[tuple[str, str]]) -> str:
+    """Return a self-contained page with a title and sections, whose names are texts and whose contents are HTML; empty ones are left out."""
+    body = "\n".join(f"<h2>{escape(name)}</h2>\n{content}" for name, content in sections if content)
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
-        f"<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
+        f"<style>{style}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
     )
 
 
-def _facts(plan: Plan) -> list[tuple[str, str]]:
-    """Return the plan's choices and main figures as names and HTML values."""
-    predicted, search = plan.predicted, plan.search
-    low, high = predicted.step_time_interval_s
-    verdict = "fits" if predicted.fits else '<span class="no">does not fit</span>'
-    bound = f"bound {seconds(search.lower_bound_s)}, gap {share(search.gap, 1)}"
-    return [
-        ("model", model_text(plan)),
-        ("mesh", f"{escape(str(plan.mesh))}, {plan.mesh.world_size} ranks"),
-        *([("devices", escape(groups_text(plan)))] if plan.groups else []),
-        *((name, escape(text)) for name, text in choices(plan)),
-        ("precision", f"{escape(plan.precision.name)}, optimizer {escape(plan.optimizer)}"),
-        ("pins", escape(", ".join(plan.pins) or "none")),
-        ("step time", f"<b>{seconds(predicted.step_time_s)}</b> ({seconds(low)} to {seconds(high)})"),
-        ("throughput", f"{predicted.tokens_per_s:,.0f} tokens/s, MFU {share(predicted.mfu, 1)}"),
-        ("peak memory", f"{memory_text(plan)}: {verdict}"),
-        ("search", f"{search.evaluated:,} of {search.candidates:,} candidates, {seconds(search.wall_time_s)}, {bound}"),
-    ]
+def render_html(plan: Plan) -> str:
+    """Return the page: pictures of time, memory and the pipeline, the text of the plan, and its file. Every text of the plan is escaped."""
+    sections = (
+        ("Where the step time goes", _time(plan)),
+        ("Memory of the largest rank of each pipeline rank", _memory(plan)),
+        ("Pipeline", _pipeline(plan)),
+        ("The plan", f"<pre>{escape(render_plan(plan))}</pre>"),
+        ("The plan file", f"<details><summary>JSON</summary><pre>{escape(dumps(plan_to_dict(plan)))}</pre></details>"),
+    )
+    return html_page(f"{plan.model.name} on {plan.cluster}", _STYLE, sections)
 
 
 def _time(plan: Plan) -> str:
@@ -245,33 +212,6 @@ def _pipeline(plan: Plan) -> str:
     )
 
 
-def _stages(plan: Plan) -> str:
-    """Return a table of stages."""
-    times = plan.predicted.stage_times
-    rows = []
-    for stage in plan.stages:
-        blocks = plan.blocks[stage.start : stage.stop]
-        cells = [str(stage.index), str(stage.pp_rank)]
-        cells += [escape(devices_text(plan, stage.pp_rank))] if plan.groups else []
-        cells += [escape(ranges(block.label for block in blocks)), recompute_text(blocks)]
-        cells += [seconds(part_s) for part_s in times[stage.index]] if times else ["-", "-"]
-        rows.append(cells)
-    devices = ("devices",) if plan.groups else ()
-    return _table(("stage", "pipeline rank", *devices, "layers", "recompute", "forward", "backward"), rows)
-
-
-def _layouts(plan: Plan) -> str:
-    """Return a table of the parameters that are split inside the model."""
-    rows = [
-        (escape(ranges(labels)), escape(axis), f"<code>{escape(kind)}</code>", escape(names))
-        for labels, lines in layout_groups(plan)
-        for axis, kind, names in lines
-    ]
-    if not rows:
-        return "<p>Nothing is split inside the model.</p>"
-    return _table(("blocks", "axis", "type at rest", "parameters"), rows)
-
-
 def _bar(parts: Sequence[tuple[str, float, str]], total: float) -> str:
     """Return parts of a total as a horizontal bar."""
     pieces = "".join(
@@ -290,19 +230,3 @@ def _legend(parts: Sequence[tuple[str, float, str]]) -> str:
         if part > 0
     )
     return f"<p>{items}</p>"
-
-
-def _fields(rows: Iterable[tuple[str, str]]) -> str:
-    """Return a table of names and HTML values."""
-    return "<table>" + "".join(f"<tr><td>{name}</td><td>{value}</td></tr>" for name, value in rows) + "</table>"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table of cells in HTML."""
-    top = "".join(f"<th>{name}</th>" for name in head)
-    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><tr>{top}</tr>{body}</table>"
-
-
-def _list(items: Sequence[str]) -> str:
-    return "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>" if items else ""

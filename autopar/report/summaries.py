@@ -16,6 +16,7 @@ from autopar.plan.text import choices, diff_plans, time_parts
 from autopar.planner.search import flops_of_block
 from autopar.rules.table import has_rule
 from autopar.util.formatting import flops, num_bytes, percent, plain_table, ranges, seconds, share
+from autopar.util.toml import as_table
 
 if TYPE_CHECKING:
     from autopar.graph.graph import Block
@@ -24,51 +25,32 @@ if TYPE_CHECKING:
 
 def plan_summary(plan: Plan) -> dict[str, Any]:
     """Return the JSON values that ``search --json``, ``estimate --json`` and ``show --json`` print, in seconds and bytes."""
-    predicted = plan.predicted
-    return {
-        "model": asdict(plan.model),
-        "cluster": plan.cluster,
-        "mesh": {axis: getattr(plan.mesh, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")},
-        "groups": [asdict(group) for group in plan.groups],
-        "global_batch_size": plan.global_batch_size,
-        "micro_batch_size": plan.micro_batch_size,
+    values = as_table(plan, rare=True)
+    for stage in values["stages"]:
+        stage["devices"] = list(plan.devices_of(stage["pp_rank"]))
+        stage["blocks"] = [block.label for block in plan.blocks[stage["start"] : stage["stop"]]]
+    del values["mesh"]["ep_data"]
+    derived = {
         "num_micro_batches": plan.num_micro_batches,
-        "data_shares": list(plan.data_shares),
-        "schedule": plan.schedule,
-        "virtual_stages": plan.virtual_stages,
-        "zero_stage": plan.zero_stage,
         "recompute": plan.recompute,
         "precision": plan.precision.name,
-        "optimizer": plan.optimizer,
-        "stages": [
-            {
-                "index": stage.index,
-                "pp_rank": stage.pp_rank,
-                "devices": list(plan.devices_of(stage.pp_rank)),
-                "start": stage.start,
-                "stop": stage.stop,
-                "blocks": [block.label for block in plan.blocks[stage.start : stage.stop]],
-            }
-            for stage in plan.stages
-        ],
-        "predicted": {
-            "step_time_s": predicted.step_time_s,
-            "step_time_interval_s": list(predicted.step_time_interval_s),
-            "peak_memory_bytes": predicted.peak_memory_bytes,
-            "peak_memory_interval_bytes": list(predicted.peak_memory_interval_bytes),
-            "memory_limit_bytes": predicted.memory_limit_bytes,
-            "memory_limits_bytes": list(predicted.memory_limits_bytes),
-            "fits": predicted.fits,
-            "mfu": predicted.mfu,
-            "tokens_per_s": predicted.tokens_per_s,
-            "breakdown": asdict(predicted.breakdown),
-            "memory": [asdict(memory) for memory in predicted.memory],
-        },
-        "search": asdict(plan.search),
-        "pins": list(plan.pins),
-        "notes": list(plan.notes),
+        "predicted": {**values["predicted"], "fits": plan.predicted.fits},
     }
+    return {name: value for name, value in (values | derived).items() if name not in _OF_FILES}
 
+
+_OF_FILES = (
+    "prelude",
+    "layouts",
+    "blocks",
+    "padding",
+    "opaque",
+    "offload",
+    "bucket_bytes",
+    "vocab_multiple",
+    "version",
+)
+"""Fields of a plan that only its file has."""
 
 _MAX_CHANGES = 40
 

@@ -103,16 +103,47 @@ def write_toml(path: Path, data: dict[str, Any], *, comment: str = "") -> None:
     write_text(path, as_toml(data, comment=comment), make_folder=True)
 
 
-def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Write ``data`` as JSON, with one line for each item of its lists; the folder is created if it does not exist."""
-    parts = []
-    for key, value in data.items():
-        if isinstance(value, list) and value:
-            lines = ",\n".join(json.dumps(item, separators=(",", ":")) for item in value)
-            parts.append(f"{json.dumps(key)}: [\n{lines}\n]")
-        else:
-            parts.append(f"{json.dumps(key)}: {json.dumps(value)}")
-    write_text(path, "{\n" + ",\n".join(parts) + "\n}\n", make_folder=True)
+def write_json(path: Path, data: dict[str, Any], *, make_folder: bool = False) -> None:
+    """Write ``data`` as JSON that people can read; see :func:`dumps` and :func:`write_text`."""
+    write_text(path, dumps(data) + "\n", make_folder=make_folder)
+
+
+_LINE_LENGTH = 110
+"""Columns of a line of a JSON file."""
+
+
+def dumps(data: object) -> str:
+    """Return JSON that people can read: short values are on one line, and long lists of words are filled like a paragraph."""
+    return _write(data, 0, 0)
+
+
+def _write(value: Any, depth: int, lead: int) -> str:
+    """Return the JSON of a value; ``lead`` is the number of characters in front of it on its line."""
+    line = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    if not isinstance(value, dict | list) or not value or (depth > 0 and lead + len(line) < _LINE_LENGTH):
+        return line
+    inner, outer = "  " * (depth + 1), "  " * depth
+    if isinstance(value, dict):
+        items = []
+        for key, item in value.items():
+            head = f"{json.dumps(key, ensure_ascii=False)}: "
+            items.append(f"{inner}{head}{_write(item, depth + 1, len(inner) + len(head))}")
+        return "{\n" + ",\n".join(items) + f"\n{outer}}}"
+    if any(isinstance(item, dict | list) for item in value):
+        return "[\n" + ",\n".join(inner + _write(item, depth + 1, len(inner)) for item in value) + f"\n{outer}]"
+    return "[\n" + _fill([json.dumps(item, ensure_ascii=False) for item in value], inner) + f"\n{outer}]"
+
+
+def _fill(words: list[str], indent: str) -> str:
+    """Return words with commas as a paragraph of indented lines."""
+    lines, line = [], indent
+    for index, word in enumerate(words):
+        piece = word + ("," if index < len(words) - 1 else "")
+        if line != indent and len(line) + 1 + len(piece) > _LINE_LENGTH:
+            lines.append(line)
+            line = indent
+        line += piece if line == indent else f" {piece}"
+    return "\n".join([*lines, line])
 
 
 PACKAGE = Path(__file__).resolve().parents[1]

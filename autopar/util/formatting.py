@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from typing import Any
 
 _NUMBER = re.compile(r"(\d+)")
 
@@ -124,7 +125,13 @@ def _digits(value: float) -> str:
 
 
 def plain_table(
-    head: Sequence[str], rows: Iterable[Sequence[str]], *, left: Sequence[str] = (), width: int = 100, indent: int = 2
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    left: Sequence[str] = (),
+    width: int = 100,
+    indent: int = 2,
+    markdown: bool = False,
 ) -> str:
     """Format a table. Columns named in ``left`` are aligned left and wrap; the others are aligned right.
 
@@ -134,16 +141,19 @@ def plain_table(
         left: the names of the columns that are aligned left.
         width: the width of the table in characters, ``indent`` included.
         indent: blanks in front of each line.
+        markdown: whether the table is one of Markdown.
 
     >>> print(plain_table(("name", "count"), [("a[1]", "1"), ("bc", "22")], left=("name",)))
       name  count
       a[1]      1
       bc       22
     """
+    from rich.box import MARKDOWN
     from rich.console import Console  # slow to import, and not needed to format numbers
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="", show_header=any(head))
+    edges: dict[str, Any] = {"box": MARKDOWN} if markdown else {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0)}
+    table = Table(**edges, header_style="", show_header=any(head))
     for name in head:
         is_left = name in left
         table.add_column(name, justify="left" if is_left else "right", overflow="fold", no_wrap=not is_left)
@@ -154,4 +164,4 @@ def plain_table(
     console = Console(file=text, width=width - indent, color_system=None, force_terminal=False, highlight=False,
                       markup=False, emoji=False)  # fmt: skip
     console.print(table)
-    return "\n".join(f"{' ' * indent}{line}".rstrip() for line in text.getvalue().splitlines())
+    return "\n".join(f"{' ' * indent}{line}".rstrip() for line in text.getvalue().splitlines()).strip("\n")

@@ -10,12 +10,12 @@ import difflib
 import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from autopar.errors import UsageError
 from autopar.util.files import read_text
@@ -34,6 +34,8 @@ CHANGE = "Change the value"
 
 MAY_BE_ZERO = {"may_be_zero": True}
 """Metadata of a dataclass's field whose number may be zero in a table."""
+RARE = {"rare": True}
+"""Metadata of a field that a table contains only if it differs from its default."""
 
 _HEADER = re.compile(r"^\s*(\[\[?)\s*([^\[\]#]+?)\s*\]")
 _ASSIGNMENT = re.compile(r"^\s*([A-Za-z0-9_.\"'-]+)\s*=")
@@ -217,7 +219,7 @@ class Table:
             return field.default_factory()
         if not self.has(key) and field.default is not MISSING:
             return field.default
-        if get_origin(hint) is UnionType:  # of a type and None, which JSON has
+        if get_origin(hint) in (UnionType, Union):  # of a type and None, which JSON has
             if self._data.get(key, MISSING) is None:
                 return None
             (hint,) = (option for option in get_args(hint) if option is not NoneType)
@@ -233,9 +235,11 @@ class Table:
         if hint is int or hint is float:
             return (self.integer if hint is int else self.number)(key, positive=positive and not self._only_finite)
         if get_origin(hint) is Literal:
-            value = self.text(key)
-            if value not in get_args(hint):
-                raise self.wrong(key, f"one of {', '.join(get_args(hint))}", repr(value))
+            value, known = self.raw(key), get_args(hint)
+            if value not in known and isinstance(value, str):
+                raise UsageError.unknown(str(key), value, map(str, known), where=self._path(key))
+            if value not in known:
+                raise self.wrong(key, f"one of {', '.join(map(str, known))}", repr(value))
             return value
         if get_origin(hint) in (tuple, list):
             return self._sequence(key, hint, positive)
@@ -251,7 +255,8 @@ class Table:
         if is_dataclass(hint):
             own = getattr(hint, "from_table", None)
             return own(self.table(key)) if own else self.table(key).record(cast("type[Any]", hint))
-        return self.flag(key) if hint is bool else self.text(key)
+        readers: dict[Any, Callable[[Key], Any]] = {str: self.text, bool: self.flag}
+        return readers[hint](key)
 
     def _sequence(self, key: Key, hint: Any, positive: bool) -> Any:
         """Return the tuple or list of a key."""
@@ -263,8 +268,8 @@ class Table:
         return get_origin(hint)(values)
 
     def _items(self, key: Key) -> Table:
-        """Return a list as a table, whose keys are the indices; a missing list is empty."""
-        value = self.raw(key, ())
+        """Return a list as a table, whose keys are the indices."""
+        value = self.raw(key)
         if not isinstance(value, list | tuple):
             raise self.wrong(key, "a list", repr(value))
         return self._inner(dict(enumerate(value)), key)
@@ -273,6 +278,10 @@ class Table:
         """Return the table of a key."""
         keys = (*self._keys, key)
         return Table(data, file=self._file, text=self._text, keys=keys, only_finite=self._only_finite)
+
+    def _path(self, key: Key) -> str:
+        """Return the place of ``key``, with the path of this table where there are no lines."""
+        return self.place(key) + ("" if self._text or not self._keys else f": {dotted(self._keys)}")
 
     def _here(self, error: UsageError, key: Key | None) -> UsageError:
         """Return the error of a value of ``key``, or of this table, with its place."""
@@ -286,23 +295,28 @@ class Table:
         """
         for key in self._data:
             if key not in self._read:
-                where = "" if self._text or not self._keys else f": {dotted(self._keys)}"
-                raise UsageError.unknown("key", key, map(str, self._read), where=self.place(key) + where)
+                raise UsageError.unknown("key", key, map(str, self._read), where=self._path(key))
 
 
 _hints = cache(get_type_hints)
 
 
-def as_table(value: Any) -> Any:
-    """Return a dataclass as :meth:`Table.record` reads it, without fields that are None; one with a method ``to_table`` by that."""
+def as_table(value: Any, *, rare: bool = False) -> Any:
+    """Return a dataclass as :meth:`Table.record` reads it; one with a method ``to_table`` by that.
+
+    Args:
+        value: the dataclass, or a list or tuple of such.
+        rare: whether to include fields with the metadata :data:`RARE` that have their default. Fields that are None are left out.
+    """
     if isinstance(value, list | tuple):
-        return [as_table(item) for item in value]
+        return [as_table(item, rare=rare) for item in value]
     if not is_dataclass(value) or isinstance(value, type):
         return value
     if hasattr(value, "to_table"):
         return value.to_table()
-    values = {field.metadata.get("key", field.name): getattr(value, field.name) for field in fields(value)}
-    return {key: as_table(item) for key, item in values.items() if item is not None}
+    shown = (f for f in fields(value) if rare or not (f.metadata.get("rare") and getattr(value, f.name) == f.default))
+    values = {f.metadata.get("key", f.name): getattr(value, f.name) for f in shown}
+    return {key: as_table(item, rare=rare) for key, item in values.items() if item is not None}
 
 
 def dotted(keys: tuple[Key, ...]) -> str:

@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from autopar.hardware.device import TOPICS, Device
 from autopar.hardware.device_rates import CurvePoint, MatmulRate
 from autopar.hardware.read import MachineProfile
+from autopar.util.files import data_files
+from autopar.util.toml import Table
 
 ARCHITECTURES = {"v100": "volta", "a100": "ampere", "h100": "hopper", "h200": "hopper", "b200": "blackwell",
                  "gb200": "blackwell"}  # fmt: skip
@@ -40,7 +42,7 @@ class Parameter:
     """
 
     name: str
-    architecture: str
+    architecture: str = ""
     prior: float
     lower: float
     upper: float
@@ -52,74 +54,10 @@ class Parameter:
         return f"{self.name}@{self.architecture}" if self.architecture else self.name
 
 
-# name, prior, lower and upper bound, meaning
-_SHARED = (
-    ("launch_s", 4e-6, 5e-7, 3e-5, "host and device overhead of one kernel"),
-    ("blocking_launch_s", 4e-5, 2e-6, 1.5e-4, "the same where the host waits for each"),
-    ("kernel_fraction", 0.85, 0.4, 1.0, "of the memory bandwidth that operators other than copies reach"),
-    ("wave_loss", 0.3, 0.02, 3.0, "of one wave of tiles that stands idle on average"),
-    ("interference", 0.15, 0.02, 1.0, "compute lost to communication beside it"),
+PARAMETERS = tuple(
+    table.record(Parameter) for table in Table.load(data_files("profiles/fit")["parameters"]).tables("parameter")
 )
-# name, priors of Ampere, Hopper and Blackwell, lower and upper bound, meaning
-_BY_ARCHITECTURE = (
-    (
-        "matmul",
-        (0.9, 0.85, 0.85),
-        0.5,
-        1.0,
-        "of the matmul ceiling that products without end effects sustain in a step",
-    ),
-    ("fill_depth", (128.0, 192.0, 192.0), 16.0, 400.0, "depth of a product that takes as long as filling the units"),
-    ("attention", (0.75, 0.666, 0.6), 0.15, 0.85, "of the ceiling that fused attention reaches forward"),
-    ("attention_backward", (0.65, 0.575, 0.5), 0.15, 0.75, "and backward"),
-    (
-        "triton",
-        (0.41, 0.233, 0.115),
-        0.05,
-        1.0,
-        "of the ceiling that the first fused attention in Triton reaches forward",
-    ),
-    ("triton_backward", (0.36, 0.2, 0.094), 0.05, 1.0, "and backward"),
-    ("link_fraction", (1.0, 1.0, 1.0), 0.4, 1.0, "of a node link's benchmark bandwidth, in a step"),
-)
-PARAMETERS = (
-    *(Parameter(name=n, architecture="", prior=x, lower=a, upper=b, meaning=m) for n, x, a, b, m in _SHARED),
-    *(
-        Parameter(name=n, architecture=chip, prior=x[i], lower=a, upper=b, meaning=m)
-        for i, chip in enumerate(("ampere", "hopper", "blackwell"))
-        for n, x, a, b, m in _BY_ARCHITECTURE
-    ),
-    Parameter(
-        name="unaligned",
-        architecture="ampere",
-        prior=0.07,
-        lower=0.02,
-        upper=1.0,
-        meaning="of the rate of batched products whose rows are no multiple of 16 bytes",
-    ),
-    Parameter(name="float8", architecture="hopper", prior=0.8, lower=0.3, upper=1.0, meaning="as matmul, in float8"),
-)
-"""All parameters.
-
-Priors are round values that were assumed before any fit; the provenance of uncalibrated profiles has their reasons.
-
-``blocking_launch_s``: where the host waits for each kernel, nothing hides the work of eager PyTorch between two kernels. It is about 10 us
-of dispatch and autograd, as much of a module's Python, and as much again for launch, completion and wake-up; more on a busy node. A later
-check: 80 A100s ran 200B parameters at 91.04 TFLOP/s where the host waited and at 97.20 where it did not, and 160 showed no difference
-(bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles-prequel.md; none of the runs of the table). This is 39.5 us for each kernel
-that the model counts.
-
-``unaligned``: in batched products matrix units cannot load rows that are no multiple of 16 bytes (heads of 108 in unfused attention).
-PyTorch accumulates half precision in single precision, so that the other units multiply in it: 19.5 TFLOP/s of an A100 (datasheet) over the
-ceiling of 271. Single products lose less, by measurements that no run of the table repeats (``unaligned_fraction`` of the profiles).
-
-``attention`` on Hopper: cuDNN's, causal, at heads of 128 and 8192 tokens (Shah et al. 2024, arXiv 2407.08608, figures 5 and 6). Backward is
-that without a mask, times the ratio of forward with and without a mask. The upper bounds are FlashAttention-3's rates with causal masks,
-heads of 128 and 8192 tokens on an H100, 660 TFLOP/s forward and 575 backward of 795 (Dao-AILab/flash-attention, pull request 1893), rounded
-up: no published kernel reaches more of the ceiling.
-
-``triton``: the first fused attention in Triton has the rate of FlashAttention-2 on the same chip over 1.8, the middle of "1.3-2.5x faster
-than FlashAttention in Triton" (Dao 2023, arXiv 2307.08691, section 4.1). ``flash2_fraction`` of the profiles is FlashAttention-2's."""
+"""All parameters. Priors are round values that were assumed before any fit; the file says why."""
 
 _RATE_FIELDS = {
     "wave_loss": "wave_loss",

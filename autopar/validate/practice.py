@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.operators.work import LINEAR
@@ -21,14 +22,14 @@ from autopar.hardware.device import Device
 from autopar.hardware.device_rates import MatmulRate
 from autopar.hardware.link import Link
 from autopar.hardware.read import MachineProfile, load_library
-from autopar.models.transformer import ATTENTIONS, FAMILIES
+from autopar.models.transformer import Attention, Family
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Precision
 from autopar.rules.strategy import Strategy
 from autopar.util.files import data_files
 from autopar.util.toml import Table
 from autopar.validate.foreign_kernels import DROPOUT, LOSSES, NORMS
-from autopar.validate.runs import PRECISIONS, Run
+from autopar.validate.runs import PrecisionColumn, Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +39,8 @@ class Site:
     Attributes:
         source: a part of the column ``source`` of its runs.
         names: names of its runs; empty: all of the source.
-        family, attention, precision: the only ones of its runs; empty: any.
-        layout: ``megatron``: only runs that split layers or stages and shard at most optimizer states, as Megatron does; empty: any.
+        family, attention, precision: the only ones of its runs; None: any.
+        layout: ``megatron``: only runs that split layers or stages and shard at most optimizer states, as Megatron does; None: any.
         release: marks its runs among those of the source, where the source says that they are not comparable with the others.
         link_bandwidth_bytes_per_s: what links inside a node reached, without a further loss in a step; 0: as in the profile.
         nics_per_node, nic_bandwidth_bytes_per_s: network cards and what collectives reached on them; 0: as in the profile.
@@ -51,10 +52,10 @@ class Site:
 
     source: str
     names: tuple[str, ...] = ()
-    family: str = ""
-    attention: str = ""
-    precision: str = ""
-    layout: str = ""
+    family: Family | None = None
+    attention: Attention | None = None
+    precision: PrecisionColumn | None = None
+    layout: Literal["megatron"] | None = None
     release: str = ""
     link_bandwidth_bytes_per_s: float = 0.0
     nics_per_node: int = 0
@@ -66,7 +67,6 @@ class Site:
 
 PLAIN = Site(source="")
 """Eager PyTorch with autopar's runtime."""
-LAYOUTS = ("", "megatron")
 PRACTICES = "practices"
 """The file that explains each practice."""
 
@@ -94,16 +94,10 @@ def site_from(table: Table, known_practices: frozenset[str]) -> Site:
         practices=frozenset(table.text("practices", "").split()),
         provenance=table.text("provenance"),
     )
-    for key, value, known in (
-        ("family", site.family, FAMILIES), ("attention", site.attention, ATTENTIONS),
-        ("precision", site.precision, PRECISIONS), ("layout", site.layout, LAYOUTS),
-    ):  # fmt: skip
-        if value and value not in known:
-            raise table.wrong(key, f"nothing or one of {', '.join(filter(None, known))}", repr(value))
-    for name in sorted(site.practices - known_practices):
-        raise UsageError.unknown("practice", name, sorted(known_practices), where=table.place("practices"))
     if site.slowdown >= 1:
         raise table.wrong("slowdown", "the part by which a step takes longer, below 1", site.slowdown)
+    for name in sorted(site.practices - known_practices):
+        raise UsageError.unknown("practice", name, sorted(known_practices), where=table.place("practices"))
     return site
 
 
@@ -126,9 +120,9 @@ def _is_for(site: Site, run: Run) -> bool:
     is_megatron = run.tp * run.pp > 1 and run.zero in (None, 0, 1)
     return (
         named
-        and site.family in ("", run.family)
-        and site.attention in ("", run.attention)
-        and site.precision in ("", run.precision)
+        and site.family in (None, run.family)
+        and site.attention in (None, run.attention)
+        and site.precision in (None, run.precision)
         and (is_megatron or not site.layout)
     )
 

@@ -12,8 +12,9 @@ from typing import Any
 from autopar.hardware.read import MachineProfile
 from autopar.plan.prediction import Prediction
 from autopar.planner.search import Progress
+from autopar.report.pictures import html_page
 from autopar.util.files import as_toml, write_toml
-from autopar.util.formatting import percent
+from autopar.util.formatting import percent, plain_table
 from autopar.util.toml import as_table
 from autopar.validate.parameters import Fit
 from autopar.validate.runs import GIB, FailedRow, Run, read_rows
@@ -22,6 +23,8 @@ from autopar.validate.session import Session, predictable
 
 HEADER = ("source", "runs", "MAPE", "bias", "scaled", "rho", "inside", "pairs in order", "regret (worst)", "memory",
           "false fits", "false misfits")  # fmt: skip
+_WIDTH = 400
+"""Columns of the table of scores, in which no cell is wrapped."""
 WORST = 12
 """Runs with the largest errors that are listed."""
 
@@ -48,13 +51,7 @@ def row_of(score: Score) -> tuple[str, ...]:
 
 def markdown(scores: Sequence[Score]) -> str:
     """Return the scores as a Markdown table that is aligned for terminals."""
-    rows = [HEADER, *(row_of(score) for score in scores)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
-    ]
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    return "\n".join((lines[0], rule, *lines[1:]))
+    return plain_table(HEADER, map(row_of, scores), left=HEADER, width=_WIDTH, indent=0, markdown=True)
 
 
 def failures(failed: Sequence[FailedRow], count: int) -> list[str]:
@@ -91,8 +88,7 @@ def worst(runs: Sequence[Run], predictions: Sequence[Prediction]) -> list[str]:
 
 _COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#9c6b4e", "#3ca951", "#a463f2", "#888")
 _STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#222}
-table{border-collapse:collapse;font-size:.9rem}td,th{padding:.2rem .7rem .2rem 0;text-align:left}
-svg{width:100%;max-width:46rem;display:block}.key{display:inline-block;width:.8rem;height:.8rem;margin:0 .3rem 0 1rem}"""
+pre{overflow:auto}svg{width:100%;max-width:46rem;display:block}.key{display:inline-block;width:.8rem;height:.8rem;margin:0 .3rem 0 1rem}"""
 _SIDE, _MARGIN = 560, 56
 
 
@@ -112,16 +108,15 @@ def render_html(
         for r, p in zip(runs, predictions, strict=True)
         if r.peak_memory_bytes
     ]
-    head = "".join(f"<th>{escape(name)}</th>" for name in HEADER)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row_of(score)) + "</tr>" for score in scores)
     keys = "".join(f'<span class="key" style="background:{c}"></span>{escape(n)}' for n, c in colours.items())
-    plots = f"<h2>Step time (s)</h2>{scatter(times)}" + (f"<h2>Peak memory (GiB)</h2>{scatter(sizes)}" if sizes else "")
-    missing = "".join(f"<p>{escape(line)}</p>" for line in failures(failed, len(runs) + len(failed)))
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Predicted and measured</title>'
-        f"<style>{_STYLE}</style></head><body><h1>Predicted and measured</h1><table><tr>{head}</tr>{body}</table>"
-        f"<p>{keys}</p>{plots}{missing}</body></html>\n"
+    missing = "\n".join(failures(failed, len(runs) + len(failed)))
+    sections = (
+        ("Scores", f"<pre>{escape(markdown(scores))}</pre>"),
+        ("Step time (s)", f"<p>{keys}</p>{scatter(times)}"),
+        ("Peak memory (GiB)", scatter(sizes) if sizes else ""),
+        ("Failed rows", f"<pre>{escape(missing)}</pre>" if missing else ""),
     )
+    return html_page("Predicted and measured", _STYLE, sections)
 
 
 def scatter(points: Sequence[tuple[float, float, str, str]]) -> str:
@@ -160,9 +155,10 @@ def scatter(points: Sequence[tuple[float, float, str, str]]) -> str:
 
 def parameters_table(values: Mapping[str, float], start: Mapping[str, float], seen: Mapping[str, int]) -> str:
     """Return a table of fitted values and priors, with the number of runs whose time depends on each parameter."""
-    lines = ["| parameter | prior | fitted | runs that see it |", "|---|---|---|---|"]
-    lines += [f"| {key} | {start[key]:.4g} | {values[key]:.4g} | {count} |" for key, count in seen.items()]
-    return "\n".join(lines)
+    rows = [(key, f"{start[key]:.4g}", f"{values[key]:.4g}", str(count)) for key, count in seen.items()]
+    return plain_table(
+        ("parameter", "prior", "fitted", "runs that see it"), rows, left=("parameter",), indent=0, markdown=True
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

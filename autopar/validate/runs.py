@@ -5,27 +5,17 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Literal
 
-from autopar.errors import AutoparError, UsageError, closest
-from autopar.models.transformer import ATTENTIONS, FAMILIES
-from autopar.plan.plan import RECOMPUTES
+from autopar.errors import AutoparError, UsageError
+from autopar.models.transformer import Attention, Family
+from autopar.plan.plan import Recompute
 from autopar.util.files import read_text
+from autopar.util.toml import Key, Table
 
-PRECISIONS = ("fp32", "fp16", "bf16", "bf16_fp32_grad_accum", "bf16_true", "fp8")
-COUNTS = (
-    "layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "seq", "devices", "devices_per_node", "tp", "pp",
-    "virtual_stages", "dp", "cp", "micro_batch", "global_batch",
-)  # fmt: skip
-CHOICES = {"family": FAMILIES, "attention": ATTENTIONS, "precision": PRECISIONS}
-MAY_BE_EMPTY = {"zero": ("0", "1", "2", "3"), "sequence_parallel": ("0", "1"), "recompute": RECOMPUTES}
-MEASURED = ("step_time_s", "peak_memory_gib")
-TEXTS = ("name", "device", "source")
-MEMORY_KINDS = ("allocator", "nvidia-smi")
-COLUMNS = ("name", *COUNTS, *CHOICES, *MAY_BE_EMPTY, "device", *MEASURED, "memory_kind", "source")
-"""The columns of a run; other columns are ignored."""
+PrecisionColumn = Literal["fp32", "fp16", "bf16", "bf16_fp32_grad_accum", "bf16_true", "fp8"]
 MOST = 10**9
 """Largest value of a count: a larger one lacks its unit or a separator, and no tensor has such a size."""
 GIB = 2**30
@@ -44,7 +34,7 @@ class Run:
 
     line: int
     name: str
-    family: str
+    family: Family
     layers: int
     hidden: int
     ffn: int
@@ -60,16 +50,16 @@ class Run:
     virtual_stages: int
     dp: int
     cp: int
-    zero: int | None
+    zero: Literal[0, 1, 2, 3] | None = None
     micro_batch: int
     global_batch: int
-    recompute: str | None
-    sequence_parallel: bool | None
-    attention: str
-    precision: str
-    step_time_s: float | None
-    peak_memory_bytes: float | None
-    memory_kind: str
+    recompute: Recompute | None = None
+    sequence_parallel: bool | None = None
+    attention: Attention
+    precision: PrecisionColumn
+    step_time_s: float | None = None
+    peak_memory_bytes: float | None = field(default=None, metadata={"key": "peak_memory_gib"})
+    memory_kind: Literal["", "allocator", "nvidia-smi"] = ""
     source: str
     file: str = "runs"
 
@@ -95,6 +85,11 @@ class Run:
             self.publisher, self.family, self.layers, self.hidden, self.ffn, self.heads, self.kv_heads, self.seq,
             self.device, self.devices, self.global_batch, self.precision,
         )  # fmt: skip
+
+
+TEXTS = ("name", "device", "source")
+COLUMNS = tuple(f.metadata.get("key", f.name) for f in fields(Run) if f.name not in ("file", "line"))
+"""The columns of a run; other columns are ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,59 +176,37 @@ def _check_form(header: Sequence[str], path: Path) -> None:
         raise UsageError(f"The column {repeated} is there twice", where=f"{path}, row 1", fix="Leave one of them out")
 
 
-class _Row:
-    """The cells of one row, read with errors that name them."""
+class _Row(Table):
+    """The cells of one row that are not empty, read with errors that name row and column."""
 
-    def __init__(self, row: Mapping[str, str | None], path: Path, line: int) -> None:
-        self.cells = {key: (row.get(key) or "").strip() for key in COLUMNS}
-        self.path, self.line = path, line
-        beyond: object = row.get(None)  # type: ignore[call-overload]
+    def __init__(self, cells: Mapping[str, str | None], path: Path, line: int) -> None:
+        beyond: object = cells.get(None)  # type: ignore[call-overload]
         if beyond:
             raise UsageError(
                 f"The row has more cells than there are columns: {beyond}",
                 where=f"{path}, row {line}",
                 fix="Write a text that has commas between double quotes",
             )
+        texts = {key: (cells.get(key) or "").strip() for key in COLUMNS}
+        values = {key: text if key in TEXTS else _typed(key, text) for key, text in texts.items()}
+        filled = {key: value for key, value in values.items() if value != "" or key in TEXTS}
+        super().__init__(filled, file=f"{path}, row {line}")
 
-    def fault(self, column: str, expected: str, fix: str = "") -> UsageError:
-        """Return an error about a cell."""
-        place = f"{self.path}, row {self.line}, column {column}"
-        return UsageError(
-            "The cell has a wrong value",
-            where=place,
-            expected=expected,
-            got=repr(self.cells[column]),
-            fix=fix or "Change the cell",
-        )
+    def place(self, key: Key | None) -> str:
+        """Return the row and the column."""
+        return self._file if key is None else f"{self._file}, column {key}"
 
-    def count(self, column: str) -> int:
-        """Return a whole number from 1."""
-        if not re.fullmatch(r"[1-9]\d*(\.0*)?", self.cells[column]):
-            raise self.fault(column, "a whole number from 1")
-        digits = self.cells[column].partition(".")[0]
-        if len(digits) > len(str(MOST)) or int(digits) > MOST:
-            raise self.fault(column, f"at most {MOST:,}")
-        return int(digits)
 
-    def choice(self, column: str, known: tuple[str, ...], *, may_be_empty: bool = False) -> str:
-        """Return one of the known texts."""
-        cell = self.cells[column]
-        if cell not in known and (cell or not may_be_empty):
-            expected = f"{'nothing or ' if may_be_empty else ''}one of {', '.join(known)}"
-            raise self.fault(column, expected, closest(cell, known))
-        return cell
-
-    def measured(self, column: str) -> float | None:
-        """Return a number above zero, or None if the cell is empty."""
-        if not self.cells[column]:
-            return None
-        try:
-            value = float(self.cells[column])
-        except ValueError:
-            value = 0.0
-        if not 0 < value < float("inf"):
-            raise self.fault(column, "nothing or a number above zero")
-        return value
+def _typed(column: str, text: str) -> object:
+    """Return a number if the text is one, or what a flag says."""
+    if column == "sequence_parallel":
+        return {"0": False, "1": True}.get(text, text)
+    if text.isdecimal():
+        return int(text)
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _run(cells: Mapping[str, str | None], path: Path, line: int) -> Run:
@@ -243,45 +216,39 @@ def _run(cells: Mapping[str, str | None], path: Path, line: int) -> Run:
         UsageError: a cell is invalid or contradicts others.
     """
     row = _Row(cells, path, line)
-    counts = {column: row.count(column) for column in COUNTS}
-    chosen = {column: row.choice(column, known) for column, known in CHOICES.items()}
-    stated = {column: row.choice(column, known, may_be_empty=True) for column, known in MAY_BE_EMPTY.items()}
-    time_s, memory = (row.measured(column) for column in MEASURED)
-    if time_s is None and memory is None:
-        raise row.fault("step_time_s", "a measured time or memory", "Give one of the two")
-    memory_kind = row.choice("memory_kind", MEMORY_KINDS, may_be_empty=True)
-    run = Run(
-        file=str(path),
-        line=line,
-        memory_kind=memory_kind,
-        zero=int(stated["zero"]) if stated["zero"] else None,
-        recompute=stated["recompute"] or None,
-        sequence_parallel=stated["sequence_parallel"] == "1" if stated["sequence_parallel"] else None,
-        step_time_s=time_s,
-        peak_memory_bytes=None if memory is None else memory * GIB,
-        **cast("dict[str, Any]", {column: row.cells[column] for column in TEXTS} | counts | chosen),
-    )
+    run = row.record(Run, file=str(path), line=line)
+    if run.step_time_s is None and run.peak_memory_bytes is None:
+        raise row.wrong("step_time_s", "a measured time or memory", "''")
     _check(run, row)
-    return run
+    return run if run.peak_memory_bytes is None else replace(run, peak_memory_bytes=run.peak_memory_bytes * GIB)
 
 
 def _check(run: Run, row: _Row) -> None:
     """Check the numbers of a row against each other."""
+    for column in COLUMNS:
+        if isinstance(value := getattr(run, column, None), int) and value > MOST:
+            raise row.wrong(column, f"at most {MOST:,}", value)
     if run.tp * run.pp * run.cp * run.dp != run.devices:
-        raise row.fault("devices", f"tp * pp * cp * dp = {run.tp * run.pp * run.cp * run.dp}")
+        raise row.wrong("devices", f"tp * pp * cp * dp = {run.tp * run.pp * run.cp * run.dp}", row.raw("devices"))
     if run.devices % min(run.devices, run.devices_per_node):
-        raise row.fault("devices_per_node", f"a divisor of the {run.devices} devices, as nodes are full")
+        raise row.wrong(
+            "devices_per_node",
+            f"a divisor of the {run.devices} devices, as nodes are full",
+            row.raw("devices_per_node"),
+        )
     if run.virtual_stages > 1 and run.pp == 1:
-        raise row.fault("virtual_stages", "1 without a pipeline (pp=1)", "Write 1, or correct pp")
+        raise row.wrong("virtual_stages", "1 without a pipeline (pp=1)", row.raw("virtual_stages"))
     if run.hidden % run.heads:
-        raise row.fault("heads", f"a divisor of the hidden size {run.hidden}")
+        raise row.wrong("heads", f"a divisor of the hidden size {run.hidden}", row.raw("heads"))
     if run.heads % run.kv_heads:
-        raise row.fault("kv_heads", f"a divisor of the {run.heads} heads")
+        raise row.wrong("kv_heads", f"a divisor of the {run.heads} heads", row.raw("kv_heads"))
     for column, size in (("tp", run.heads), ("tp", run.ffn), ("cp", run.seq)):
         if size % getattr(run, column):
-            raise row.fault(column, f"a divisor of heads, ffn or sequence {size}")
+            raise row.wrong(column, f"a divisor of heads, ffn or sequence {size}", row.raw(column))
     if run.global_batch % (run.dp * run.micro_batch):
-        raise row.fault("global_batch", f"a multiple of dp * micro_batch = {run.dp * run.micro_batch}")
+        raise row.wrong(
+            "global_batch", f"a multiple of dp * micro_batch = {run.dp * run.micro_batch}", row.raw("global_batch")
+        )
     if run.layers + 2 < run.pp * run.virtual_stages:
         stages = run.pp * run.virtual_stages
-        raise row.fault("layers", f"a layer, the embedding or the head for each of {stages} stages")
+        raise row.wrong("layers", f"a layer, the embedding or the head for each of {stages} stages", row.raw("layers"))

@@ -199,7 +199,7 @@ class Outcome:
 
     def to_dict(self, session: Session) -> dict[str, Any]:
         """Return the JSON values of the command, rows in the order of their files."""
-        predicted = [
+        rows = [
             {
                 "row": run.line,
                 "name": run.name,
@@ -214,19 +214,17 @@ class Outcome:
             }
             for run, p in zip(session.runs, self.predictions, strict=True)
         ]
-        failed = [
+        rows += [
             {"row": row.line, "name": row.name, "source": row.release, "error": str(row.error)} for row in self.failed
         ]
-        all_places = [*((run.file, run.line) for run in session.runs), *((row.file, row.line) for row in self.failed)]
-        files = list(dict.fromkeys(file for file, _ in all_places))
-        places = [(files.index(file), line) for file, line in all_places]
-        rows = sorted(zip(places, (*predicted, *failed), strict=True), key=lambda pair: pair[0])
+        files = [run.file for run in session.runs] + [row.file for row in self.failed]
+        in_order = sorted(zip(files, rows, strict=True), key=lambda pair: (files.index(pair[0]), pair[1]["row"]))
         return {
             "summary": [asdict(score) for score in self.scores],
             "scales": dict(self.scales),
             "fitted": {group: dict(values) for group, values in self.fitted.items()},
             "failed_rows": len(self.failed),
-            "rows": [row for _, row in rows],
+            "rows": [row for _, row in in_order],
         }
 
 

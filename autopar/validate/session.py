@@ -39,19 +39,6 @@ LEAST_SEEN = 4
 """Fewest runs that must depend on a parameter for it to be fitted."""
 
 
-def profile_of(run: Run) -> MachineProfile:
-    """Return the profile of a run's device.
-
-    Raises:
-        UsageError: there is none; the error names file and row.
-    """
-    try:
-        return load_profile(run.device, relative_to=Path())
-    except UsageError as error:
-        place = f"{run.place}, column device"
-        raise error.becoming(UsageError, where=place) from error
-
-
 def predictable(
     rows: Sequence[Run | FailedRow], *, place: str = "runs", progress: Callable[[str, int, int], None] | None = None
 ) -> tuple[Session, tuple[FailedRow, ...]]:
@@ -61,12 +48,10 @@ def predictable(
     runs = []
     for run in (row for row in rows if isinstance(row, Run)):
         try:
-            if run.device not in profiles:
-                profiles[run.device] = profile_of(run)
+            profiles[run.device] = profiles.get(run.device) or profile_of(run)
+            runs.append(run)
         except UsageError as error:
             failed.append(FailedRow.of(run, error))
-        else:
-            runs.append(run)
     session = Session(runs, place=place, profiles=profiles, progress=progress)
     structures: dict[int, tuple[Structure, ...]] = {}
     for i, run in enumerate(runs):
@@ -75,6 +60,18 @@ def predictable(
         except AutoparError as error:
             failed.append(FailedRow.of(run, error))
     return session.keeping(structures), tuple(failed)
+
+
+def profile_of(run: Run) -> MachineProfile:
+    """Return the profile of a run's device.
+
+    Raises:
+        UsageError: there is none; the error names file and row.
+    """
+    try:
+        return load_profile(run.device, relative_to=Path())
+    except UsageError as error:
+        raise error.becoming(UsageError, where=f"{run.place}, column device") from error
 
 
 class Session:
@@ -106,9 +103,7 @@ class Session:
         self.runs = tuple(released(run, site) for run, site in zip(runs, self.sites, strict=True))
         self._expressed = Expressed()
         self.profiles: dict[str, MachineProfile] = dict(profiles or {})
-        for run in self.runs:
-            if run.device not in self.profiles:
-                self.profiles[run.device] = profile_of(run)
+        self.profiles |= {run.device: profile_of(run) for run in self.runs if run.device not in self.profiles}
 
     def under(self, profiles: Mapping[str, MachineProfile]) -> Session:
         """Return the same runs and layouts under other profiles of some devices; layouts are not chosen again."""

@@ -58,7 +58,7 @@ class _Outcome:
 
 
 MAX_JOBS = 8
-"""Jobs after which workers are replaced: torch's caches keep some process groups of past jobs, whose threads keep polling."""
+"""The usual number of jobs after which workers are replaced: torch's caches keep some process groups of past jobs, whose threads keep polling."""
 
 
 @dataclass(slots=True)
@@ -73,12 +73,13 @@ class WorkerPool:
     Args:
         size: the number of workers.
         preload: modules that the server imports before it forks: those that jobs need and that start no threads.
+        max_jobs: jobs after which workers are replaced.
 
     Use it as a context manager, or call :meth:`close`.
     """
 
-    def __init__(self, size: int, *, preload: Sequence[str] = ("torch",)) -> None:
-        self.size = size
+    def __init__(self, size: int, *, preload: Sequence[str] = ("torch",), max_jobs: int = MAX_JOBS) -> None:
+        self.size, self.max_jobs = size, max_jobs
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([*preload, __name__])
         self._workers: list[_Worker] = []
@@ -124,7 +125,7 @@ class WorkerPool:
         self, function: Callable[..., Any], args: tuple[Any, ...], size: int, timeout_s: float
     ) -> list[_Outcome]:
         """Run a job once and return the outcome of each rank; after a failure the workers are killed."""
-        if self._jobs == MAX_JOBS:
+        if self._jobs >= self.max_jobs:
             self.close()
         self._start()
         self._jobs += 1

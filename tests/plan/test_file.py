@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 
 from autopar.errors import PlanError
-from autopar.plan.file import dumps, load_plan, plan_from_dict, plan_schema, plan_to_dict, save_plan, schema_text
+from autopar.plan.file import load_plan, plan_from_dict, plan_to_dict, save_plan
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
 from autopar.plan.text import diff_plans
+from autopar.util.files import dumps
 from tests.support.example_plans import llama_plan, single_plan
 from tests.support.strategies import plans
+from tools.evidence.plan_schema import plan_schema, schema_text
 
 SCHEMA_FILE = Path(__file__).parents[2] / "docs" / "reference" / "plan.schema.json"
 
@@ -36,7 +38,7 @@ def test_difference_is_empty_exactly_for_equal_plans(one: Plan, other: Plan) -> 
 
 def test_published_schema_is_current_and_valid() -> None:
     jsonschema.Draft202012Validator.check_schema(plan_schema())
-    remedy = "run: python -m autopar.plan.file docs/reference/plan.schema.json"
+    remedy = "run: python -m tools.evidence.plan_schema docs/reference/plan.schema.json"
     assert SCHEMA_FILE.read_text(encoding="utf-8") == schema_text(), remedy
 
 
@@ -112,7 +114,7 @@ BAD_VALUES: list[tuple[str, object, str]] = [
     ),
     ("layouts.1.typings.1.parameters.3", "P", "Expected I or S(d), got P."),
     ("layouts.1.typings.1.parameter_names", ["a"], "one name for each parameter or none"),
-    ("schedule", "2F2B", "Expected one of none, GPipe, 1F1B, Interleaved1F1B, got"),
+    ("schedule", "2F2B", "p.json: Unknown schedule '2F2B'. Known: 1F1B, GPipe, Interleaved1F1B, none."),
     ("schedule", "none", "Expected 'none' where pp is 1, and a pipeline schedule elsewhere, got 'none' with pp=2."),
     ("virtual_stages", 2, "Expected 1 (more only with the schedule Interleaved1F1B), got 2"),
     ("mesh.tp", 8, "product is 16, the number of devices of h100-sxm5-80gb:2x8, got pp=2 x dp_shard=2 x tp=8 = 32."),
@@ -147,6 +149,7 @@ BAD_VALUES: list[tuple[str, object, str]] = [
         "'precision.compute' does not fit the plan. Expected one of float64, float32, bfloat16, float16, got 'int8'.",
     ),
     ("mesh", ABSENT, "p.json: Missing key 'mesh'."),
+    ("prelude", ABSENT, "p.json: Missing key 'prelude'."),
     ("mesh.dp", 2, "p.json: mesh: Unknown key 'dp'."),
 ]
 """Where a plan is changed, to what, and what is said of it."""

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 
 from autopar.errors import PlanError
 from autopar.plan.plan import Plan, RankGroup
-from autopar.plan.text import render_plan
+from autopar.plan.text import TIME_PARTS, render_plan
 from autopar.report.pictures import perfetto_trace, render_html, timeline
 from autopar.report.summaries import render_comparison
 from tests.support.example_plans import llama_plan, schedule_actions, single_plan
@@ -68,6 +68,13 @@ def test_page_is_whole_and_escapes_names() -> None:
     assert "script" not in names
     assert names.count("rect") == len(timeline(llama_plan()))
     assert not re.search(r"(src|href)=|https?://(?!www\.w3\.org)|url\(", page)
+
+
+def test_page_draws_every_part_of_a_step() -> None:
+    plan = llama_plan()
+    breakdown = replace(plan.predicted.breakdown, **{name: 1.0 for _, name in TIME_PARTS})
+    page = render_html(replace(plan, predicted=replace(plan.predicted, breakdown=breakdown)))
+    assert [name for name, _ in TIME_PARTS if f"</span>{name} 1 s" not in page] == []
 
 
 def test_trace_keeps_the_order_of_the_schedule() -> None:

@@ -18,7 +18,7 @@ KINDS = {name for name, kind in vars(errors).items() if isinstance(kind, type) a
 HELPERS = ("unknown", "unreadable", "missing", "mismatch", "unsupported")
 """They bring what to do, or ask for it by a keyword without a default."""
 
-VALUES = ("wrong", "fault")
+VALUES = ("wrong",)
 """Methods of tables and rows that say of a value what was expected, by their second argument."""
 
 VALUE = "\N{WHITE SQUARE}"

@@ -54,7 +54,12 @@ UNCLOSED = r": The file is not comma-separated values: .* Close each"
 @pytest.mark.parametrize(
     ("column", "text", "row", "said"),
     [
-        ("virtual_stages", "2", 4, r", row 4, column virtual_stages: The cell has a wrong value. Expected 1 without a"),
+        (
+            "virtual_stages",
+            "2",
+            4,
+            r", row 4, column virtual_stages: Wrong value of 'virtual_stages'. Expected 1 without a",
+        ),
         # a comma in a text would shift what follows
         ("source", "made (1), by hand", 2, r", row 2: The row has more cells than there are columns.* double quotes"),
         # all rows after it were one cell of its row; a cell without end was called a defect

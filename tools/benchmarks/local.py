@@ -100,7 +100,7 @@ def through(netcluster: Path, setting: Setting, timeout_s: float) -> Launch:
             job_file.write_bytes(pickle.dumps(job))
             command = [sys.executable, str(netcluster), f"--nodes={setting.nodes}", f"--nproc={setting.per_node}"]
             command += [f"--rate={setting.rate}", f"--delay-ms={setting.delay_ms}", f"--timeout={timeout_s}", "--"]
-            command += [str(ROOT / "autopar/benchmark/rank_runs.py"), str(job_file), str(result)]
+            command += [str(ROOT / "tools/benchmarks/rank_job.py"), str(job_file), str(result)]
             environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
             try:
                 done = subprocess.run(
@@ -176,7 +176,7 @@ def page(found: Sequence[tuple[str, Setting, Outcome | None, float | None]], opt
             f"plan that the search picks. Plans take turns: {options.rounds} rounds of three timed steps each (one round behind "
             f"slow links, without plans that are predicted to be {SLOWEST:g} times as slow as the picked one), one more before each "
             "round untimed; a plan's time is the median over all timed steps of the slowest rank. Regret is the measured time of "
-            "the plan picked over the best measured one: the best of many noisy medians is too good, so that regret is rather "
+            "the plan picked over the best measured one, less 1: the best of many noisy medians is too good, so that regret is rather "
             "too large. `spread` is half the distance of a plan's quartiles over its median, the median plan's: differences below "
             "it mean nothing. Before each setting its ranks measured their collectives, what a core gives when all compute, and "
             "how fast the machine then was; nothing was fitted to plans. `speed` is the machine's while the row's plans ran, "
@@ -278,7 +278,7 @@ def _cells(outcome: Outcome | None, layers_s: float) -> list[str]:
     return [
         f"{score.plans} of {outcome.num_candidates}" + (f", {score.failures} failed" if score.failures else ""),
         "-" if score.rho is None else f"{score.rho:.2f}",
-        "-" if score.regret is None else f"{score.regret:.2f}",
+        "-" if score.regret is None else f"{100 * score.regret:.0f} %",
         percent(score.mape),
         percent(score.bias, "+"),
         f"{layers_s / median(paces):.2f}" if paces and layers_s else "-",

@@ -243,7 +243,7 @@ def page(found: Sequence[Comparison], device: str) -> str:
             cells = [
                 one.setting.name, name, str(score.plans), str(score.failures), str(len(false_fits(outcome.rows))),
                 percent(score.mape), percent(score.bias, sign=True), percent(score.coverage),
-                percent(score.memory_mape), _number(score.rho), _number(score.regret),
+                percent(score.memory_mape), _number(score.rho), percent(score.regret),
             ]  # fmt: skip
             lines.append(_row(cells))
     lines += ["", _summary(found)]

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from autopar.errors import UsageError, reason
-from autopar.plan.file import dumps
 from autopar.runtime.checkpoint.checkpoint_index import FILE, NAME, PLAN, Entry, File, Index, Piece, encode
 from autopar.runtime.checkpoint.chunk_files import Part, new_file, write
 from autopar.runtime.checkpoint.contents import RankContents, State, with_elements
 from autopar.runtime.world import Meeting
+from autopar.util.files import dumps
 
 _INSIDE = ".saving"
 
