@@ -1,4 +1,4 @@
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from fractions import Fraction
 from functools import cache, lru_cache
 from typing import Any
@@ -37,10 +37,10 @@ def pricing(size: int) -> AxisPricing:
     )  # fmt: skip
 
 
-def solver(graph: Graph, size: int, rests: Mapping[str, Sequence[Type]] | None = None) -> AxisSolver:
+def solver(graph: Graph, size: int) -> AxisSolver:
     small = compact(graph)
     costs = AxisCosts(
-        graph=small.graph, axis="tp", size=size, pricing=pricing(size), owners=owners_of(small), rests=rests or {},
+        graph=small.graph, axis="tp", size=size, pricing=pricing(size), owners=owners_of(small), rests={},
     )  # fmt: skip
     return AxisSolver(small, costs)
 

@@ -1,6 +1,6 @@
 """Plans for small models, layouts solved with simple prices: what runs is tested apart from what is cheap."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.graph.graph import Graph, Op, Ref, TensorSpec
 from autopar.graph.rewrites import compact
-from autopar.plan.mesh import I, Mesh, Type
+from autopar.plan.mesh import I, Mesh
 from autopar.plan.plan import (
     FP32,
     AxisTyping,
@@ -71,7 +71,6 @@ def make_plan(
     precision: Precision = FP32,
     memory_price: float = 10.0,
     byte_price: float = 0.1,
-    rests: Mapping[str, Sequence[Type]] | None = None,
 ) -> Plan:
     """A plan with everything given but the layouts; ``memory_price``: of a byte at rest, so that parameters split."""
     small = compact(graph)
@@ -83,7 +82,7 @@ def make_plan(
         local_compact = replace(small, graph=local)
         costs = AxisCosts(
             graph=local_compact.graph, axis="tp", size=mesh.tp, pricing=SimplePrices(byte_price),
-            owners=owners_of(local_compact), rests=rests or {},
+            owners=owners_of(local_compact), rests={},
         )  # fmt: skip
         solver = AxisSolver(local_compact, costs)
         solution = solver.solve(Weights(per_step_s=1.0, saved_byte=0.1, state_byte=memory_price))

@@ -46,12 +46,11 @@ def mlp(*, layers: int = 1, batch: int = 4, width: int = 8, hidden: int = 16, tu
     return graph_of_ops("mlp", ops, {"x": spec(batch, width, grad=False)}, parameters, blocks=tuple(blocks))
 
 
-def attention(*, batch: int = 1, seq: int = 4, heads: int = 2, width: int = 4) -> Graph:
+def attention(*, seq: int = 4, heads: int = 2) -> Graph:
     """One attention with shared input: q = k = v projections of x, attention over heads, sum."""
-    names = ("q", "k", "v")
+    names, batch, width, each = ("q", "k", "v"), 1, 4, 4 // heads
     parameters = [Parameter(name="w0", fqn="w0", spec=spec(width, width))]
     parameters += [Parameter(name=f"w{n}", fqn=f"attn.{n}", spec=spec(width, width)) for n in names]
-    each = width // heads
     ops = [op("x2", "aten.linear.default", (Ref("x"), Ref("w0")), batch, seq, width)]
     for n in names:
         ops += [
