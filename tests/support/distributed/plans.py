@@ -79,15 +79,12 @@ def make_plan(
     local = shard(small.graph, batch, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size)
     typings = [[names_of(small.graph, batch, block.index)] for block in small.graph.blocks]
     if mesh.tp > 1:
-        local_compact = replace(small, graph=local)
-        costs = AxisCosts(
-            graph=local_compact.graph, axis="tp", size=mesh.tp, pricing=SimplePrices(byte_price),
-            owners=owners_of(local_compact), rests={},
-        )  # fmt: skip
-        solver = AxisSolver(local_compact, costs)
-        solution = solver.solve(Weights(per_step_s=1.0, saved_byte=0.1, state_byte=memory_price))
-        for i, found in enumerate(solution.blocks):
-            typings[i].append(found)
+        split = replace(small, graph=local)
+        prices = SimplePrices(byte_price)
+        costs = AxisCosts(graph=local, axis="tp", size=mesh.tp, pricing=prices, owners=owners_of(split))
+        solution = AxisSolver(split, costs).solve(Weights(per_step_s=1.0, saved_byte=0.1, state_byte=memory_price))
+        for own, found in zip(typings, solution.blocks, strict=True):
+            own.append(found)
     stages = mesh.pp * virtual_stages
     layouts = [
         BlockLayout(block_hash=block.hash, typings=tuple(t))
