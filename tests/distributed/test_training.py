@@ -220,7 +220,6 @@ def test_muon_on_split_matrices_steps_as_on_whole_ones(pool: WorkerPool) -> None
     ],
 )
 def test_bf16_stays_near_fp32(pool: WorkerPool, layout: str, kind: str, options: dict[str, int]) -> None:
-    """The first loss is near to that of one device in float32, and parameters rest in float32."""
     subject, plan, graph = planned(layout, kind, precision=BF16, **options)
     data = batches(subject, 2)
     exact = loss_of(subject.build()(**data[0])).item()
