@@ -48,9 +48,9 @@ def result(**changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def faults_of(*after: dict[str, Any], before: dict[str, Any] | None = None, judges_cpu: bool = True) -> list[str]:
+def faults_of(*after: dict[str, Any], judges_cpu: bool = True) -> list[str]:
     names = [f"p{i}" for i in range(len(after))]
-    old = dict.fromkeys(names, before or result())
+    old = dict.fromkeys(names, result())
     return comparison(names, old, dict(zip(names, after, strict=True)), judges_cpu=judges_cpu)[1]
 
 

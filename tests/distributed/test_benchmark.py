@@ -90,7 +90,6 @@ def test_a_plan_that_fails_is_recorded_and_the_others_are_measured(pool: WorkerP
 
 
 def test_one_device_runs_every_micro_batch_recompute_and_precision(pool: WorkerPool) -> None:
-    """What a GPU is asked, here on one CPU rank."""
     (source, one), (_, other) = (task(cluster="cpu:1x1", precision=precision) for precision in ("fp32", "bf16"))
     tasks = [one, other]
     pins = [p for p in one_device_pins(tasks[0].space, REQUEST) if "micro_batch=2" in p]

@@ -109,7 +109,6 @@ def start(
 
 
 def test_several_nodes_meet(tmp_path: Path) -> None:
-    """Two launchers of one rank each, as on two nodes."""
     with socket.socket() as free:
         free.bind(("", 0))
         port = str(free.getsockname()[1])

@@ -35,7 +35,6 @@ def test_equals_one_device(pool: WorkerPool, layout: str, kind: str) -> None:
     ],
 )
 def test_a_split_sequence_equals_one_device(pool: WorkerPool, layout: str, kind: str, code: str) -> None:
-    """Padding masks, ignored labels, grouped heads, causal masks."""
     subject, plan, graph = planned(layout, kind)
     assert code in lower(plan, graph).code
     equals_one_device(pool, subject, plan, graph)

@@ -43,7 +43,6 @@ def test_in_mixed_precision_steps_are_the_same_wherever_they_are_made(pool: Work
 
 
 def test_checkpoints_go_on_wherever_states_live(pool: WorkerPool, tmp_path: Path) -> None:
-    """From the host to the device, to another device, and to a host of another plan."""
     subject, device, graph = planned("dp4 ZeRO 3", "llama")
     other = planned("pp2 x dp2 ZeRO 1", "llama")[1]
     host, other_host = (replace(plan, offload=("optimizer",)) for plan in (device, other))

@@ -64,7 +64,6 @@ def test_257_tokens_and_17_positions_split(pool: WorkerPool, pins: str, length: 
     ],
 )
 def test_aligned_vocabularies_train_as_one_device(pool: WorkerPool, kind: str, pins: str) -> None:
-    """Loss, gradients, norms and weights after steps."""
     subject, plan, graph = planned(kind, f"{pins} vocab_multiple=16")
     lengths = {entry.parameter: entry.length for entry in plan.padding}
     head = "transformer.wte.weight" if kind == "tied" else "lm_head.weight"

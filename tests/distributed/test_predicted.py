@@ -358,7 +358,6 @@ def test_categories_and_warnings(pool: WorkerPool, tmp_path: Path, pins: str, ca
 
 
 def test_an_altered_prediction_is_warned_of_once(pool: WorkerPool, tmp_path: Path) -> None:
-    """The step is measured first; predictions that are ten times off it, and intervals around them."""
     subject, graph = traced("gpt2")
     plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, pins=["tp=2", "dp_replicate=2"])
 

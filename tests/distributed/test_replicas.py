@@ -20,7 +20,6 @@ LAYOUTS = ["dp4", "tp2 whole parameters", "tp2 x dp2 whole parameters", "HSDP 2x
 
 @pytest.mark.parametrize(("layout", "where"), [(name, ["step", "save"][n % 2]) for n, name in enumerate(LAYOUTS)])
 def test_drifted_copies_have_the_first_ranks_values(pool: WorkerPool, tmp_path: Path, layout: str, where: str) -> None:
-    """A parameter of which ranks hold copies is changed on the last rank by one rounding."""
     found = on_batch(pool, jobs.drifting, *planned(layout, "llama"), where, str(tmp_path))
     name = found[-1]["changed"]
     assert name

@@ -207,12 +207,6 @@ def test_muon_on_split_matrices_steps_as_on_whole_ones(pool: WorkerPool) -> None
     assert_close(found, dict(model.named_parameters()), 1e-5)
 
 
-@pytest.mark.parametrize("layout", ["pp2 x dp2", "tp2 x dp2"])
-def test_a_rank_may_bring_its_own_samples(pool: WorkerPool, layout: str) -> None:
-    for whole, own in on_batch(pool, jobs.local_batches, *planned(layout, "llama")):
-        assert whole == pytest.approx(own, rel=1e-6)
-
-
 @pytest.mark.parametrize(
     ("layout", "kind", "options"),
     [
@@ -226,7 +220,6 @@ def test_a_rank_may_bring_its_own_samples(pool: WorkerPool, layout: str) -> None
     ],
 )
 def test_bf16_stays_near_fp32(pool: WorkerPool, layout: str, kind: str, options: dict[str, int]) -> None:
-    """The first loss is near to that of one device in float32, and parameters rest in float32."""
     subject, plan, graph = planned(layout, kind, precision=BF16, **options)
     data = batches(subject, 2)
     exact = loss_of(subject.build()(**data[0])).item()

@@ -31,7 +31,6 @@ def test_training_script_is_short() -> None:
     ("script", "pins"), [("train_hf", "tp=2"), ("train_lightning", "pp=2"), ("train_accelerate", "dp=2 zero=3")]
 )
 def test_loops_of_other_libraries_on_two_ranks(pair: WorkerPool, tmp_path: Path, script: str, pins: str) -> None:
-    """That losses are those of one process is tested beside this."""
     record = tmp_path / "record.json"
     options = ["--cluster=cpu:1x2", "--steps=3", f"--folder={tmp_path / 'run'}", f"--record={record}"]
     options += [f"--pin={pin}" for pin in pins.split()]

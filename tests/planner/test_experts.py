@@ -106,9 +106,9 @@ SMALL = replace(PROBLEM, world_size=16, global_batch_size=32)
 LONG = replace(SMALL, sequences=(32768,), key_heads=(8,))
 
 
-def split_sequence(kind: str, *pins: str, subject: str = "llama", ranks: int = 2, world: int = 0) -> Plan:
+def split_sequence(kind: str, *pins: str, ranks: int = 2, world: int = 0) -> Plan:
     wanted = [f"cp={ranks}", f"cp_attention={kind}", "micro_batch=2", *pins]
-    return estimate(graph_of(HfSubject(subject)), cluster=f"cpu:1x{world or ranks}", global_batch_size=4, pins=wanted)
+    return estimate(graph_of(HfSubject("llama")), cluster=f"cpu:1x{world or ranks}", global_batch_size=4, pins=wanted)
 
 
 def test_a_long_sequence_is_split_without_being_asked() -> None:

@@ -1,4 +1,4 @@
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from fractions import Fraction
 from functools import cache, lru_cache
 from typing import Any
@@ -50,11 +50,9 @@ def pricing(size: int) -> AxisPricing:
     )  # fmt: skip
 
 
-def solver(graph: Graph, size: int, rests: Mapping[str, Sequence[Type]] | None = None) -> AxisSolver:
+def solver(graph: Graph, size: int) -> AxisSolver:
     small = compact(graph)
-    costs = AxisCosts(
-        graph=small.graph, axis="tp", size=size, pricing=pricing(size), owners=owners_of(small), rests=rests or {},
-    )  # fmt: skip
+    costs = AxisCosts(graph=small.graph, axis="tp", size=size, pricing=pricing(size), owners=owners_of(small))
     return AxisSolver(small, costs)
 
 
@@ -175,7 +173,7 @@ def test_layers_in_turn_cost_what_they_cost_without_one_that_stands_for_others(p
     whole = compact(graph, keys=range(len(graph.blocks)))
     assert len(compact(graph).members) == 11
     assert len(whole.members) == 17
-    costs = AxisCosts(graph=whole.graph, axis="tp", size=2, pricing=pricing(2), owners=owners_of(whole), rests={})
+    costs = AxisCosts(graph=whole.graph, axis="tp", size=2, pricing=pricing(2), owners=owners_of(whole))
     assert solver(graph, 2).solve(weights).value == pytest.approx(AxisSolver(whole, costs).solve(weights).value)
 
 

@@ -20,8 +20,8 @@ def numbers(length: int) -> Any:
     return [{"x": torch.tensor(i)} for i in range(length)]
 
 
-def plan_of(*pins: str, ranks: int, batch: int = 8) -> Plan:
-    return api.estimate(mlp(layers=2), cluster=f"cpu:1x{ranks}", global_batch_size=batch, pins=pins)
+def plan_of(*pins: str, ranks: int) -> Plan:
+    return api.estimate(mlp(layers=2), cluster=f"cpu:1x{ranks}", global_batch_size=8, pins=pins)
 
 
 @pytest.fixture(scope="module")

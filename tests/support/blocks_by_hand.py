@@ -36,13 +36,13 @@ def stage(*blocks: BlockCost, recompute: Recompute = "none") -> StageCost:
     return StageCost(blocks=blocks, recompute=(recompute,) * len(blocks))
 
 
-def step(mesh: Mesh, *, schedule: str = "none", count: int = 4, zero: int = 0, micro_batch: int = 1) -> Step:
+def step(mesh: Mesh, *, schedule: str = "none", count: int = 4, zero: int = 0) -> Step:
     return Step(
         mesh=mesh,
         schedule=schedule,
         num_micro_batches=count,
         zero_stage=zero,
-        global_batch_size=count * micro_batch * mesh.data,
+        global_batch_size=count * mesh.data,
         flops_per_sample=3e9,
         tokens_per_sample=128,
     )

@@ -5,7 +5,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from autopar.plan.mesh import I, Mesh, S, Type
+from autopar.plan.mesh import I, Mesh, S
 from autopar.plan.plan import (
     BF16,
     FP32,
@@ -25,28 +25,27 @@ _BYTES = st.integers(0, 2**50)
 _TEXT = st.text(max_size=12)
 
 
-def parameter_types() -> st.SearchStrategy[Type]:
-    return st.one_of(st.just(I), st.integers(0, 3).map(S))
+_TYPES = st.one_of(st.just(I), st.integers(0, 3).map(S))
+_NAMES = st.sampled_from(["split n", "invariant", "replicate", "linear 0"])
+
+
+def _some(values: st.SearchStrategy[Any], most: int, least: int = 0) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.lists(values, min_size=least, max_size=most).map(tuple)
 
 
 @st.composite
 def axis_typings(draw: st.DrawFn, axis: str) -> AxisTyping:
-    parameters = draw(st.lists(parameter_types(), max_size=4))
+    parameters = draw(_some(_TYPES, 4))
     names = draw(st.sampled_from([(), tuple(f"p{i}.weight" for i in range(len(parameters)))]))
-    strategies = draw(st.lists(st.sampled_from(["split n", "invariant", "replicate", "linear 0"]), max_size=20))
-    return AxisTyping(
-        axis=axis,
-        strategies=tuple(strategies),
-        parameters=tuple(parameters),
-        parameter_names=names,
-        boundary=tuple(draw(st.lists(parameter_types(), max_size=2))),
-    )
+    given = {"strategies": draw(_some(_NAMES, 20)), "boundary": draw(_some(_TYPES, 2))}
+    return AxisTyping(axis=axis, parameters=parameters, parameter_names=names, **given)
 
 
-@st.composite
-def layouts(draw: st.DrawFn) -> BlockLayout:
-    typings = tuple(draw(axis_typings(axis)) for axis in ("batch", "tp"))
-    return BlockLayout(block_hash=draw(st.text("0123456789abcdef", min_size=1, max_size=16)), typings=typings)
+LAYOUTS = st.builds(
+    BlockLayout,
+    block_hash=st.text("0123456789abcdef", min_size=1, max_size=16),
+    typings=st.tuples(axis_typings("batch"), axis_typings("tp")),
+)
 
 
 def _of(kind: type, values: st.SearchStrategy[Any], **given: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -75,7 +74,7 @@ def predictions(draw: st.DrawFn, pp: int, num_stages: int) -> Prediction:
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     """Any plan: small degrees, arbitrary numbers and texts."""
-    degree = st.integers(1, 3)
+    degree, count = st.integers(1, 3), st.integers(0, 10**6)
     zero = draw(st.integers(0, 3))
     mesh = Mesh(pp=draw(degree), dp_replicate=draw(degree), dp_shard=draw(degree) if zero else 1, cp=1, tp=draw(degree))
     virtual = draw(st.integers(1, 2)) if mesh.pp > 1 else 1
@@ -83,7 +82,7 @@ def plans(draw: st.DrawFn) -> Plan:
         "none" if mesh.pp == 1 else "Interleaved1F1B" if virtual > 1 else draw(st.sampled_from(["GPipe", "1F1B"]))
     )
     sizes = draw(st.lists(st.integers(1, 3), min_size=mesh.pp * virtual, max_size=mesh.pp * virtual))
-    found = tuple(draw(st.lists(layouts(), min_size=1, max_size=2)))
+    found = draw(_some(LAYOUTS, 2, least=1))
     micro_batch_size = draw(st.integers(1, 4))
     numbers, modes = st.integers(0, len(found) - 1), st.sampled_from(RECOMPUTES)
     blocks = tuple(
@@ -107,19 +106,14 @@ def plans(draw: st.DrawFn) -> Plan:
         zero_stage=zero,
         precision=draw(st.sampled_from([FP32, BF16])),
         optimizer=draw(st.sampled_from(["adamw", "sgd"])),
-        prelude=tuple(draw(st.lists(_TEXT, max_size=3))),
+        prelude=draw(_some(_TEXT, 3)),
         layouts=found,
         blocks=blocks,
         stages=stages,
         predicted=draw(predictions(mesh.pp, len(sizes))),
-        search=SearchRecord(
-            wall_time_s=draw(_SECONDS),
-            candidates=draw(st.integers(0, 10**6)),
-            evaluated=draw(st.integers(0, 10**6)),
-            lower_bound_s=draw(_SECONDS),
-            gap=draw(st.floats(0, 1)),
-            reasons=tuple(draw(st.lists(_TEXT, max_size=2))),
+        search=draw(
+            _of(SearchRecord, _SECONDS, candidates=count, evaluated=count, gap=st.floats(0, 1), reasons=_some(_TEXT, 2))
         ),
-        pins=tuple(draw(st.lists(_TEXT, max_size=2))),
-        notes=tuple(draw(st.lists(_TEXT, max_size=2))),
+        pins=draw(_some(_TEXT, 2)),
+        notes=draw(_some(_TEXT, 2)),
     )  # fmt: skip

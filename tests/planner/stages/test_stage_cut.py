@@ -32,9 +32,9 @@ def block(
 
 def found(
     ranks: Sequence[Sequence[CutBlock]], stages: int, in_flight: Sequence[int], limits: Sequence[float], m: int,
-    *, allowed: Sequence[Mask] | None = None, pinned: dict[int, int] | None = None,
+    *, allowed: Sequence[Mask] | None = None,
 ) -> Cut | None:  # fmt: skip
-    masks = stage_masks(len(ranks[0]), stages, allowed, pinned or {})
+    masks = stage_masks(len(ranks[0]), stages, allowed, {})
     own = [CutBlocks(blocks) for blocks in ranks]
     return cut(own, in_flight=in_flight, limit_bytes=limits, num_micro_batches=m, allowed=masks)
 

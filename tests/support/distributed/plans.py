@@ -1,6 +1,6 @@
 """Plans for small models, layouts solved with simple prices: what runs is tested apart from what is cheap."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.graph.graph import Graph, Op, Ref, TensorSpec
 from autopar.graph.rewrites import compact
-from autopar.plan.mesh import I, Mesh, Type
+from autopar.plan.mesh import I, Mesh
 from autopar.plan.plan import (
     FP32,
     AxisTyping,
@@ -71,7 +71,6 @@ def make_plan(
     precision: Precision = FP32,
     memory_price: float = 10.0,
     byte_price: float = 0.1,
-    rests: Mapping[str, Sequence[Type]] | None = None,
 ) -> Plan:
     """A plan with everything given but the layouts; ``memory_price``: of a byte at rest, so that parameters split."""
     small = compact(graph)
@@ -80,15 +79,12 @@ def make_plan(
     local = shard(small.graph, batch, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size)
     typings = [[names_of(small.graph, batch, block.index)] for block in small.graph.blocks]
     if mesh.tp > 1:
-        local_compact = replace(small, graph=local)
-        costs = AxisCosts(
-            graph=local_compact.graph, axis="tp", size=mesh.tp, pricing=SimplePrices(byte_price),
-            owners=owners_of(local_compact), rests=rests or {},
-        )  # fmt: skip
-        solver = AxisSolver(local_compact, costs)
-        solution = solver.solve(Weights(per_step_s=1.0, saved_byte=0.1, state_byte=memory_price))
-        for i, found in enumerate(solution.blocks):
-            typings[i].append(found)
+        split = replace(small, graph=local)
+        prices = SimplePrices(byte_price)
+        costs = AxisCosts(graph=local, axis="tp", size=mesh.tp, pricing=prices, owners=owners_of(split))
+        solution = AxisSolver(split, costs).solve(Weights(per_step_s=1.0, saved_byte=0.1, state_byte=memory_price))
+        for own, found in zip(typings, solution.blocks, strict=True):
+            own.append(found)
     stages = mesh.pp * virtual_stages
     layouts = [
         BlockLayout(block_hash=block.hash, typings=tuple(t))

@@ -1,6 +1,6 @@
 """What tests of float16 run on every rank, and on one device alone: float32 parameters, float16 products, a scaled loss."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from autopar.verification.reference import loss_of
 from tests.support.parallel import halve
 
 Batch = Mapping[str, Tensor]
-Loss = Callable[[Any], Tensor]
 
 
 def sgd(parameters: Any, *, fused: bool = False) -> torch.optim.Optimizer:

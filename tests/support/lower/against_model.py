@@ -1,6 +1,5 @@
 """Test help: a planned program on ranks that are threads, held against the user's own model."""
 
-import inspect
 from collections.abc import Sequence
 from math import prod
 
@@ -12,9 +11,9 @@ from autopar import api
 from autopar.graph.graph import Graph, Parameter
 from autopar.graph.interpreter import part_of
 from autopar.lower.program import Program, lower
-from autopar.ops.opaque import Holder, pick_loss
+from autopar.ops.opaque import Holder
 from autopar.plan.plan import Plan
-from autopar.tracing.model_with_loss import LossFunction
+from autopar.verification.reference import loss_of
 from tests.support.close import assert_close
 from tests.support.lower.ranks import run_ranks, sharded, slice_of
 from tools.campaigns.program_types import typecheck
@@ -26,7 +25,6 @@ def check(
     pins: Sequence[str],
     *,
     opaque: Sequence[str] = (),
-    loss_fn: LossFunction | None = None,
     graph: Graph | None = None,
 ) -> Plan:
     """Plan for the batch on as many ranks as the pins say, run it, and compare loss and every gradient with the model's; ``graph``:
@@ -35,7 +33,7 @@ def check(
     ranks = prod(int(degree) for _, degree in degrees)
     size = next(iter(batch.values())).shape[0]
     if graph is None:
-        graph = api.trace(model, example_inputs=batch, opaque=opaque, loss_fn=loss_fn, global_batch_size=size)
+        graph = api.trace(model, example_inputs=batch, opaque=opaque, global_batch_size=size)
     plan = autopar.search(graph, cluster=f"cpu:1x{ranks}", global_batch_size=size, pins=pins, opaque=opaque)
     program = lower(plan, graph)
     before = {b.name: model.get_buffer(b.fqn).clone() for b in program.state}
@@ -45,9 +43,7 @@ def check(
         holder.bind(model)
     model.train().zero_grad()
     given = {name: value.clone() for name, value in batch.items()}
-    known = inspect.signature(model.forward).parameters
-    output = model(**(given if loss_fn is None else {k: v for k, v in given.items() if k in known}))
-    loss = pick_loss(output if loss_fn is None else loss_fn(output, given), "test")
+    loss = loss_of(model(**given))
     loss.backward()
     whole = dict(model.named_parameters())
     values = {**batch, **before}

@@ -197,14 +197,6 @@ def slice_of(tensor: torch.Tensor, layout: Any, mesh: Mesh, rank: int) -> torch.
     return tensor
 
 
-def parts(graph: Graph, whole: Mapping[str, torch.Tensor], mesh: Mesh, rank: int) -> dict[str, torch.Tensor]:
-    """One rank's parameters of a local graph, leaves that require grad."""
-    return {
-        p.name: slice_of(whole[p.name], p.layout, mesh, rank).detach().clone().requires_grad_(p.spec.requires_grad)
-        for p in graph.parameters
-    }
-
-
 def call_block(module: torch.fx.GraphModule, parameters: Mapping[str, torch.Tensor], values: list[Any]) -> Any:
     """A block's code on one rank's parameters: ranks are threads, which share the module but for the code of regions."""
     regions = {name: copy.deepcopy(child) for name, child in module.named_children()}
@@ -216,13 +208,12 @@ def run_program(
     parameters: Mapping[str, torch.Tensor],
     batch: Mapping[str, torch.Tensor],
     totals: Mapping[str, torch.Tensor],
-    seed: int = 0,
 ) -> torch.Tensor:
     """The loss of all stages of a program for one micro-batch, in one process."""
     live: dict[str, Any] = {}
     for stage in program.stages:
         received = {name: live[name] for name in stage.receives}
-        env: dict[str, Any] = {**received, "rng_seed": seed, "batch_share": 1.0, "micro_batch_weight": 1.0}
+        env: dict[str, Any] = {**received, "rng_seed": 0, "batch_share": 1.0, "micro_batch_weight": 1.0}
         env |= {name: parameters[name] for name in stage.shared_parameters}
         if stage.prelude is not None:
             given = {**batch, **totals, "batch_share": 1.0, "micro_batch_weight": 1.0}
