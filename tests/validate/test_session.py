@@ -115,12 +115,6 @@ def test_parameters_are_written_and_read_back() -> None:
     assert parameter_values(free.write(profile, values)) == pytest.approx(values)
 
 
-def test_an_unknown_device_is_named_with_its_row() -> None:
-    run = replace(read_runs(OWN)[0], device="h100-sxm5-88gb")
-    with pytest.raises(UsageError, match="row 2, column device"):
-        Session([run], place="runs.csv")
-
-
 def test_a_site_is_found_by_source_and_name_and_has_its_own_kernels() -> None:
     """torchtitan's rows without a compiler differ by name from those with it; both run FlashAttention-2."""
     profile, sites = load_profile("h100-sxm5-80gb"), load_sites()
@@ -134,17 +128,6 @@ def test_a_site_is_found_by_source_and_name_and_has_its_own_kernels() -> None:
         rate = cluster_of(row, profile, site).groups[0].device.rate("bfloat16")
         assert rate.attention_fraction == known.flash2_fraction < known.attention_fraction
         assert rate.attention_backward_fraction == known.flash2_backward_fraction > 0
-
-
-def test_a_site_may_know_its_own_network() -> None:
-    """BigScience's cards as a collective reached them in place: no parameter of the fit is laid over that."""
-    row = replace(read_runs(OWN)[0], source="BigScience BLOOM A100 topology benchmarks", name="bloom-181B#46")
-    made = Session([row])
-    assert not any("nic" in parameter.name for parameter in free.PARAMETERS)
-    site = site_of(row, load_sites())
-    nic = cluster_of(row, made.profiles[row.device], site).groups[0].nic
-    assert nic.step_fraction == 1.0
-    assert nic.bandwidth_bytes_per_s == site.nic_bandwidth_bytes_per_s > 0
 
 
 @pytest.fixture(scope="module")
