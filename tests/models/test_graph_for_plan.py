@@ -21,21 +21,18 @@ from tests.support.small_models import model_of
 X = torch.zeros(6, 4)
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("scale", torch.ones(4))
-
-    def forward(self, x: Any) -> Tensor:
+def net() -> nn.Module:
+    def forward(self: Any, x: Any) -> Tensor:
         made: Tensor = self.linear(x if isinstance(x, Tensor) else x[0] + x[1]) * self.scale
         return made.square().mean()
+
+    return model_of(forward, linear=nn.Linear(4, 4), scale=nn.Buffer(torch.ones(4)))
 
 
 @pytest.mark.parametrize("inputs", [X, [X], (X,), {"x": X}, UserDict({"x": X}), {"x": [X, X]}])
 def test_inputs_of_any_form_are_traced(inputs: Any) -> None:
     assert samples_of(inputs) == 6
-    graph = api.trace(Net(), example_inputs=inputs)
+    graph = api.trace(net(), example_inputs=inputs)
     assert graph.batch_size == 2
     assert all(one.spec.shape == (2, 4) and one.batch_dim == 0 for one in graph.inputs)
 
@@ -56,7 +53,7 @@ def test_inputs_that_are_missing_in_the_example_may_be_missing_in_a_batch() -> N
 
 @pytest.mark.parametrize("own", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_model_is_traced_in_the_dtype_of_the_plan(own: torch.dtype) -> None:
-    model = Net().to(own)
+    model = net().to(own)
     graph = api.trace(model, example_inputs={"x": X.to(own)})
     specs = [one.spec for one in (*graph.inputs, *graph.parameters, *graph.buffers)]
     assert {spec.dtype for spec in specs} == {torch.float32}
@@ -77,16 +74,16 @@ def test_a_normed_weight_does_not_keep_a_model_from_being_copied() -> None:
 
 def test_models_that_are_parallel_already_and_autocast_are_refused() -> None:
     with pytest.raises(UsageError, match=r"wrapped in DataParallel.*Pass the model before"):
-        api.trace(nn.DataParallel(Net()), example_inputs={"x": X})
+        api.trace(nn.DataParallel(net()), example_inputs={"x": X})
     with (
         torch.autocast("cpu", torch.bfloat16),
         pytest.raises(UsageError, match=r"cannot be traced inside torch\.autocast\('cpu', dtype=bfloat16\)"),
     ):
-        api.trace(Net(), example_inputs={"x": X})
+        api.trace(net(), example_inputs={"x": X})
 
 
 def test_complex_parameters_are_refused() -> None:
-    model = Net()
+    model = net()
     model.linear.register_parameter("turn", nn.Parameter(torch.zeros(4, dtype=torch.complex64)))
     with pytest.raises(
         UsageError, match=r"linear\.turn: A parameter of dtype complex64 is not supported.*Keep a real parameter"
@@ -105,7 +102,7 @@ def _centred(self: Any, x: Tensor) -> Tensor:
 
 
 KINDS = {
-    "apart": Net(),
+    "apart": net(),
     "attending": model_of(_attending, linear=nn.Linear(4, 4)),
     "centred": model_of(_centred, linear=nn.Linear(4, 4)),
     "statistics": model_of(

@@ -150,15 +150,6 @@ def test_the_value_is_the_energy_of_the_typing_that_is_returned() -> None:
     assert found.value == pytest.approx(written, rel=1e-12)
 
 
-def test_solutions_can_be_applied_and_end_in_an_invariant_loss() -> None:
-    for graph in (mlp(layers=5), attention(), llama_block()):
-        small = compact(graph)
-        for price in (0.0, 1e-12):
-            found = solver(graph, 2).solve(Weights(per_step_s=0.1, saved_byte=price, state_byte=price))
-            local = shard(small.graph, found.typing)
-            assert local.producer(local.loss).layouts[-1] == (("tp", I),)
-
-
 def test_inner_layers_of_a_run_are_solved_as_one() -> None:
     graph = mlp(layers=40)
     small = compact(graph)

@@ -3,15 +3,14 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.cost.model import BlockCost, CostModel
+from autopar.cost.model import CostModel
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import BF16
 from autopar.planner.layouts.catalogue import Layouts
-from autopar.planner.layouts.layout import LayoutKey, PricedLayout, TypedLayout, layout_key_of
+from autopar.planner.layouts.layout import LayoutKey, layout_key_of
 from autopar.planner.planner import Planner
 from autopar.planner.search import Limits
-from autopar.planner.sharding.energy import Weights
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from tests.support.planner.graphs import family
@@ -34,7 +33,10 @@ MODELS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_no_priced_layout_is_quicker_than_its_typing_or_the_quickest_typing(name: str) -> None:
-    layouts = layouts_of(family(*MODELS[name], "bf16"), "default")
+    layouts = Layouts(
+        family(*MODELS[name], "bf16"), CostModel(CLUSTER, BF16, "adamw"), global_batch_size=64, pins=Pins.parse(()),
+        space=load_space("default"),
+    )  # fmt: skip
     share = compared = 0.0
     experts = [(2, 2, 1, 4), (2, 2, 2, 2)] if name == "mixtral" else []
     for size, tp, cp, ep in [(1, 2, 1, 1), (4, 4, 1, 1), (4, 2, 2, 1), *experts]:
@@ -91,44 +93,3 @@ def test_what_searches_keep_with_a_graph_changes_no_plan() -> None:
     plans = [planner(traced, 48, "quick").search(limits=Limits()) for traced in (graph, graph, new)]
     timeless = [replace(plan, search=replace(plan.search, wall_time_s=0.0)) for plan in plans]
     assert timeless[0] == timeless[1] == timeless[2]
-
-
-def layouts_of(graph: Graph, space: str) -> Layouts:
-    model = CostModel(CLUSTER, BF16, "adamw")
-    return Layouts(graph, model, global_batch_size=64, pins=Pins.parse(()), space=load_space(space))
-
-
-def options_of(layouts: Layouts, split: LayoutKey) -> list[PricedLayout]:
-    """Layouts that prices of memory and of sums far apart make best."""
-    weights = [
-        Weights(per_step_s=step, saved_byte=price, state_byte=price)
-        for step in (0.01, 10.0)
-        for price in (0.0, 1e-9, 1e-7, 1e-5, 1e-3)
-    ]
-    solutions = {solution.signature: solution for solution in layouts.solver(split, "").solve_all(weights)}
-    return [layouts.price(TypedLayout(key=split, kind="", solution=solution)) for solution in solutions.values()]
-
-
-def unnamed(cost: BlockCost) -> BlockCost:
-    """Equal blocks differ in the names of the parameters that they alone read."""
-    return replace(cost, parameters=tuple(p if p.shared else replace(p, name="") for p in cost.parameters))
-
-
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("micro_batch_size", [1, 4])
-def test_costs_are_those_of_each_layout_alone(tp: int, micro_batch_size: int) -> None:
-    layouts, split = (
-        layouts_of(family(*MODELS["padded"], "bf16"), "wide"),
-        LayoutKey(micro_batch_size=micro_batch_size, tp=tp),
-    )
-    options = options_of(layouts, split)
-    assert len(options) > 1
-    for option in options:
-        local = layouts.local_graph(option)
-        alone = [
-            layouts.model.price(layouts.model.block_work(local, block), layouts.graphs.mesh(split))
-            for block in local.blocks
-        ]
-        first = [alone[option.keys.index(key)] for key in option.keys]
-        assert [unnamed(cost) for cost in option.costs] == [unnamed(cost) for cost in first]
-        assert option.prelude_s == layouts.model.prelude_time_s(local)

@@ -23,7 +23,7 @@ from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.preferences import rules, seeds
 from autopar.planner.space.space import SamplerName, load_space
 from tests.support.cli_runner import Run
-from tests.support.planner.interleaved import Board, Known, View, candidate, in_turns, interleave
+from tests.support.planner.interleaved import Board, Known, View, candidate, interleave
 from tests.support.planner.tasks import task_of
 
 
@@ -61,15 +61,8 @@ def test_interleaved_searches_choose_as_one(
     if trials is None:  # else a search without a study spends some of them out of order
         assert chosen(search(Known(known.bounds, known.times))) == alone
     board = Board()
-
-    def make(known: Known) -> BranchAndBound:
-        return search(known, View(board), trials=trials)
-
-    running = {w: in_turns(known, make)[1] for w in range(1, workers)}
-    last, last_turns = in_turns(known, make)
-    interleave(turns, running, last_turns, deadly=40)
-    index = last._best_index()
-    assert index == alone
+    last = interleave(known, lambda known: search(known, View(board), trials=trials), workers, turns, deadly=40)
+    assert last._best_index() == alone
 
 
 @pytest.mark.parametrize(
@@ -201,13 +194,7 @@ def test_interleaved_searches_plan_as_one(
     alone = sampled(fresh(known), None, kind)
     alone.work()
     board = Board()
-
-    def make(known: Known) -> BranchAndBound:
-        return sampled(known, View(board), kind)
-
-    running = {w: in_turns(known, make)[1] for w in range(1, workers)}
-    last, last_turns = in_turns(known, make)
-    interleave(turns, running, last_turns, deadly=60)
+    last = interleave(known, lambda known: sampled(known, View(board), kind), workers, turns, deadly=60)
     assert last.order == alone.order
     assert last._best_index() == alone._best_index()
     assert last.finished == alone.finished

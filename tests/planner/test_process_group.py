@@ -38,12 +38,13 @@ def planner(**fields: Any) -> Planner:
     return Planner(task_of(mlp(), **fields))
 
 
+def timeless(plan: Plan) -> Plan:
+    """But for how long the search took, and how many candidates it came to in that time."""
+    return replace(plan, search=replace(plan.search, wall_time_s=0.0, evaluated=0))
+
+
 def same(one: Plan, other: Plan) -> bool:
-    """But for how many were evaluated, and for how long."""
-    neutral = {"wall_time_s": 0.0, "evaluated": 0}
-    return replace(one, search=replace(one.search, **neutral)) == replace(
-        other, search=replace(other.search, **neutral)
-    )
+    return timeless(one) == timeless(other)
 
 
 By = Callable[..., Plan]
@@ -211,19 +212,15 @@ MAX_DELAY_S = 0.02
 
 
 def of_space(cluster: str, space: str) -> Planner:
-    kinds: dict[str, Callable[[], Cluster]] = {
-        "alike": lambda: Cluster.parse("cpu:1x8"),
-        "mixed": lambda: two_kinds(4, 4, factor=3.0),
-    }
+    kinds = {"alike": Cluster.parse("cpu:1x8"), "mixed": two_kinds(4, 4, factor=3.0)}
     made = replace(load_space(space), recompute=("none", "selective", "full"))
     graph = mlp(layers=9, width=64, hidden=256)
-    return Planner(task_of(graph, cluster=kinds[cluster](), global_batch_size=32, space=made))
+    return Planner(task_of(graph, cluster=kinds[cluster], global_batch_size=32, space=made))
 
 
 def written(plan: Plan, folder: Path) -> bytes:
-    """But for how long the search took, and how many candidates it came to in that time."""
     path = folder / "plan.json"
-    save_plan(replace(plan, search=replace(plan.search, wall_time_s=0.0, evaluated=0)), path)
+    save_plan(timeless(plan), path)
     return path.read_bytes()
 
 

@@ -12,24 +12,21 @@ from autopar.errors import RuleError
 from autopar.graph.graph import Graph, Op, Parameter, Ref
 from autopar.ops import sequence as sequence_ops
 from autopar.plan.mesh import I, R, S, Type
-from autopar.rules import table as rules
 from autopar.rules.apply import shard
 from autopar.rules.by_execution import _in_threads, verify_rule
 from autopar.rules.strategy import ZIGZAG_SAFE, Strategy, Typing, check_strategy
 from autopar.rules.table import default_table
+from tests.rules.test_rules import named
 from tests.support.graphs_by_hand import graph_of_ops
 from tests.support.lower.chooser import named_typing
 from tests.support.planner import graphs
-from tests.support.rule_examples import Example, Maker, every, spec_of
+from tests.support.rule_examples import Example, Maker, every
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
 def offered(example: Example, size: int, axis: str = "cp") -> dict[str, Strategy]:
-    result = torch.nn.functional.scaled_dot_product_attention(*example.operands[:3], enable_gqa=True)
-    op = replace(example.op, outputs=(spec_of(result),))
-    operands = tuple(spec_of(tensor) for tensor in example.operands)
-    return {s.name: s for s in rules.default_table().strategies(op, operands, axis=axis, size=Fraction(size))}
+    return named(example, axis, Fraction(size))
 
 
 def attentions(make: Maker) -> Iterator[tuple[Example, set[str]]]:

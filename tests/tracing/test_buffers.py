@@ -1,5 +1,6 @@
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,21 +9,18 @@ from torch import Tensor, nn
 from autopar.errors import TraceError
 from autopar.tracing.trace import trace
 from tests.support.distributed.oddities import Remembering
-from tests.support.small_models import same_as_the_model
+from tests.support.small_models import model_of, same_as_the_model
 
 Write = Callable[[nn.Module, Tensor], Tensor]
 
 
-class Writing(nn.Module):
+def writing(write: Write) -> nn.Module:
     """A linear, then whatever ``write`` does with the module and the activation."""
 
-    def __init__(self, write: Write) -> None:
-        super().__init__()
-        self.write, self.linear = write, nn.Linear(4, 6)
-        self.register_buffer("kept", torch.linspace(1.0, 2.0, 6))
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return (write(self, self.linear(x)) ** 2).mean()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.write(self, self.linear(x)) ** 2).mean()
+    return model_of(forward, linear=nn.Linear(4, 6), kept=nn.Buffer(torch.linspace(1.0, 2.0, 6)))
 
 
 @pytest.mark.parametrize("statistics", [True, False])
@@ -151,7 +149,7 @@ def _replaced(module: nn.Module, y: Tensor) -> Tensor:
     ],
 )  # fmt: skip
 def test_in_place_operators_mean_what_they_mean_on_one_device(write: Write) -> None:
-    same_as_the_model(Writing(write).double(), {"x": torch.randn(6, 4, dtype=torch.float64)}, steps=2)
+    same_as_the_model(writing(write).double(), {"x": torch.randn(6, 4, dtype=torch.float64)}, steps=2)
 
 
 class Drawn(nn.Module):
@@ -194,7 +192,7 @@ def test_writes_to_parts_in_any_order_mean_what_they_mean_on_one_device(seed: in
 @pytest.mark.parametrize("write", [_read_before_and_after, _one_of_two_results, _shifted])
 def test_what_the_program_has_made_is_written_in_one_trace(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", lambda *_: pytest.fail("traced once more"))
-    graph = trace(Writing(write), (torch.randn(2, 4),))
+    graph = trace(writing(write), (torch.randn(2, 4),))
     assert not [op.target for op in graph.ops if op.target.split(".")[1].endswith("_")]
 
 
@@ -278,5 +276,5 @@ def _seen(module: nn.Module, y: Tensor) -> Tensor:
 )
 def test_what_would_train_otherwise_than_on_one_device_is_refused(write: Write, message: str) -> None:
     with pytest.raises(TraceError, match=message) as caught:
-        trace(Writing(write), (torch.randn(2, 4),))
+        trace(writing(write), (torch.randn(2, 4),))
     assert caught.value.fix

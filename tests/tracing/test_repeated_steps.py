@@ -262,32 +262,28 @@ COUNTING: dict[str, Statistic] = {
 }
 
 
-class Deep(nn.Module):
+def deep(statistic: Statistic) -> nn.Module:
     """Statistics of the batch in each of three layers, far from the loss."""
 
-    def __init__(self, statistic: Statistic) -> None:
-        super().__init__()
-        self.statistic = statistic
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor, target: Tensor) -> Tensor:
         for layer in self.layers:
             y = layer(x)
-            x = x + (y * (self.statistic(y, len(y)) + 1e-3).rsqrt()).relu()
+            x = x + (y * (statistic(y, len(y)) + 1e-3).rsqrt()).relu()
         return F.cross_entropy(self.head(x), target)
+
+    return model_of(forward, layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), head=nn.Linear(8, 3))
 
 
 @pytest.mark.parametrize("samples", [2, 3])
 @pytest.mark.parametrize("statistic", COUNTING)
 def test_numbers_in_layers_are_seen_as_well(statistic: str, samples: int) -> None:
     with pytest.raises(CountError, match="depends on the batch size"):
-        trace(Deep(COUNTING[statistic]), (torch.randn(samples, 8), torch.zeros(samples, dtype=torch.int64)))
+        trace(deep(COUNTING[statistic]), (torch.randn(samples, 8), torch.zeros(samples, dtype=torch.int64)))
 
 
 def test_a_model_of_one_batch_size_is_told_so() -> None:
     with pytest.raises(CountError, match="runs with 2 samples, but not with 4"):
-        trace(Deep(lambda x, n: x.view(2, 8).mean(0)), (torch.randn(2, 8), torch.zeros(2, dtype=torch.int64)))
+        trace(deep(lambda x, n: x.view(2, 8).mean(0)), (torch.randn(2, 8), torch.zeros(2, dtype=torch.int64)))
 
 
 @pytest.mark.parametrize(
@@ -298,11 +294,11 @@ def test_a_model_of_one_batch_size_is_told_so() -> None:
     ],
 )
 def test_constants_with_a_place_for_each_sample_pass(statistic: Statistic) -> None:
-    assert trace(Deep(statistic), (torch.randn(2, 8), torch.zeros(2, dtype=torch.int64))).batch_size == 2
+    assert trace(deep(statistic), (torch.randn(2, 8), torch.zeros(2, dtype=torch.int64))).batch_size == 2
 
 
 def test_where_numbers_count_samples_the_trace_is_of_the_global_batch() -> None:
-    model, batch = Deep(COUNTING["by sum"]), [torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)]
+    model, batch = deep(COUNTING["by sum"]), [torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)]
     graph = trace_model(model, batch, FP32, global_batch_size=8, samples_apart=samples_apart)
     divisors = [op.args[1] for op in graph.ops if op.target == "aten.div.Tensor" and op.spec.shape == (8,)]
     assert (graph.exact, graph.batch_size, divisors) == (True, 8, [8, 7] * 3)

@@ -83,6 +83,11 @@ def test_a_site_states_the_bandwidth_of_links_and_of_cards() -> None:
     assert stated.intra_node.step_fraction == stated.nic.step_fraction == 1.0
     assert own.intra_node.step_fraction < 1.0
     assert own.intra_node.latency_s == stated.intra_node.latency_s
+    topology = site_of(
+        replace(run, source="BigScience BLOOM A100 topology benchmarks", name="bloom-181B#46"), load_sites()
+    )
+    assert topology.nic_bandwidth_bytes_per_s > 0  # as a collective reached its cards in place
+    assert not any("nic" in parameter.name for parameter in free.PARAMETERS)  # so that no fit is laid over that
 
 
 def test_what_is_hidden_costs_less_and_what_is_late_more() -> None:

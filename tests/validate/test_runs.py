@@ -144,6 +144,7 @@ def test_rows_that_fail_are_reported_beside_the_others(run: Shell, tmp_path: Pat
     assert [row["row"] for row in found["rows"]] == [2, 3, 4, 5, 6, 7]
     errors = {row["row"]: row["error"] for row in found["rows"] if "error" in row}
     assert set(errors) == set(FAULTS)
+    assert "column device" in errors[2]
     told = {2: "Did you mean 'h100-sxm5-80gb'", 3: "column layers", 4: "float8_e4m3fn", 5: "bfloat16"}
     for row, said in told.items():
         assert said in errors[row]

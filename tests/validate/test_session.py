@@ -16,7 +16,7 @@ from autopar.util.files import write_toml
 from autopar.util.toml import Table, as_table
 from autopar.validate import parameters as free
 from autopar.validate.parameters import Fit, Linearized, Parameter, fit, sensitivity
-from autopar.validate.practice import cluster_of, load_sites, site_from, site_of
+from autopar.validate.practice import site_from
 from autopar.validate.report import markdown, render_html
 from autopar.validate.scores import as_read, calibrate, evaluate, may_fit, memory_width, score
 from autopar.validate.session import Session
@@ -113,38 +113,6 @@ def test_parameters_are_written_and_read_back() -> None:
     profile = load_profile("a100-sxm4-80gb")
     values = {p.key: (p.lower + p.upper) / 2 for p in free.parameters_of("a100-sxm4-80gb")}
     assert parameter_values(free.write(profile, values)) == pytest.approx(values)
-
-
-def test_an_unknown_device_is_named_with_its_row() -> None:
-    run = replace(read_runs(OWN)[0], device="h100-sxm5-88gb")
-    with pytest.raises(UsageError, match="row 2, column device"):
-        Session([run], place="runs.csv")
-
-
-def test_a_site_is_found_by_source_and_name_and_has_its_own_kernels() -> None:
-    """torchtitan's rows without a compiler differ by name from those with it; both run FlashAttention-2."""
-    profile, sites = load_profile("h100-sxm5-80gb"), load_sites()
-    row = replace(read_runs(OWN)[0], device="h100-sxm5-80gb", devices=8, devices_per_node=8)
-    table = "torchtitan benchmarks; benchmarks/llama3_h100_202412_torchtitan.md Table 1"
-    eager = site_of(replace(row, source=table, name="Llama-3.1-8B#2489"), sites)
-    compiled = site_of(replace(row, source=table, name="Llama-3.1-8B#2490"), sites)
-    assert ("fused_elementwise" in eager.practices, "fused_elementwise" in compiled.practices) == (False, True)
-    known = profile.device.rate("bfloat16")
-    for site in (eager, compiled):
-        rate = cluster_of(row, profile, site).groups[0].device.rate("bfloat16")
-        assert rate.attention_fraction == known.flash2_fraction < known.attention_fraction
-        assert rate.attention_backward_fraction == known.flash2_backward_fraction > 0
-
-
-def test_a_site_may_know_its_own_network() -> None:
-    """BigScience's cards as a collective reached them in place: no parameter of the fit is laid over that."""
-    row = replace(read_runs(OWN)[0], source="BigScience BLOOM A100 topology benchmarks", name="bloom-181B#46")
-    made = Session([row])
-    assert not any("nic" in parameter.name for parameter in free.PARAMETERS)
-    site = site_of(row, load_sites())
-    nic = cluster_of(row, made.profiles[row.device], site).groups[0].nic
-    assert nic.step_fraction == 1.0
-    assert nic.bandwidth_bytes_per_s == site.nic_bandwidth_bytes_per_s > 0
 
 
 @pytest.fixture(scope="module")

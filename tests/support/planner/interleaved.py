@@ -187,8 +187,12 @@ def in_turns(known: Known, make: Callable[[Known], BranchAndBound]) -> tuple[Bra
     return made, turns
 
 
-def interleave(turns: Sequence[tuple[int, int]], running: dict[int, Turns], last: Turns, deadly: int) -> None:
-    """Give turns to searches until the last one has come to its end; where a number is ``deadly``, kill the search."""
+def interleave(
+    known: Known, make: Callable[[Known], BranchAndBound], workers: int, turns: Sequence[tuple[int, int]], deadly: int
+) -> BranchAndBound:
+    """Give turns to searches until the last one has come to its end, and return it; where a number is ``deadly``, kill one."""
+    running = {w: in_turns(known, make)[1] for w in range(1, workers)}
+    made, last = in_turns(known, make)
     for worker, chance in turns:
         if worker in running:
             if chance == deadly:
@@ -200,3 +204,4 @@ def interleave(turns: Sequence[tuple[int, int]], running: dict[int, Turns], last
     last.finish()
     for left in running.values():
         left.kill()
+    return made
