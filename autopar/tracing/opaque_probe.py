@@ -132,8 +132,7 @@ def _loss_apart(trial: Subject, batch_size: int) -> dict[str, Any]:
     """
     inputs = trial.draw(1)
     outcome = outcome_of(trial, inputs, seed=1)
-    if not are_close(outcome.outputs, outcome_of(trial, inputs, seed=2).outputs):
-        return {"why": "it draws random numbers of its own", "is_linear_backward": is_linear(trial, inputs, outcome)}
+    is_random = not are_close(outcome.outputs, outcome_of(trial, inputs, seed=2).outputs)
     linear = {"is_linear_backward": is_linear(trial, inputs, outcome)}
     dims = tuple(0 if spec.shape[:1] == (batch_size,) else None for spec in trial.inputs)
     weights: list[Weight | None] = [None, *_weights(trial, dims)]
@@ -145,13 +144,14 @@ def _loss_apart(trial: Subject, batch_size: int) -> dict[str, Any]:
     for both in _unusual(trial, dims):
         try:
             with torch.no_grad():
-                values = [list(tensors_of(trial.run(x))) for x in (both, *_halves(both, dims))]
+                values = [list(outcome_of(trial, x, seed=3).outputs) for x in (both, *_halves(both, dims))]
         except (Unclear, *FAILURES):  # no number for this input
             continue
         if all(loss.isfinite() for row in values for loss in row):
             weights = _fitting(weights, both, dims, values)
     if not weights:
-        return linear | {"why": "the loss of a batch is not the mean of those of its halves"}
+        why = "it draws random numbers of its own for each sample" if is_random else ""
+        return linear | {"why": why or "the loss of a batch is not the mean of those of its halves"}
     ((_, dtype, flows),) = trial.region.outputs
     outputs = (((batch_size,), dtype, flows),)
     return linear | {"splits": (dims, (0,)), "outputs": outputs, "weight": weights[0]}

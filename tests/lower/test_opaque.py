@@ -174,13 +174,32 @@ def test_a_module_is_pinned_as_opaque() -> None:
         autopar.estimate(model, pins=["opaque=innner"], **options)
 
 
-def test_a_region_that_draws_random_numbers_is_refused_with_line_reason_and_remedy() -> None:
-    said = r"it draws random numbers of its own; .*test_opaque.py:\d+: .*rand_like.*torch.where.*opaque="
-    with pytest.raises(AutoparError, match=said):
-        autopar.estimate(
-            u.Around(lambda: calling(lambda x: x * torch.rand_like(x) if x.mean() > 0 else x)),
-            example_inputs=u.batch(), cluster="cpu:1x2", global_batch_size=8,
-        )  # fmt: skip
+class SkipsAtRandom(nn.Module):
+    """LayerDrop: a number of the batch decides whether a layer runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if torch.rand([]) < 0.3 else x + self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("inner", "meets"),
+    [
+        (SkipsAtRandom, False),
+        (lambda: calling(lambda x: x * torch.rand_like(x) if x.numel() > 0 and x[0, 0] < 9 else x), True),
+    ],
+)
+def test_a_region_that_draws_random_numbers_is_split_if_these_are_of_the_batch_and_else_gathered(
+    inner: Callable[[], nn.Module], meets: bool
+) -> None:
+    plan = autopar.search(
+        u.Around(inner), example_inputs=u.batch(), cluster="cpu:1x2", global_batch_size=8, pins=["dp_shard=2"]
+    )
+    assert any("random numbers of its own for each sample" in note for note in plan.notes) is meets
+    assert any("samples meet" in note for note in plan.notes) is meets
 
 
 class Largest(nn.Module):
