@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopar.errors import first_line
 from autopar.graph.graph import TensorSpec
 from autopar.ops.kernels import Region
-from autopar.ops.opaque import run, tensors_of
+from autopar.ops.opaque import pick_loss, run, tensors_of
 from autopar.tracing.failures import FAILURES
 from autopar.tracing.modes import in_double
 from autopar.tracing.opaque_trials import (
@@ -102,9 +102,22 @@ def examine(subject: Subject, batch_size: int, known: dict[object, Samples]) -> 
             raise Unclear(f"on its example inputs it raised {type(error).__name__}: {first_line(error)}") from error
         return _on_fake(subject, f"on random inputs it raised {type(error).__name__}: {first_line(error)}")
     if subject.region.is_loss:
-        return loss_apart(subject, batch_size), _without_values(output)
+        return loss_apart(subject, batch_size), _with_loss_alone(subject)
     splits, why, is_linear = samples_apart(subject, batch_size, known)
     return replace(subject.region, splits=splits, why=why, is_linear_backward=is_linear), _without_values(output)
+
+
+def _with_loss_alone(subject: Subject) -> Any:
+    """Return what the whole model returns, with an empty tensor for its loss and None for everything else."""
+    output = run(
+        replace(subject.region, is_loss=False),
+        subject.call,
+        subject.draw(0),
+        subject.parameters,
+        [b.clone() for b in subject.buffers],
+    )
+    loss = pick_loss(output, subject.region.name)
+    return pytree.tree_map(lambda leaf: torch.empty(0) if leaf is loss else None, output)
 
 
 def loss_apart(subject: Subject, batch_size: int) -> Region:

@@ -96,19 +96,31 @@ class Tokens(nn.Module):
         if len(places[0]) != images.shape[0] * images.shape[1]:
             raise ValueError("images and tokens do not match")
         x = self.table(ids).index_put(places, images.flatten(0, 1))
-        return {"loss": F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
+        logits = self.head(x)
+        return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), "logits": logits}
 
 
-@pytest.mark.parametrize("pins", [["dp_shard=2", "zero=3", "num_micro_batches=2"], ["tp=2"]])
-def test_a_model_that_cannot_be_traced_runs_as_a_whole_on_the_samples_of_each_rank(pins: list[str]) -> None:
+def tokens() -> dict[str, Tensor]:
+    """A batch whose samples have different numbers of labels."""
     ids = torch.randint(0, 7, (8, 6), generator=torch.Generator().manual_seed(0))
     ids[:, 1:3] = 7
     labels = ids.clone()
     labels[0, 2:], labels[3, 1:4], labels[6, :5] = -100, -100, -100
     images = torch.randn(8, 2, 8, generator=torch.Generator().manual_seed(1))
-    plan = check(Tokens(), {"ids": ids, "images": images, "labels": labels}, pins)
+    return {"ids": ids, "images": images, "labels": labels}
+
+
+@pytest.mark.parametrize("pins", [["dp_shard=2", "zero=3", "num_micro_batches=2"], ["tp=2"]])
+def test_a_model_that_cannot_be_traced_runs_as_a_whole_on_the_samples_of_each_rank(pins: list[str]) -> None:
+    plan = check(Tokens(), tokens(), pins)
     assert any("the whole model" in note for note in plan.notes)
     assert not any("samples meet" in note for note in plan.notes)
+
+
+def test_a_whole_model_returns_its_loss_where_the_model_has_it() -> None:
+    graph = trace(Tokens(), (), tokens())
+    assert graph.outputs is not None and graph.outputs.structure.kind == "mapping"
+    assert [item.kind for item in graph.outputs.structure.items] == ["loss", "value"]
 
 
 def test_a_whole_model_whose_loss_is_no_mean_over_samples_gets_all_of_them() -> None:
