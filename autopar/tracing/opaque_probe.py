@@ -128,7 +128,8 @@ def loss_apart(subject: Subject, batch_size: int) -> Region:
     ignores, or that the model has as identifiers, at random places of each input.
     """
     why = ""
-    for context, trial in ((in_double(), subject.wide()), (nullcontext(), subject)):
+    in_its_dtypes = (nullcontext(), subject)
+    for context, trial in (in_its_dtypes,) if _is_long(subject) else ((in_double(), subject.wide()), in_its_dtypes):
         try:
             with context:
                 return replace(subject.region, **_loss_apart(trial, batch_size))
@@ -149,12 +150,14 @@ def _loss_apart(trial: Subject, batch_size: int) -> dict[str, Any]:
     linear = {"is_linear_backward": is_linear(trial, inputs, outcome)}
     dims = tuple(0 if spec.shape[:1] == (batch_size,) else None for spec in trial.inputs)
     weights: list[Weight | None] = [None, *_weights(trial, dims)]
-    for number in range(DRAWS):
+    for number in range(1, 2 if _is_long(trial) else DRAWS + 1):
+        if not weights:
+            break
         both = trial.draw(number, dims)
         whole, *parts = (outcome_of(trial, x, seed=3) for x in (both, *_halves(both, dims)))
         values = [[loss := o.outputs[0], joined_gradients(o)[0] / output_gradient(loss)] for o in (whole, *parts)]
         weights = _fitting(weights, both, dims, values)
-    for both in _unusual(trial, dims):
+    for both in _unusual(trial, dims) if weights else ():
         try:
             with torch.no_grad():
                 values = [list(outcome_of(trial, x, seed=3).outputs) for x in (both, *_halves(both, dims))]
@@ -162,12 +165,22 @@ def _loss_apart(trial: Subject, batch_size: int) -> dict[str, Any]:
             continue
         if all(loss.isfinite() for row in values for loss in row):
             weights = _fitting(weights, both, dims, values)
+        if not weights:
+            break
     if not weights:
         why = "it draws random numbers of its own for each sample" if is_random else ""
         return linear | {"why": why or "the loss of a batch is not the mean of those of its halves"}
     ((_, dtype, flows),) = trial.region.outputs
     outputs = (((batch_size,), dtype, flows),)
     return linear | {"splits": (dims, (0,)), "outputs": outputs, "weight": weights[0]}
+
+
+_LONG_FLOPS = 1e11
+"""FLOPs of one forward from which on a model is tried in its own dtypes and on fewer batches: a core takes seconds for one."""
+
+
+def _is_long(subject: Subject) -> bool:
+    return subject.region.flops >= _LONG_FLOPS
 
 
 Weight: TypeAlias = tuple[int, int, int]
@@ -221,7 +234,8 @@ def _unusual(trial: Subject, dims: Sequence[int | None]) -> Iterator[list[Tensor
     pairs = zip(trial.examples, trial.inputs, strict=True)
     examples = tuple(None if spec.dtype.is_floating_point else value for value, spec in pairs)
     if examples != trial.examples:
-        yield from (replace(trial, examples=examples).draw(number, dims) for number in range(DRAWS))
+        draws = 1 if _is_long(trial) else DRAWS
+        yield from (replace(trial, examples=examples).draw(number, dims) for number in range(draws))
     generator = torch.Generator().manual_seed(0)
     for i, (spec, dim) in enumerate(zip(trial.inputs, dims, strict=True)):
         for ignored in () if dim is None else _ignored_in(trial, spec):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import AutoparError, TraceError, UsageError
 from autopar.plan.file import load_plan, save_plan
-from autopar.tracing import opaque_trials
+from autopar.tracing import opaque_probe, opaque_trials
 from autopar.tracing.sample_counts import CountError
 from autopar.tracing.trace import trace
 from tests.support.lower import unusual as u
@@ -115,6 +115,17 @@ def test_a_model_that_cannot_be_traced_runs_as_a_whole_on_the_samples_of_each_ra
     plan = check(Tokens(), tokens(), pins)
     assert any("the whole model" in note for note in plan.notes)
     assert not any("samples meet" in note for note in plan.notes)
+
+
+def test_a_large_model_is_run_as_a_whole_fewer_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    def runs() -> int:
+        with mock.patch.object(opaque_trials, "run", wraps=opaque_trials.run) as run:
+            assert trace(Tokens(), (), tokens()).outputs is not None
+        return run.call_count
+
+    usual = runs()
+    monkeypatch.setattr(opaque_probe, "_LONG_FLOPS", 1.0)
+    assert runs() < usual - 30
 
 
 def test_a_whole_model_returns_its_loss_where_the_model_has_it() -> None:
