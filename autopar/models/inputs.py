@@ -51,11 +51,13 @@ class Field:
 
 
 def example_of(fields: tuple[Field, ...], batch_size: int) -> dict[str, Any]:
-    """Return a batch with tensors on meta, which have only shapes and dtypes, and with the constants; masks are left out."""
+    """Return a batch with the values of a user's example and the constants; other tensors are on meta, and masks are left out."""
     return {
         f.name: f.value
         if f.kind == "constant"
         else torch.empty((batch_size, *f.shape) if f.batched else f.shape, dtype=f.dtype, device="meta")
+        if f.values is None
+        else f.values
         for f in fields
         if f.kind != "mask"
     }
@@ -129,7 +131,7 @@ def fields_of_examples(examples: Mapping[str, Any], batch_size: int) -> tuple[Fi
     """Return the fields of a user's example batch: its tensors and constants.
 
     Further batches consist of the example samples, whose fields may have to match each other. If all samples of a tensor are equal, as in
-    a tensor of zeros, its values are drawn at random instead; integers are drawn from those in the example.
+    a tensor of zeros, its floating-point values are drawn at random instead. Integers without samples are drawn from those in the example.
     """
     fields = []
     for name, value in examples.items():
@@ -141,8 +143,8 @@ def fields_of_examples(examples: Mapping[str, Any], batch_size: int) -> tuple[Fi
         shape = tuple(value.shape[1:]) if batched else tuple(value.shape)
         is_float = value.is_floating_point()
         data = None if value.device.type == "meta" else value.detach().cpu()
-        samples_differ = batched and data is not None and not torch.equal(data, data[:1].expand_as(data))
-        kind: Kind = "rows" if samples_differ else "floats" if is_float else "sampled" if data is not None else "class"
+        is_row = batched and data is not None and not (is_float and torch.equal(data, data[:1].expand_as(data)))
+        kind: Kind = "rows" if is_row else "floats" if is_float else "sampled" if data is not None else "class"
         fields.append(Field(name=name, shape=shape, kind=kind, size=2, dtype=value.dtype, values=data, batched=batched))
     return tuple(fields)
 

@@ -55,7 +55,7 @@ class ModelSource:
 
     @property
     def example_inputs(self) -> dict[str, Any]:
-        """A batch whose tensors are on meta; constants have their values."""
+        """A batch with the values that a factory gave; tensors of other models are on meta."""
         return example_of(self.fields, self.batch_size)
 
     def make_batch(self, batch_size: int, *, seed: int = 0, padded: bool = False) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopar.errors import first_line
 from autopar.graph.graph import TensorSpec
 from autopar.ops.kernels import Region
-from autopar.ops.opaque import run, tensors_of
+from autopar.ops.opaque import pick_loss, run, tensors_of
 from autopar.tracing.failures import FAILURES
 from autopar.tracing.modes import in_double
 from autopar.tracing.opaque_trials import (
@@ -102,9 +102,22 @@ def examine(subject: Subject, batch_size: int, known: dict[object, Samples]) -> 
             raise Unclear(f"on its example inputs it raised {type(error).__name__}: {first_line(error)}") from error
         return _on_fake(subject, f"on random inputs it raised {type(error).__name__}: {first_line(error)}")
     if subject.region.is_loss:
-        return loss_apart(subject, batch_size), _without_values(output)
+        return loss_apart(subject, batch_size), _with_loss_alone(subject)
     splits, why, is_linear = samples_apart(subject, batch_size, known)
     return replace(subject.region, splits=splits, why=why, is_linear_backward=is_linear), _without_values(output)
+
+
+def _with_loss_alone(subject: Subject) -> Any:
+    """Return what the whole model returns, with an empty tensor for its loss and None for everything else."""
+    output = run(
+        replace(subject.region, is_loss=False),
+        subject.call,
+        subject.draw(0),
+        subject.parameters,
+        [b.clone() for b in subject.buffers],
+    )
+    loss = pick_loss(output, subject.region.name)
+    return pytree.tree_map(lambda leaf: torch.empty(0) if leaf is loss else None, output)
 
 
 def loss_apart(subject: Subject, batch_size: int) -> Region:
@@ -115,7 +128,8 @@ def loss_apart(subject: Subject, batch_size: int) -> Region:
     ignores, or that the model has as identifiers, at random places of each input.
     """
     why = ""
-    for context, trial in ((in_double(), subject.wide()), (nullcontext(), subject)):
+    in_its_dtypes = (nullcontext(), subject)
+    for context, trial in (in_its_dtypes,) if _is_long(subject) else ((in_double(), subject.wide()), in_its_dtypes):
         try:
             with context:
                 return replace(subject.region, **_loss_apart(trial, batch_size))
@@ -132,29 +146,41 @@ def _loss_apart(trial: Subject, batch_size: int) -> dict[str, Any]:
     """
     inputs = trial.draw(1)
     outcome = outcome_of(trial, inputs, seed=1)
-    if not are_close(outcome.outputs, outcome_of(trial, inputs, seed=2).outputs):
-        return {"why": "it draws random numbers of its own", "is_linear_backward": is_linear(trial, inputs, outcome)}
+    is_random = not are_close(outcome.outputs, outcome_of(trial, inputs, seed=2).outputs)
     linear = {"is_linear_backward": is_linear(trial, inputs, outcome)}
     dims = tuple(0 if spec.shape[:1] == (batch_size,) else None for spec in trial.inputs)
     weights: list[Weight | None] = [None, *_weights(trial, dims)]
-    for number in range(DRAWS):
+    for number in range(1, 2 if _is_long(trial) else DRAWS + 1):
+        if not weights:
+            break
         both = trial.draw(number, dims)
         whole, *parts = (outcome_of(trial, x, seed=3) for x in (both, *_halves(both, dims)))
         values = [[loss := o.outputs[0], joined_gradients(o)[0] / output_gradient(loss)] for o in (whole, *parts)]
         weights = _fitting(weights, both, dims, values)
-    for both in _unusual(trial, dims):
+    for both in _unusual(trial, dims) if weights else ():
         try:
             with torch.no_grad():
-                values = [list(tensors_of(trial.run(x))) for x in (both, *_halves(both, dims))]
+                values = [list(outcome_of(trial, x, seed=3).outputs) for x in (both, *_halves(both, dims))]
         except (Unclear, *FAILURES):  # no number for this input
             continue
         if all(loss.isfinite() for row in values for loss in row):
             weights = _fitting(weights, both, dims, values)
+        if not weights:
+            break
     if not weights:
-        return linear | {"why": "the loss of a batch is not the mean of those of its halves"}
+        why = "it draws random numbers of its own for each sample" if is_random else ""
+        return linear | {"why": why or "the loss of a batch is not the mean of those of its halves"}
     ((_, dtype, flows),) = trial.region.outputs
     outputs = (((batch_size,), dtype, flows),)
     return linear | {"splits": (dims, (0,)), "outputs": outputs, "weight": weights[0]}
+
+
+_LONG_FLOPS = 1e11
+"""FLOPs of one forward from which on a model is tried in its own dtypes and on fewer batches: a core takes seconds for one."""
+
+
+def _is_long(subject: Subject) -> bool:
+    return subject.region.flops >= _LONG_FLOPS
 
 
 Weight: TypeAlias = tuple[int, int, int]
@@ -208,7 +234,8 @@ def _unusual(trial: Subject, dims: Sequence[int | None]) -> Iterator[list[Tensor
     pairs = zip(trial.examples, trial.inputs, strict=True)
     examples = tuple(None if spec.dtype.is_floating_point else value for value, spec in pairs)
     if examples != trial.examples:
-        yield from (replace(trial, examples=examples).draw(number, dims) for number in range(DRAWS))
+        draws = 1 if _is_long(trial) else DRAWS
+        yield from (replace(trial, examples=examples).draw(number, dims) for number in range(draws))
     generator = torch.Generator().manual_seed(0)
     for i, (spec, dim) in enumerate(zip(trial.inputs, dims, strict=True)):
         for ignored in () if dim is None else _ignored_in(trial, spec):

@@ -137,7 +137,9 @@ class Regions:
         except (opaque_trials.Unclear, *FAILURES) as error:
             raise _refused(path, original, error) from error
         result = _emit(region, inputs, state, output)
-        return _mean_loss(region, inputs, result) if region.is_loss and region.splits is not None else result
+        if not region.is_loss or region.splits is None:
+            return result
+        return pytree.tree_map_only(torch.Tensor, partial(_mean_loss, region, inputs), result)
 
     def _examples_for(
         self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

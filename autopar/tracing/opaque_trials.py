@@ -316,13 +316,12 @@ def _samples(trial: Subject, inputs: Sequence[Tensor], outcome: Outcome, batch_s
     Raises:
         Unclear, FAILURES: the region does not run.
     """
-    if not are_close(outcome.outputs, outcome_of(trial, inputs, seed=2).outputs):
-        again = outcome_of(trial, inputs, seed=1)
-        is_random = are_close(outcome.outputs, again.outputs)
-        why = "it draws random numbers of its own" if is_random else "it gives other results on the same inputs"
-        return None, why, False
-    linear = is_linear(trial, inputs, outcome)
     why = ""  # the reason of the first choice is kept: samples in dim 0 of all inputs that have it are the usual case
+    if not are_close(outcome.outputs, outcome_of(trial, inputs, seed=2).outputs):
+        if not are_close(outcome.outputs, outcome_of(trial, inputs, seed=1).outputs):
+            return None, "it gives other results on the same inputs", False
+        why = "it draws random numbers of its own for each sample"  # unless halves draw the same as their batch
+    linear = is_linear(trial, inputs, outcome)
     for dims in choices(trial.inputs, batch_size):
         try:
             return (dims, _output_dims(trial, dims)), "", linear

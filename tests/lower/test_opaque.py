@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import AutoparError, TraceError, UsageError
 from autopar.plan.file import load_plan, save_plan
-from autopar.tracing import opaque_trials
+from autopar.tracing import opaque_probe, opaque_trials
 from autopar.tracing.sample_counts import CountError
 from autopar.tracing.trace import trace
 from tests.support.lower import unusual as u
@@ -96,19 +96,42 @@ class Tokens(nn.Module):
         if len(places[0]) != images.shape[0] * images.shape[1]:
             raise ValueError("images and tokens do not match")
         x = self.table(ids).index_put(places, images.flatten(0, 1))
-        return {"loss": F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
+        logits = self.head(x)
+        return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), "logits": logits}
 
 
-@pytest.mark.parametrize("pins", [["dp_shard=2", "zero=3", "num_micro_batches=2"], ["tp=2"]])
-def test_a_model_that_cannot_be_traced_runs_as_a_whole_on_the_samples_of_each_rank(pins: list[str]) -> None:
+def tokens() -> dict[str, Tensor]:
+    """A batch whose samples have different numbers of labels."""
     ids = torch.randint(0, 7, (8, 6), generator=torch.Generator().manual_seed(0))
     ids[:, 1:3] = 7
     labels = ids.clone()
     labels[0, 2:], labels[3, 1:4], labels[6, :5] = -100, -100, -100
     images = torch.randn(8, 2, 8, generator=torch.Generator().manual_seed(1))
-    plan = check(Tokens(), {"ids": ids, "images": images, "labels": labels}, pins)
+    return {"ids": ids, "images": images, "labels": labels}
+
+
+@pytest.mark.parametrize("pins", [["dp_shard=2", "zero=3", "num_micro_batches=2"], ["tp=2"]])
+def test_a_model_that_cannot_be_traced_runs_as_a_whole_on_the_samples_of_each_rank(pins: list[str]) -> None:
+    plan = check(Tokens(), tokens(), pins)
     assert any("the whole model" in note for note in plan.notes)
     assert not any("samples meet" in note for note in plan.notes)
+
+
+def test_a_large_model_is_run_as_a_whole_fewer_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    def runs() -> int:
+        with mock.patch.object(opaque_trials, "run", wraps=opaque_trials.run) as run:
+            assert trace(Tokens(), (), tokens()).outputs is not None
+        return run.call_count
+
+    usual = runs()
+    monkeypatch.setattr(opaque_probe, "_LONG_FLOPS", 1.0)
+    assert runs() < usual - 30
+
+
+def test_a_whole_model_returns_its_loss_where_the_model_has_it() -> None:
+    graph = trace(Tokens(), (), tokens())
+    assert graph.outputs is not None and graph.outputs.structure.kind == "mapping"
+    assert [item.kind for item in graph.outputs.structure.items] == ["loss", "value"]
 
 
 def test_a_whole_model_whose_loss_is_no_mean_over_samples_gets_all_of_them() -> None:
@@ -174,13 +197,32 @@ def test_a_module_is_pinned_as_opaque() -> None:
         autopar.estimate(model, pins=["opaque=innner"], **options)
 
 
-def test_a_region_that_draws_random_numbers_is_refused_with_line_reason_and_remedy() -> None:
-    said = r"it draws random numbers of its own; .*test_opaque.py:\d+: .*rand_like.*torch.where.*opaque="
-    with pytest.raises(AutoparError, match=said):
-        autopar.estimate(
-            u.Around(lambda: calling(lambda x: x * torch.rand_like(x) if x.mean() > 0 else x)),
-            example_inputs=u.batch(), cluster="cpu:1x2", global_batch_size=8,
-        )  # fmt: skip
+class SkipsAtRandom(nn.Module):
+    """LayerDrop: a number of the batch decides whether a layer runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if torch.rand([]) < 0.3 else x + self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("inner", "meets"),
+    [
+        (SkipsAtRandom, False),
+        (lambda: calling(lambda x: x * torch.rand_like(x) if x.numel() > 0 and x[0, 0] < 9 else x), True),
+    ],
+)
+def test_a_region_that_draws_random_numbers_is_split_if_these_are_of_the_batch_and_else_gathered(
+    inner: Callable[[], nn.Module], meets: bool
+) -> None:
+    plan = autopar.search(
+        u.Around(inner), example_inputs=u.batch(), cluster="cpu:1x2", global_batch_size=8, pins=["dp_shard=2"]
+    )
+    assert any("random numbers of its own for each sample" in note for note in plan.notes) is meets
+    assert any("samples meet" in note for note in plan.notes) is meets
 
 
 class Largest(nn.Module):

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from autopar.errors import UsageError
-from autopar.models.inputs import fields_of_config
+from autopar.models.inputs import example_of, fields_of_config, fields_of_examples, random_batch
 from autopar.models.resolve import example_batch_for, resolve_model, without_dropout
 from autopar.models.specs import MeanSquareLoss, optional_keys
 
@@ -228,6 +228,15 @@ def test_batches_of_a_factory_are_made_of_its_samples(factories: str) -> None:
     assert torch.equal(again.model.turns, source.model.turns)
     assert torch.equal(source.build().turns, source.model.turns)
     assert source.trace().num_parameters == 15
+
+
+def test_samples_that_are_equal_stay_whole_and_a_trace_gets_the_values_of_a_factory() -> None:
+    """The rows of image grids mean something only as they are, and a model that is run whole accepts no random ones."""
+    given = {"grid": torch.tensor([[1, 4, 6]] * 4), "x": torch.randn(4, 2)}
+    fields = fields_of_examples(given, 4)
+    made = random_batch(fields, 8, torch.Generator().manual_seed(0), padded=False)
+    assert made["grid"].tolist() == [[1, 4, 6]] * 8
+    assert all(torch.equal(value, given[name]) for name, value in example_of(fields, 4).items())
 
 
 @pytest.mark.parametrize(

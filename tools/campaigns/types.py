@@ -6,6 +6,7 @@ _SIZES = "num_hidden_layers=2&hidden_size=32&num_attention_heads=4"
 _TOWER = f"{_SIZES}&intermediate_size=64"
 _TEXT = f"{_TOWER}&vocab_size=96"
 _TEXT2 = f"{_TEXT}&num_key_value_heads=2"
+_MIXTURE = f"{_TEXT2}&num_experts=4&num_experts_per_tok=2&moe_intermediate_size=32&head_dim=8"
 _BERT = f"{_TEXT}&max_position_embeddings=40"
 _GPT = "n_layer=2&n_embd=32&n_head=4&vocab_size=96&n_positions=32"
 _PAIR = (
@@ -276,5 +277,26 @@ TYPES: dict[str, str] = {
     "patchtsmixer": "context_length=16&patch_length=4&patch_stride=4&d_model=16&num_layers=2",
     "autoformer": f"{_PAIR}&prediction_length=4&context_length=8&lags_sequence=[1,2]&num_time_features=1"
     "&label_length=4&moving_average=5",
+    # released in 2025 and 2026
+    "doge": _TEXT2,
+    "eurobert": f"{_TEXT2}&pad_token_id=0",
+    "nanochat": f"{_TEXT2}&head_dim=8",
+    "vaultgemma": f"{_TEXT2}&head_dim=8&sliding_window=8&query_pre_attn_scalar=8",
+    "jais2": f"{_TEXT2}&head_dim=8",
+    "flex_olmo": f"{_TEXT2}&num_experts=4&num_experts_per_tok=2&pad_token_id=0",
+    "lfm2_moe": f'{_MIXTURE}&num_dense_layers=1&layer_types=["conv","full_attention"]',
+    "olmo_hybrid": f"{_TEXT}&num_key_value_heads=4&pad_token_id=0&linear_num_value_heads=4&linear_num_key_heads=4"
+    '&linear_key_head_dim=8&linear_value_head_dim=8&layer_types=["linear_attention","full_attention"]',
+    "exaone_moe": f"{_MIXTURE}&n_group=1&topk_group=1&num_shared_experts=1&first_k_dense_replace=1",
+    "afmoe": f"{_MIXTURE}&num_dense_layers=1&sliding_window=8",
+    "granitemoe_swa": f"{_TEXT2}&num_local_experts=4&num_experts_per_tok=2&sliding_window=8",
+    "laguna": _MIXTURE,
+    "mellum": _MIXTURE,
+    "solar_open": f"{_SIZES}&vocab_size=96&num_key_value_heads=2&head_dim=8&n_routed_experts=4&num_experts_per_tok=2"
+    "&moe_intermediate_size=32&n_shared_experts=1",
+    "gte": _BERT,
+    "jina_embeddings_v3": _BERT,
+    "nomic_bert": _BERT,
+    "dinov3_vit": f"{_TOWER}&image_size=16&patch_size=4",
 }
 """The settings of each model type."""
