@@ -145,6 +145,13 @@ def test_a_full_disk_is_no_defect(plan_file: Path, checkout: Path) -> None:
     assert done.stderr.startswith("error: No space left on device")
 
 
+@pytest.mark.parametrize("option", ["", " --json"])
+def test_a_closed_stdout_is_no_error(plan_file: Path, checkout: Path, option: str) -> None:
+    script = f"{sys.executable} -c 'from autopar.cli import main; main()' show {plan_file}{option} >&-"
+    done = subprocess.run(["sh", "-c", script], cwd=checkout, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_closed_pipe_is_no_error(plan_file: Path, checkout: Path) -> None:
     script = f"{sys.executable} -c 'from autopar.cli import main; main()' show {plan_file} | head -n 1"
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
