@@ -44,13 +44,12 @@ def make_plan(verb: Literal["search", "estimate"], plan_options: PlanOptions, **
         from autopar import api
         from autopar.models.graph_for_plan import traced
         from autopar.planner.sharding.input_axes import samples_apart
-        from autopar.planner.space.pins import Pins
 
         graph = traced(
             plan_options.model,
             sequence=plan_options.seq,
             precision=plan_options.precision,
-            opaque=tuple(dict.fromkeys((*request["opaque"], *Pins.parse(request["pins"]).opaque))),
+            opaque=request["opaque"],
             global_batch_size=plan_options.global_batch,
             samples_apart=samples_apart,
             cache_dir=kept_dir(),

@@ -23,7 +23,7 @@ from autopar.errors import AutoparError, PlanError, PlanFileError, UsageError
 from autopar.plan.check import check_plan
 from autopar.plan.mesh import Type, parse_type
 from autopar.plan.plan import FORMAT_VERSION, Plan
-from autopar.util.files import write_text
+from autopar.util.files import check_places, write_text
 from autopar.util.toml import dotted
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def save_plan(plan: Plan, path: str | Path) -> None:
     Raises:
         PlanError: the plan is inconsistent, or the file cannot be written.
     """
+    check_places(path=path)
     target = Path(path)
     check_plan(plan, place=str(target))
     try:
@@ -83,6 +84,7 @@ def load_plan(path: str | Path) -> Plan:
     Raises:
         PlanFileError: the file is missing, truncated, not JSON, of a newer format, or inconsistent; the error names the place.
     """
+    check_places(path=path)
     try:
         return _read_plan(Path(path))
     except PlanError as error:

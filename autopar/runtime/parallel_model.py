@@ -24,8 +24,8 @@ from autopar.runtime.checks import (
     Parameters,
     check_can_run,
     check_evaluates,
+    check_max_norm,
     check_modes,
-    check_places,
     unknown_in_eval,
 )
 from autopar.runtime.failure_watch import Alarm, Calls, launched_on, ordinary
@@ -43,6 +43,7 @@ from autopar.runtime.step.runner import Accumulation, Batch, Pipeline, StepGradi
 from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
 from autopar.tracing.batch import positional, with_names
+from autopar.util.files import check_places
 
 if TYPE_CHECKING:
     from autopar.runtime.data import PlannedLoader
@@ -345,8 +346,9 @@ class ParallelModel(PlannedModule):
         ranks would scale by different norms.
 
         Raises:
-            UsageError: gradients are still those of a scaled loss.
+            UsageError: gradients are still those of a scaled loss, or the norm is no number from 0.
         """
+        check_max_norm(max_norm)
         norm = self._norm_of("clip_grad_norm_")
         clip(self._assembly.held, norm, max_norm)
         return norm
