@@ -391,9 +391,11 @@ def verify(
         PlanError: the plan is for another model.
         VerificationError: the model cannot be trained on one device, or not in fp64.
     """
+    from autopar.runtime.checks import check_counts
     from autopar.verification.against_one_device import verify as compare
     from autopar.verification.compared_models import build_module, user_model
 
+    check_counts(steps=steps)
     plan = _loaded(plan)
     module = build_module(model)
     subject = user_model(model, module, plan, example_inputs)

@@ -22,6 +22,7 @@ _EXAMPLES = {
     "optimizer": "adamw",
     "space": "default",
     "sampler": "tpe",
+    "name": "my-model",
 }
 """An example value of each argument that takes a string, for error messages."""
 

@@ -100,6 +100,8 @@ def test_pins_that_are_no_texts_are_refused(keyword: str, wrong: Any) -> None:
         ({"storage": "sqlite://", "study_name": 3}, "study_name takes a text, but got 3"),
         ({"cache_dir": 3}, "The cache_dir is 3. Give the path of a folder"),
         ({"precision": "bf16"}, "The graph was traced for float32, but a plan in bf16 computes in bfloat16"),
+        ({"progress": 3}, "The progress is 3. Give a function of (what, done, total)"),
+        ({"name": "mine"}, "name cannot be given with a graph. Give name to autopar.trace"),
         ({"loss_fn": max}, "loss_fn cannot be given with a graph. Give loss_fn to autopar.trace"),
     ],
 )
@@ -121,6 +123,11 @@ def test_a_graph_is_traced_for_one_sample_or_more() -> None:
 
 def test_what_is_no_plan_is_refused() -> None:
     net = torch.nn.Linear(2, 2)
+    for use in (autopar.Plan.load, llama_plan().save):
+        with pytest.raises(UsageError, match="path takes a path, but got 3"):
+            use(3)
+    with pytest.raises(UsageError, match="The number steps is 'x'"):
+        autopar.verify(net, llama_plan(), steps="x")
     for function in (autopar.verify, lambda model, plan: autopar.parallelize(model, plan=plan)):
         with pytest.raises(UsageError, match="The plan 3 is neither a Plan nor the path of a file"):
             function(net, 3)

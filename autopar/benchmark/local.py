@@ -22,7 +22,7 @@ from autopar.hardware.machine import fingerprint, machine_profile, profile_path
 from autopar.models.resolve import ModelSource, resolve_model
 from autopar.plan.file import plan_to_dict
 from autopar.plan.plan import Plan
-from autopar.plan.text import micro_batch_text
+from autopar.plan.text import short_text
 from autopar.planner.planner import Planner
 from autopar.planner.search import Limits, Task
 from autopar.planner.search import task_of as planned
@@ -271,11 +271,5 @@ def entry_of(plan: Plan) -> Entry:
     for key in ("predicted", "search", "notes", "pins", "cluster"):
         data.pop(key, None)
     digest = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
-    parts = [str(plan.mesh), f"zero={plan.zero_stage}", f"micro_batch={micro_batch_text(plan)}"]
-    if plan.mesh.pp > 1:
-        parts.append(plan.schedule + (f" v={plan.virtual_stages}" if plan.virtual_stages > 1 else ""))
-    if plan.recompute != "none":
-        parts.append(f"recompute={plan.recompute}")
-    if plan.precision.name != "fp32":
-        parts.append(plan.precision.name)
-    return Entry(key=digest, name=" ".join(parts), plan=plan)
+    precision = "" if plan.precision.name == "fp32" else f" {plan.precision.name}"
+    return Entry(key=digest, name=short_text(plan) + precision, plan=plan)

@@ -82,6 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: always.
     """
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: PTH123, SIM115  None where the caller has closed it
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: PTH123, SIM115
     words = list(sys.argv[1:] if arguments is None else arguments)
     end = words.index("run") if "run" in words else len(words)  # the rest may belong to the script that is run
     debug = "--debug" in words[:end]

@@ -195,14 +195,17 @@ class PlanOptions:
     @property
     def request(self) -> dict[str, Any]:
         """The fields of :class:`autopar.request.Request`, without the model."""
+        from autopar.planner.space.pins import Pins
+
+        pins = tuple(split_pins(self.pin or ()))
         return {
             "cluster": self.cluster,
             "global_batch_size": self.global_batch,
-            "pins": tuple(split_pins(self.pin or ())),
+            "pins": pins,
             "precision": self.precision,
             "optimizer": self.optimizer,
             "space": self.space,
-            "opaque": tuple(self.opaque or ()),
+            "opaque": tuple(dict.fromkeys((*(self.opaque or ()), *Pins.parse(pins).opaque))),
             "cache_dir": kept_dir(),
         }
 

@@ -24,6 +24,7 @@ from autopar.cli.options import (
     split_pins,
     write_report,
 )
+from autopar.errors import UsageError
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file, written by 'autopar search -o FILE'.")]
 
@@ -182,7 +183,9 @@ def verify(
 def trace(
     model: Model,
     seq: Sequence_ = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, metavar="N", help="Samples in the traced batch.")] = 2,
+    batch: Annotated[
+        int | None, typer.Option("--batch", min=1, metavar="N", help="Samples in the traced batch; 2 if not given.")
+    ] = None,
     opaque: Opaque = None,
     as_json: Json = False,
 ) -> None:
@@ -191,5 +194,11 @@ def trace(
         from autopar.models.resolve import resolve_model
         from autopar.report.summaries import graph_summary, render_graph
 
-        graph = resolve_model(model, batch_size=batch, sequence_length=seq).trace(opaque or ())
+        source = resolve_model(model, batch_size=batch or 2, sequence_length=seq)
+        if batch not in (None, source.batch_size):
+            raise UsageError(
+                f"--batch {batch} does not go with a factory that returns example inputs, here of {source.batch_size} samples",
+                fix="Leave --batch out",
+            )
+        graph = source.trace(opaque or ())
     print_result(as_json, lambda: graph_summary(graph), lambda: render_graph(graph))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -45,13 +46,12 @@ def make_plan(verb: Literal["search", "estimate"], plan_options: PlanOptions, **
         from autopar import api
         from autopar.models.graph_for_plan import traced
         from autopar.planner.sharding.input_axes import samples_apart
-        from autopar.planner.space.pins import Pins
 
         graph = traced(
             plan_options.model,
             sequence=plan_options.seq,
             precision=plan_options.precision,
-            opaque=tuple(dict.fromkeys((*request["opaque"], *Pins.parse(request["pins"]).opaque))),
+            opaque=request["opaque"],
             global_batch_size=plan_options.global_batch,
             samples_apart=samples_apart,
             cache_dir=kept_dir(),
@@ -78,15 +78,19 @@ def save_and_print(plan: Plan, output: Path | None, as_json: bool) -> None:
     from autopar.plan.text import render_plan
     from autopar.report.summaries import plan_summary
 
-    save(plan, output)
-    print_result(as_json, lambda: plan_summary(plan), lambda: render_plan(plan))
+    with saved(plan, output):
+        print_result(as_json, lambda: plan_summary(plan), lambda: render_plan(plan))
 
 
-def save(plan: Plan, output: Path | None) -> None:
-    """Write the plan if a file is given, and say so on stderr."""
-    if output is not None:
-        plan.save(output)
-        warn(f"wrote {output}")
+@contextmanager
+def saved(plan: Plan, output: Path | None) -> Iterator[None]:
+    """Write the plan if a file is given, and say so on stderr; the body prints the result, even if the file cannot be written."""
+    try:
+        if output is not None:
+            plan.save(output)
+            warn(f"wrote {output}")
+    finally:
+        yield
 
 
 Trials = Annotated[int | None, typer.Option(min=1, metavar="N", help="Largest number of trials.")]
@@ -309,8 +313,8 @@ def pareto(
         )
     with progress("reading the model") as advance:
         points = front(_ask(advance, plan_options), wanted, prices, or_cluster or ())
-    print_result(plan_options.as_json, lambda: front_summary(points), lambda: render_front(points))
-    save(points[0].plan, plan_options.output)
+    with saved(points[0].plan, plan_options.output):
+        print_result(plan_options.as_json, lambda: front_summary(points), lambda: render_front(points))
 
 
 def _answer(question: Callable[[Ask], Answer], plan_options: PlanOptions) -> None:
@@ -320,8 +324,8 @@ def _answer(question: Callable[[Ask], Answer], plan_options: PlanOptions) -> Non
     check_output(plan_options.output)
     with progress("reading the model") as advance:
         result = question(_ask(advance, plan_options))
-    print_result(plan_options.as_json, lambda: answer_summary(result), lambda: render_answer(result))
-    save(result.plan, plan_options.output)
+    with saved(result.plan, plan_options.output):
+        print_result(plan_options.as_json, lambda: answer_summary(result), lambda: render_answer(result))
 
 
 def _ask(advance: Callable[[str, int, int], None], options: PlanOptions) -> Ask:

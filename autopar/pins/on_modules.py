@@ -60,6 +60,12 @@ def pin(
         pins["stage"] = str(int(stage))
     if opaque:
         pins["opaque"] = ""
+    if not (
+        isinstance(parameters, Mapping | None) and all(isinstance(kind, str) for kind in (parameters or {}).values())
+    ):
+        raise _bad(
+            f"The parameters are {parameters!r:.60}", "Write for example parameters={'weight': 'tp:S(0)'}", module
+        )
     names = [name for name, _ in module.named_parameters()]
     for pattern, kind in (parameters or {}).items():
         if not any(fnmatchcase(name, pattern) for name in names):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Iterator, Sequence
 
@@ -30,6 +29,11 @@ def check_plan(plan: Plan, *, place: str = "plan") -> None:
 _Fault = tuple[str, str, object, str]
 """The path of a fault, what is expected there, what was found, and the remedy."""
 _AGAIN = "Search again with these pins"
+_REPORT = "Search again, and report it if autopar has written this plan"
+_LARGEST = 1e30
+"""Above all that a prediction may say: FLOPs of a sample of 10**12 tokens, times of the slowest clusters; sums of it are finite."""
+_ROUNDING = -1e-6
+"""Seconds and ratios are differences and sums of others, and may be below 0 by rounding."""
 _BITS = 63
 """Of sizes and counts: torch and NumPy hold them as int64."""
 
@@ -43,8 +47,10 @@ def _faults(plan: Plan) -> Iterator[_Fault]:
 
 
 def _numbers(value: object, path: str) -> Iterator[_Fault]:
-    if isinstance(value, float) and not math.isfinite(value):
-        yield path, "a finite number", value, "Search again, and report it if autopar has written this plan"
+    if isinstance(value, float) and not abs(value) < _LARGEST:
+        yield path, f"a finite number below {_LARGEST:g}", value, _REPORT
+    elif isinstance(value, float) and value < _ROUNDING and path.startswith(("predicted.", "search.")):
+        yield path, "a number from 0", value, _REPORT
     elif isinstance(value, int) and value.bit_length() > _BITS:
         yield path, f"a whole number of at most {_BITS} bits", f"one of {value.bit_length()}", _AGAIN
     elif isinstance(value, tuple):

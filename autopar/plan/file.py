@@ -12,7 +12,7 @@ from typing import Any, NoReturn, cast
 from autopar.errors import PlanError, PlanFileError, UsageError
 from autopar.plan.check import check_plan
 from autopar.plan.plan import FORMAT_VERSION, Plan
-from autopar.util.files import write_json
+from autopar.util.files import check_places, write_json
 from autopar.util.toml import CHANGE, Table, as_table
 
 _MAKE_ANEW = "Make it anew with 'autopar search ... -o FILE'"
@@ -56,6 +56,7 @@ def save_plan(plan: Plan, path: str | Path) -> None:
     Raises:
         PlanError: the plan is inconsistent, or the file cannot be written.
     """
+    check_places(path=path)
     target = Path(path)
     check_plan(plan, place=str(target))
     try:
@@ -70,6 +71,7 @@ def load_plan(path: str | Path) -> Plan:
     Raises:
         PlanFileError: the file is missing, truncated, not JSON, of a newer format, or inconsistent; the error names the place.
     """
+    check_places(path=path)
     try:
         return _read_plan(Path(path))
     except PlanError as error:

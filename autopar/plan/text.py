@@ -265,6 +265,16 @@ def batch_text(plan: Plan) -> str:
     return f"{plan.global_batch_size} = {' x '.join(parts)}"
 
 
+def short_text(plan: Plan) -> str:
+    """Return the choices of a plan on one line, in the words of pins."""
+    parts = [str(plan.mesh), f"zero={plan.zero_stage}", f"micro_batch={micro_batch_text(plan)}"]
+    if plan.mesh.pp > 1:
+        parts.append(plan.schedule + (f" v={plan.virtual_stages}" if plan.virtual_stages > 1 else ""))
+    if plan.recompute != "none":
+        parts.append(f"recompute={plan.recompute}")
+    return " ".join(parts)
+
+
 def micro_batch_text(plan: Plan) -> str:
     """Return the samples of a micro-batch, or those of each node group if they differ (``3-1``)."""
     return "-".join(map(str, plan.data_shares)) or str(plan.micro_batch_size)

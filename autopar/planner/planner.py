@@ -186,6 +186,8 @@ class Planner:
     def estimate(self) -> Plan:
         """Return the plan that the pins describe; choices that they leave open are as in the most usual candidate (:func:`usual`) that fits.
 
+        Of the sizes of micro-batches that the pins leave open, the fastest is taken: none is usual at every batch.
+
         Raises:
             InfeasibleError: no candidate fits.
         """
@@ -193,17 +195,27 @@ class Planner:
         for candidate in sorted(self.pool, key=usual):
             evaluated = self.evaluator.evaluate(candidate)
             if isinstance(evaluated, Evaluation):
-                outcome = Outcome(
-                    best=evaluated,
-                    candidates=1,
-                    evaluated=len(misfits) + 1,
-                    lower_bound_s=self.evaluator.bounds_s(LEVELS - 1, [candidate])[0],
-                    misfits=tuple(misfits),
-                    finished=True,
-                )
-                return self._compared(evaluated, outcome)
+                return self._estimated(evaluated, misfits)
             misfits.append(evaluated)
         raise answer.too_large(self.task, self.problem, self.pool, self.evaluator, misfits, self._may_fit)
+
+    def _estimated(self, first: Evaluation, misfits: list[Misfit]) -> Plan:
+        """Return the fastest plan among the first candidate that fits and those that differ from it in nothing but the micro-batch."""
+        size, count = first.candidate.micro_batch_size, first.candidate.num_micro_batches
+        alike = [c for c in self.pool if replace(c, micro_batch_size=size, num_micro_batches=count) == first.candidate]
+        others = [c for c in alike if c != first.candidate]
+        tried = [*misfits, first, *map(self.evaluator.evaluate, others)]
+        fitting = [evaluated for evaluated in tried if isinstance(evaluated, Evaluation)]
+        best = min(fitting, key=lambda evaluated: evaluated.time_s)
+        outcome = Outcome(
+            best=best,
+            candidates=len(tried),
+            evaluated=len(tried),
+            lower_bound_s=min(self.evaluator.bounds_s(LEVELS - 1, alike)),
+            misfits=tuple(evaluated for evaluated in tried if isinstance(evaluated, Misfit)),
+            finished=True,
+        )
+        return self._compared(best, outcome)
 
     # --- the search
 

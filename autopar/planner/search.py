@@ -66,6 +66,8 @@ def task_of(model: torch.nn.Module | Graph, request: Request, progress: Progress
         TraceError: the model cannot be traced.
     """
     cluster, batch = request.cluster, request.global_batch_size
+    if progress is not None and not callable(progress):
+        raise UsageError(f"The progress is {progress!r:.60}", fix="Give a function of (what, done, total)")
     if cluster is None:
         raise UsageError.missing("cluster", fix="Write for example cluster='h100-sxm5-80gb:4x8'")
     if batch is None:
@@ -102,8 +104,8 @@ def _check_traced_for(graph: Graph, request: Request) -> None:
     Raises:
         UsageError: it was traced for another precision, or the request has keywords of :func:`autopar.api.trace`.
     """
-    for name in ("example_inputs", "loss_fn"):
-        if getattr(request, name) is not None:
+    for name in ("example_inputs", "loss_fn", "name"):
+        if getattr(request, name):
             raise UsageError(f"{name} cannot be given with a graph", fix=f"Give {name} to autopar.trace")
     dtypes = {p.spec.dtype for p in graph.parameters if p.spec.dtype.is_floating_point}
     compute = getattr(torch, request.recipe.compute)
@@ -154,6 +156,12 @@ def checked(task: Task) -> Task:
             fix="Trace the model at this global batch, or give the model instead of its graph",
         )
     pins.check(graph)
+    if task.opaque and not any(op.target == "autopar.opaque" for op in (*graph.prelude, *graph.ops)):
+        raise UsageError(
+            f"The model was traced without opaque='{task.opaque[0]}'",
+            where=graph.name,
+            fix="Give the model instead of its graph, or trace it with opaque=[...]",
+        )
     if not pins.allows("precision", task.precision.name):
         on_precision = [pin.text for pin in pins.pins if isinstance(pin, ChoicePin) and pin.key == "precision"]
         raise InfeasibleError(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from autopar.plan.text import diff_plans, micro_batch_text, render_plan, schedule_text
+from autopar.plan.text import diff_plans, render_plan, short_text
 from autopar.report.summaries import plan_summary, render_comparison
 from autopar.util.formatting import num_bytes, percent, plain_table, seconds, share
 
@@ -15,19 +15,20 @@ if TYPE_CHECKING:
     from autopar.questions.comparisons import Point, Study, StudyResult, Swept
     from autopar.questions.sizing import Answer, Trial
 
-_HEAD = ("step time", "peak memory", "MFU", "mesh", "ZeRO", "schedule", "micro-batch", "recompute")
-_LEFT = ("mesh", "schedule", "recompute")
+_HEAD = ("step\ntime", "peak\nmemory", "plan")
+_WIDTH = 80
+"""Columns of the tables, those of a plain terminal."""
 
 
 def render_answer(answer: Answer) -> str:
     """Return the answer, a table of the sizes that were tried, and the plan."""
     priced = answer.cost is not None
-    head = ("tried", *(("cost of a step",) if priced else ()), *_HEAD)
+    head = ("tried", *(("cost of\na step",) if priced else ()), *_HEAD)
     rows = [
         (trial.value, *((_cost(trial),) if priced else ()), *_cells(trial.plan, trial.missing))
         for trial in answer.trials
     ]
-    table = plain_table(head, rows, left=("tried", *_LEFT), width=160)
+    table = plain_table(head, rows, left=("tried", "plan"), width=_WIDTH)
     cost = f", {answer.cost:.4g} a step" if answer.cost is not None else ""
     limit = f" ({answer.limit})" if answer.limit else ""
     return f"{answer.value}{cost}{limit}\n\n{table}\n\n{render_plan(answer.plan)}"
@@ -57,7 +58,7 @@ def render_sweep(name: str, swept: Sequence[Swept]) -> str:
     """Return a table with a row for each factor. Changes are relative to the factor 1, or to the first factor with a plan."""
     base = _base(swept)
     rows = [(f"{factor:g}", _change(plan, base), *_cells(plan)) for factor, plan in swept]
-    return plain_table((name, "change", *_HEAD), rows, left=_LEFT, width=160, indent=0)
+    return plain_table((name, "change", *_HEAD), rows, left=("plan",), width=_WIDTH, indent=0)
 
 
 def sweep_summary(name: str, swept: Sequence[Swept]) -> dict[str, Any]:
@@ -81,7 +82,7 @@ def sweep_summary(name: str, swept: Sequence[Swept]) -> dict[str, Any]:
 def render_front(points: Sequence[Point]) -> str:
     """Return a table with a row for each plan, the fastest first."""
     priced = any(point.cost is not None for point in points)
-    head = ("cluster", "devices", *(("cost of a step",) if priced else ()), "memory left", *_HEAD)
+    head = ("cluster", "devices", *(("cost of\na step",) if priced else ()), "memory\nleft", *_HEAD)
     rows = [
         (
             point.cluster,
@@ -92,7 +93,7 @@ def render_front(points: Sequence[Point]) -> str:
         )
         for point in points
     ]
-    return plain_table(head, rows, left=("cluster", *_LEFT), width=160, indent=0)
+    return plain_table(head, rows, left=("plan",), width=_WIDTH, indent=0)
 
 
 def front_summary(points: Sequence[Point]) -> dict[str, Any]:
@@ -132,17 +133,12 @@ def _cost(trial: Trial) -> str:
 def _cells(plan: Plan | None, missing: str = "none within the limits") -> tuple[str, ...]:
     """Return a plan as cells of a table, or the reason why there is none."""
     if plan is None:
-        return (missing, *([""] * (len(_HEAD) - 1)))
+        return ("-", "-", missing)
     predicted = plan.predicted
     return (
         seconds(predicted.step_time_s),
         num_bytes(predicted.peak_memory_bytes),
-        share(predicted.mfu, 1),
-        str(plan.mesh),
-        str(plan.zero_stage),
-        schedule_text(plan),
-        micro_batch_text(plan),
-        plan.recompute,
+        short_text(plan),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor, nn
@@ -55,15 +55,25 @@ def absent(name: str, model: nn.Module | None) -> AttributeError:
     return AttributeError(f"{text}. Instead: model.{name}, of the model that was given to autopar.parallelize")
 
 
-def check_places(**places: object) -> None:
-    """Check that files and folders are given as paths.
+def check_counts(**counts: object) -> None:
+    """Check that numbers of things are whole numbers from 1.
 
     Raises:
         UsageError: names the first that is none.
     """
-    for name, place in places.items():
-        if not isinstance(place, str | Path | None):
-            raise UsageError(f"{name} takes a path, but got {place!r}", fix=f"Write for example {name}='folder'")
+    for name, count in counts.items():
+        if not isinstance(count, Integral) or int(count) < 1:
+            raise UsageError(f"The number {name} is {count!r}", fix="Give 1 or more, as a whole number")
+
+
+def check_max_norm(max_norm: object) -> None:
+    """Check the norm to which gradients are clipped.
+
+    Raises:
+        UsageError: it is no number, or a negative one.
+    """
+    if not isinstance(max_norm, Tensor) and not (isinstance(max_norm, Real) and float(max_norm) >= 0):
+        raise UsageError(f"The max_norm is {max_norm!r}", fix="Write for example max_norm=1.0")
 
 
 def check_can_run(precision: Precision) -> None:

@@ -21,6 +21,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
 from autopar.errors import UsageError
 from autopar.plan.plan import Plan
+from autopar.runtime.checks import check_counts
 from autopar.runtime.step.other_runs import WholeBatch
 
 try:
@@ -250,9 +251,8 @@ def planned_loader(  # noqa: PLR0913  keywords of the public call
         UsageError: a batch is larger than the plan's, smaller than 1, or has a number of samples that cannot be computed; a stream is to be
             shuffled, or its worker processes are to persist between epochs.
     """
-    size = batch_size or plan.global_batch_size
-    if size < 1:
-        raise UsageError(f"The batch_size is {size}", fix="Give 1 or more, or leave it out: it is the plan's then")
+    size = plan.global_batch_size if batch_size is None else batch_size
+    check_counts(batch_size=size)
     if size > plan.global_batch_size:
         raise UsageError(
             f"A batch of {size} samples is larger than that of the plan ({plan.global_batch_size})",

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from autopar.errors import NonFiniteError, UsageError
 from autopar.runtime.checkpoint.series import Checkpoints
-from autopar.runtime.checks import is_out_of_memory
+from autopar.runtime.checks import check_counts, check_max_norm, is_out_of_memory
 from autopar.runtime.job import on_sigterm
 from autopar.runtime.step.gradients import clip
 from autopar.runtime.step.runner import Batch
@@ -89,9 +90,10 @@ def fit(  # noqa: PLR0913  keywords of the public call
         OutOfMemoryError: a device has no memory left; compares what was predicted with what is used.
         UsageError: a number is out of range, ``batches`` is empty, or another loop saved the newest of ``checkpoints``.
     """
-    for name, value in (("steps", steps), ("save_every", save_every), ("accumulate", accumulate)):
-        if value < 1:
-            raise UsageError(f"The number {name} is {value}", fix="Give 1 or more")
+    check_counts(steps=steps, save_every=save_every, accumulate=accumulate)
+    _check_parts(par, optimizer, batches, scheduler, checkpoints, on_step)
+    if max_norm is not None:
+        check_max_norm(max_norm)
     if on_non_finite not in get_args(OnNonFinite):
         raise UsageError(f"There is no on_non_finite={on_non_finite!r}", fix="Give stop, skip or ignore")
     loop = _Loop(par, optimizer, batches, scheduler, checkpoints, accumulate, max_norm, on_non_finite)
@@ -113,6 +115,39 @@ def fit(  # noqa: PLR0913  keywords of the public call
                 sys.exit(0)
     loop.finish()
     return loop.step
+
+
+def _check_parts(par: Any, optimizer: Any, batches: Any, scheduler: Any, checkpoints: Any, on_step: Any) -> None:
+    """Check what :func:`fit` puts together, before the first step.
+
+    Raises:
+        UsageError: one of them is of another kind, or the optimizer is of another model.
+    """
+    from autopar.runtime.parallel_model import ParallelModel
+
+    steps = callable(getattr(scheduler, "step", None)) and not isinstance(scheduler, ReduceLROnPlateau)
+    wrong = (
+        (not isinstance(par, ParallelModel), "model", par, "Pass what autopar.parallelize(model, ...) returns"),
+        (not hasattr(optimizer, "param_groups"), "optimizer", optimizer, "Give one of torch.optim"),
+        (not hasattr(batches, "__iter__"), "batches", batches, "Give par.dataloader(dataset), or a list of batches"),
+        (
+            not (scheduler is None or steps),
+            "scheduler",
+            scheduler,
+            "Give one whose step() takes nothing, or step it in on_step",
+        ),
+        (
+            not isinstance(checkpoints, Checkpoints | None),
+            "checkpoints",
+            checkpoints,
+            "Give autopar.Checkpoints('folder')",
+        ),
+        (not (on_step is None or callable(on_step)), "on_step", on_step, "Give a function of a StepDone"),
+    )
+    for is_wrong, name, given, fix in wrong:
+        if is_wrong:
+            raise UsageError(f"The {name} of fit is a {type(given).__name__}", fix=fix)
+    par._checkpointed.check_optimizer(optimizer)
 
 
 class _Loop:

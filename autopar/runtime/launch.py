@@ -19,14 +19,13 @@ from autopar.lower.program import lower
 from autopar.plan.check import check_model, check_plan
 from autopar.plan.plan import Plan
 from autopar.plan.run_log import FILE_NAME
-from autopar.runtime.checks import check_places
 from autopar.runtime.failure_watch import Alarm, ordinary
 from autopar.runtime.job import DEFAULT_TIMEOUT_S, check_groups, own_store, start
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.same_values import checksums, differing
 from autopar.runtime.weights import FileWeights, ModelWeights
 from autopar.runtime.world import Meeting, World
-from autopar.util.files import check_writable
+from autopar.util.files import check_places, check_writable
 
 Make = Callable[[], tuple[Plan, Graph]]
 """Returns the plan and the traced model that it is for."""
@@ -64,7 +63,7 @@ def launch(
         RankFailedError: another rank failed to build its part.
         InternalError: some gradient would lack its sum over ranks, or be summed although it is complete.
     """
-    check_places(weights=weights, log_dir=log_dir)
+    check_places(weights="" if weights is None else weights, log_dir="" if log_dir is None else log_dir)
     if not isinstance(seed, int):
         raise UsageError(f"The seed is {seed!r}", fix="Give a whole number")
     start(device_type, collective_timeout_s=collective_timeout_s)

@@ -18,15 +18,13 @@ from autopar.runtime.checkpoint.contents import WholeTensors, model_parts, part_
 from autopar.runtime.checkpoint.export import Export, ModelFacts
 from autopar.runtime.checkpoint.series import EXTRA, LOADER, SCHEDULER, CallerStates, Checkpointed
 from autopar.runtime.checkpoint.write import Save
-from autopar.runtime.checks import (
-    check_places,
-)
 from autopar.runtime.state_dict import EXTRA_STATE, ModuleState, Untrained, names_of
 from autopar.runtime.step.global_loss import SCALER_NUMBERS
 from autopar.runtime.step.other_runs import partial_of
 from autopar.runtime.trained_module import TrainedModule
 from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
+from autopar.util.files import check_places
 
 if TYPE_CHECKING:
     from autopar.runtime.data import PlannedLoader

@@ -18,6 +18,7 @@ from autopar.runtime.checks import (
     Parameters,
     check_can_run,
     check_evaluates,
+    check_max_norm,
     check_modes,
     unknown_in_eval,
 )
@@ -294,8 +295,9 @@ class TrainedModule(PlannedModule):
         ranks would scale by different norms.
 
         Raises:
-            UsageError: gradients are still those of a scaled loss.
+            UsageError: gradients are still those of a scaled loss, or the norm is no number from 0.
         """
+        check_max_norm(max_norm)
         norm = self._norm_of("clip_grad_norm_")
         clip(self._assembly.held, norm, max_norm)
         return norm

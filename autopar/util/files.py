@@ -8,10 +8,22 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from errno import EINVAL, EISDIR
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import CHECK_FILE, AutoparError, UsageError, reason
+
+
+def check_places(**places: object) -> None:
+    """Check that files and folders are given as paths.
+
+    Raises:
+        UsageError: names the first that is none.
+    """
+    for name, place in places.items():
+        if not isinstance(place, str | Path):
+            raise UsageError(f"{name} takes a path, but got {place!r}", fix=f"Write for example {name}='folder'")
 
 
 def write_text(path: Path, text: str, *, make_folder: bool = False) -> None:
@@ -23,10 +35,10 @@ def write_text(path: Path, text: str, *, make_folder: bool = False) -> None:
     Raises:
         UsageError: the file cannot be written.
     """
-    with _temporary_file(path, make_folder=make_folder) as temporary:
+    with _temporary_file(path, make_folder=make_folder) as (temporary, target):
         with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
-        temporary.replace(path)
+        temporary.replace(target)
 
 
 def read_text(path: Path, *, fix: str = CHECK_FILE) -> str:
@@ -63,27 +75,32 @@ def check_writable(path: Path, *, make_folder: bool = False) -> None:
         make_folder: create the folder of ``path`` if it does not exist.
 
     Raises:
-        UsageError: the folder does not exist or is not writable, or ``path`` is a folder itself.
+        UsageError: the folder does not exist or is not writable, or ``path`` is there and no file.
     """
-    with _temporary_file(path, make_folder=make_folder) as temporary:
-        if path.is_dir():
-            raise IsADirectoryError(21, "Is a directory")
+    with _temporary_file(path, make_folder=make_folder) as (temporary, _):
         temporary.open("x").close()
         temporary.unlink()
 
 
 @contextmanager
-def _temporary_file(path: Path, *, make_folder: bool) -> Iterator[Path]:
-    """Provide the path of a temporary file in the folder of ``path``, which is removed if the body fails.
+def _temporary_file(path: Path, *, make_folder: bool) -> Iterator[tuple[Path, Path]]:
+    """Provide the path of a temporary file, which is removed if the body fails, and the path that it is to be renamed to.
+
+    That is ``path``, or the file to which it links. A rename would put a file in the place of a device, and of the links to streams in /dev.
 
     Raises:
-        UsageError: the body, or creating the folder, raises an OSError.
+        UsageError: the body, or creating the folder, raises an OSError; ``path`` is a folder, a device or a stream.
     """
-    temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
+    target = path.resolve() if path.is_symlink() else path
+    temporary = target.parent / f".{target.name}.{os.getpid()}.tmp"
     try:
+        if path.is_dir():
+            raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
+        if (target != path and path.absolute().is_relative_to("/dev")) or (target.exists() and not target.is_file()):
+            raise OSError(EINVAL, "It is a device or a stream, and no file")
         if make_folder:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
+            target.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary, target
     except OSError as error:
         with suppress(OSError):
             temporary.unlink()

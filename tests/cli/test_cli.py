@@ -11,6 +11,7 @@ from autopar.cli import app as cli_app
 from autopar.cli import plans
 from autopar.plan.file import save_plan
 from autopar.plan.mesh import Mesh
+from autopar.plan.plan import Plan
 from tests.support.cli_runner import Run
 from tests.support.example_plans import llama_plan
 
@@ -121,6 +122,28 @@ def test_a_full_disk_is_no_defect(plan_file: Path, checkout: Path) -> None:
     done = subprocess.run(["sh", "-c", script], cwd=checkout, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith("error: No space left on device")
+
+
+@pytest.mark.parametrize("option", ["", " --json"])
+def test_a_closed_stdout_is_no_error(plan_file: Path, checkout: Path, option: str) -> None:
+    script = f"{sys.executable} -c 'from autopar.cli import main; main()' show {plan_file}{option} >&-"
+    done = subprocess.run(["sh", "-c", script], cwd=checkout, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("verb", ["search", "largest-batch", "pareto"])
+def test_a_result_is_kept_where_its_file_or_its_text_cannot_be_written(
+    run: Run, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    model = ("gpt:layers=1,hidden=32,heads=4,vocab=64,seq=16", "--cluster", "cpu:1x1", "--global-batch", "2")
+    with monkeypatch.context() as patched:
+        patched.setattr("autopar.cli.plans.print_result", lambda *_: 1 / 0)
+        assert run(verb, *model, "--space", "quick", "-o", "kept.json").code == 1
+    assert run("show", "kept.json").code == 0
+    monkeypatch.setattr(Plan, "save", lambda *_: 1 / 0)
+    done = run(verb, *model, "--space", "quick", "-o", "lost.json")
+    assert done.code == 1
+    assert "micro" in done.out
 
 
 def test_closed_pipe_is_no_error(plan_file: Path, checkout: Path) -> None:

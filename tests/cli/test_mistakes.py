@@ -134,6 +134,8 @@ MISTAKES = (
     (2, "validate --from-run . --html a.html", "--html has no effect beside --from-run. Leave it out"),
     (2, "verify torn.json --pin tp=2", "--pin has no effect on a plan. Leave it out"),
     (2, f"verify {GPT} --model MODELS:net", "--model has no effect without a plan. Leave it out"),
+    (2, "trace MODELS:net --batch 3", "--batch 3 does not go with a factory that returns example inputs, here of 4 samples. Leave --batch out"),
+    (2, f"sweep MODELS:net {ON} --scale link.bandwidth=1 --pin opaque=outer", "'outer'"),
     (2, "show none.json", "Make one with 'autopar search ... -o FILE'"),
     (2, "show torn.json", "The plan file is cut off"),
     (2, "compare torn.json torn.json", "torn.json, line 1, column 16: The plan file is cut off"),

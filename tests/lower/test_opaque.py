@@ -191,8 +191,9 @@ def test_a_module_is_pinned_as_opaque() -> None:
     named = autopar.estimate(model, pins=["tp=2"], opaque=["Sequential"], **options)
     assert (pinned.opaque, pinned.notes, pinned.layouts) == (named.opaque, named.notes, named.layouts)
     assert pinned.opaque == ("Sequential",)
-    with pytest.raises(UsageError, match=r"'inner'.*Give the model instead of its graph"):
-        autopar.estimate(trace(model, (), u.batch()), cluster="cpu:1x2", global_batch_size=8, pins=["opaque=inner"])
+    for given in ({"pins": ["opaque=inner"]}, {"opaque": ["inner"]}):
+        with pytest.raises(UsageError, match=r"'inner'.*Give the model instead of its graph"):
+            autopar.estimate(trace(model, (), u.batch()), cluster="cpu:1x2", global_batch_size=8, **given)
     with pytest.raises(UsageError, match=r"'innner'.*Sequential"):
         autopar.estimate(model, pins=["opaque=innner"], **options)
 

@@ -143,6 +143,15 @@ def test_the_package_is_the_verb_telling_progress(graph: Graph) -> None:
     assert [s.start for s in plan.stages] + [len(graph.blocks)] == [0, *(s.stop for s in plan.stages)]
 
 
+def test_an_estimate_takes_the_fastest_micro_batch_that_fits() -> None:
+    big = mlp(layers=2, batch=2, width=64, hidden=256)
+    options = {"global_batch_size": 256, "pins": ["dp_replicate=4"]}
+    found, best = (verb(big, cluster=CLUSTER, **options) for verb in (api.estimate, api.search))
+    assert found.micro_batch_size == best.micro_batch_size > 1
+    slow = api.estimate(big, cluster=CLUSTER, global_batch_size=256, pins=[*options["pins"], "micro_batch=1"])
+    assert found.predicted.step_time_s < slow.predicted.step_time_s
+
+
 def test_pins_of_recompute_stages_and_parameters_are_respected(graph: Graph) -> None:
     pins = ["recompute=full@layers.1-2", "stage@layers.0-4=0", "layers.*.up=tp:S(1)", "tp=2", "pp=2"]
     plan = api.search(graph, cluster=CLUSTER, global_batch_size=16, pins=pins)

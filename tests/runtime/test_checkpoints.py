@@ -374,8 +374,11 @@ def test_the_newest_are_kept_and_found(tmp_path: Path, caplog: pytest.LogCapture
     (tmp_path / "runs" / "step-00000003" / NAME).unlink()
     with pytest.raises(CheckpointError, match=r"damaged.*No checkpoint in .* can be loaded"):
         Checkpoints(tmp_path / "runs").load(loaded)
-    with pytest.raises(UsageError, match="keep=0"):
-        Checkpoints(tmp_path, keep=0)
+    for keep in (0, 1.5, "a"):
+        with pytest.raises(UsageError, match=f"The number keep is {keep!r}"):
+            Checkpoints(tmp_path, keep=keep)
+    with pytest.raises(UsageError, match="root takes a path, but got 3"):
+        Checkpoints(3)
 
 
 def test_what_is_written_beside_training_is_what_a_save_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,6 +189,13 @@ def test_sigterm_saves_and_ends_with_a_word(tmp_path: Path, caplog: pytest.LogCa
     ("data", "options", "text"),
     [
         (batches(), {"steps": 0}, r"The number steps is 0\. Give 1 or more"),
+        (batches(), {"steps": "9"}, "The number steps is '9'"),
+        (batches(), {"max_norm": "1"}, "The max_norm is '1'"),
+        (batches(), {"max_norm": -1}, "The max_norm is -1"),
+        (batches(), {"scheduler": 3}, "The scheduler of fit is a int"),
+        (batches(), {"checkpoints": "runs"}, "The checkpoints of fit is a str. Give autopar.Checkpoints"),
+        (batches(), {"on_step": 3}, "The on_step of fit is a int"),
+        (3, {}, "The batches of fit is a int"),
         (batches(), {"save_every": 0}, "save_every is 0"),
         (batches(), {"accumulate": -1}, "accumulate is -1"),
         (batches(), {"on_non_finite": "raise"}, "on_non_finite.*'raise'.*stop, skip or ignore"),
@@ -200,6 +207,20 @@ def test_what_cannot_be_trained_with_is_refused(data: Any, options: dict[str, An
     par, optimizer, _ = job()
     with pytest.raises(UsageError, match=text):
         autopar.fit(par, optimizer, data, **{"steps": 1, **options})
+
+
+def test_a_model_and_an_optimizer_that_do_not_belong_together_are_refused() -> None:
+    par, optimizer, _ = job()
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    other: Any
+    for model, other, scheduler, text in (
+        (Net(), optimizer, None, r"The model of fit is a Net. Pass what autopar.parallelize"),
+        (par, None, None, "The optimizer of fit is a NoneType"),
+        (par, torch.optim.SGD(Net().parameters()), None, "The optimizer has no parameter of this model"),
+        (par, optimizer, plateau, r"ReduceLROnPlateau. Give one whose step\(\) takes nothing"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            autopar.fit(model, other, batches(), steps=1, scheduler=scheduler)
 
 
 def test_out_of_memory_says_what_was_planned_and_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:

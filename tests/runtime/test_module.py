@@ -1,6 +1,7 @@
 """A parallel model is a ``torch.nn.Module``: what code asks of one it answers, or refuses in one sentence."""
 
 import copy
+import math
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -163,6 +164,9 @@ def test_what_cannot_be_is_refused_in_one_sentence(parallel: ParallelModel) -> N
     for value in (nn.Linear(1, 1), nn.Parameter(torch.ones(1))):
         with pytest.raises(UsageError, match=r"cannot be put into a parallel model as par\.head"):
             parallel.head = value
+    for norm in ("1", None, -1.0, math.nan):
+        with pytest.raises(UsageError, match=rf"The max_norm is {norm!r}\. Write for example max_norm=1\.0"):
+            parallel.clip_grad_norm_(norm)
     with pytest.raises(AttributeError, match=r"no attribute 'generate'\. Instead: put par\.full_state_dict\(\)"):
         parallel.generate()
     assert not hasattr(parallel, "anything")

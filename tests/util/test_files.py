@@ -36,6 +36,23 @@ def test_what_cannot_be_written_is_said_and_leaves_nothing(tmp_path: Path, name:
         assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_devices_streams_and_links_stay_what_they_are(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "stream")
+    (tmp_path / "to_stream").symlink_to("stream")
+    (tmp_path / "link").symlink_to("folder/a.txt")
+    write_text(tmp_path / "link", "text")
+    assert (tmp_path / "folder" / "a.txt").read_text() == "text"
+    before = {path: path.lstat() for path in tmp_path.rglob("*")}
+    for name in ("stream", "to_stream"):
+        for call in (partial(check_writable, tmp_path / name), partial(write_text, tmp_path / name, "text")):
+            with pytest.raises(UsageError, match=f"Cannot write .*{name}: it is a device or a stream"):
+                call()
+    assert {path: path.lstat() for path in tmp_path.rglob("*")} == before
+    with pytest.raises(UsageError, match="it is a device or a stream"):
+        check_writable(Path("/dev/stdout"))
+
+
 def test_the_folder_itself_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for path in (Path(), Path("..")):

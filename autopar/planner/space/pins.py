@@ -191,12 +191,6 @@ class Pins:
                 where=graph.name,
                 fix="Drop the pin of vocab_multiple",
             )
-        if self.opaque and not any(op.target == "autopar.opaque" for op in (*graph.prelude, *graph.ops)):
-            raise UsageError(
-                f"The model was traced without opaque='{self.opaque[0]}'",
-                where=graph.name,
-                fix="Give the model instead of its graph, or trace it with opaque=[...]",
-            )
         pinned = self.parameters
         names = [name for p in graph.parameters for name in (p.key, p.fqn, *p.aliases)] if pinned else []
         for pin in pinned:

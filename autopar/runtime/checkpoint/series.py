@@ -22,9 +22,11 @@ from autopar.runtime.checkpoint.chunk_files import Folder
 from autopar.runtime.checkpoint.contents import RankContents, Settings, part_of
 from autopar.runtime.checkpoint.load import Loading, saved_state
 from autopar.runtime.checkpoint.write import Save, copied_to_host
+from autopar.runtime.checks import check_counts
 from autopar.runtime.state_dict import State, Untrained
 from autopar.runtime.step.gradients import RankParameter
 from autopar.runtime.world import DISKS, Meeting, World
+from autopar.util.files import check_places
 
 if TYPE_CHECKING:
     from autopar.runtime.parallel_model import ParallelModel
@@ -86,7 +88,7 @@ class Checkpointed:
 
     def _contents(self, optimizer: Optimizer | None, given: CallerStates) -> RankContents:
         """Return this rank's part of a checkpoint."""
-        self._check_optimizer(optimizer)
+        self.check_optimizer(optimizer)
         sent = [h for h in self._held if h.is_sent]
         local = RankContents(parts=[part_of(*named) for named in contents.tensors_of(sent, optimizer)])
         local.parts += [part_of(f"buffer.{name}", value) for name, value in self._buffers.sent().items()]
@@ -100,7 +102,7 @@ class Checkpointed:
                     contents.add_state(local, kind, self._owners[kind][0], given_state)
         return local
 
-    def _check_optimizer(self, optimizer: Optimizer | None) -> None:
+    def check_optimizer(self, optimizer: Optimizer | None) -> None:
         """Check that an optimizer is of this model.
 
         Raises:
@@ -122,7 +124,7 @@ class Checkpointed:
                 Nothing is changed.
         """
         with self.meeting.failing_together():
-            self._check_optimizer(optimizer)
+            self.check_optimizer(optimizer)
         without_state = [] if optimizer is None else contents.make_state(optimizer)
         try:
             return self._load(Loading.begin(Path(path), self.meeting), optimizer, given)
@@ -249,12 +251,12 @@ class Checkpoints:
             :meth:`wait`.
 
     Raises:
-        UsageError: ``keep`` is less than 1.
+        UsageError: ``root`` is no path, or ``keep`` no number from 1.
     """
 
     def __init__(self, root: str | Path, keep: int = 3, *, asynchronous: bool = False) -> None:
-        if keep < 1:
-            raise UsageError(f"Of checkpoints keep={keep} would leave none", fix="Keep 1 or more")
+        check_places(root=root)
+        check_counts(keep=keep)
         self.root, self.keep, self.asynchronous = Path(root).absolute(), keep, asynchronous
         self._damaged: set[Path] = set()
         self._meeting: Meeting | None = None
