@@ -25,7 +25,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from autopar.errors import UsageError
 from autopar.graph.graph import Padding, Parameter, TensorSpec
-from autopar.graph.interpreter import part_of
+from autopar.graph.operator_kinds import part_of
 from autopar.lower.program import Program
 from autopar.runtime.step.gradients import RankParameter, lengthened
 from autopar.runtime.step.stage import StageModule
