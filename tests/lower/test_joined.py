@@ -122,7 +122,17 @@ def noisy(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
     return first * second
 
 
-APART = [simsiam, triplets, guidance, adversary, crops, interleaved, flat_tokens, time_first, labels, preferences, repeated, noisy]  # fmt: skip
+def turned(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
+    """A spatial transformer."""
+    grid = F.affine_grid(torch.eye(2, 3) + h[:, 0, :6].view(-1, 2, 3), [len(h), 1, 5, 4], align_corners=False)
+    return F.grid_sample(b["x"][:, None], grid, align_corners=False)
+
+
+def kronecker(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
+    return torch.kron(h, s.row[:4].view(2, 2))
+
+
+APART = [simsiam, triplets, guidance, adversary, crops, interleaved, flat_tokens, time_first, labels, preferences, repeated, noisy, turned, kronecker]  # fmt: skip
 
 
 @pytest.mark.parametrize("code", APART)
