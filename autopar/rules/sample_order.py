@@ -250,6 +250,10 @@ class _Ordering:
     def _along(self, op: Op) -> bool:
         """Keep an operator that treats rows alike, on operands in one order; return False if it does not."""
         known = [(i, self.rows[ref]) for i, ref in enumerate(op.operands) if ref in self.rows]
+        if op.target in _RANDOM_FACTORIES and op.spec.shape[:1] == (self.samples,):
+            self.rows[Ref(op.name)] = Rows(
+                0
+            )  # a draw for each sample; if by chance, its rows are still put in one order
         if not known:
             return False
         lead, rows = next((entry for entry in known if entry[1].outer > 1), known[0])
@@ -361,6 +365,21 @@ class _Ordering:
         self._note(op, Ref(op.name), Rows(dim, last - first, rows.inner), "part", first, last)
         return True
 
+    def _roll(self, op: Op) -> bool:
+        """Roll whole batches by a roll along the inner dim, which pairs each view with the next one of the same sample."""
+        (source, shifts, dims), shape = op.args[:3], op.spec.shape
+        rows = self.rows.get(cast("Ref", source))
+        if rows is None or rows.outer == 1 or dims != (rows.dim,):
+            return self._along(op)
+        (shift,), unit = cast("tuple[int]", shifts), self.samples * rows.inner
+        if shift % unit:
+            return False
+        split = (*shape[: rows.dim], self.samples, rows.outer, rows.inner, *shape[rows.dim + 1 :])
+        args = (self._view(op, op.operands[0], split), (shift // unit,), (rows.dim + 1,))
+        self._view(op, self._emit(op, "aten.roll.default", args, split), shape, op.name)
+        self._note(op, Ref(op.name), rows, "roll", shift // unit)
+        return True
+
     def _reshape(self, op: Op) -> bool:
         """Follow the samples through a view that joins or splits the dim where they lie."""
         source, after = op.operands[0], op.spec.shape
@@ -413,6 +432,7 @@ _RANDOM_FACTORIES = aten_targets("rand.default randn.default randint.default ran
 _HANDLERS: dict[str, Callable[[_Ordering, Op], bool]] = {
     "aten.cat.default": _Ordering._join,
     "aten.slice.Tensor": _Ordering._part,
+    "aten.roll.default": _Ordering._roll,
     "aten.view.default": _Ordering._reshape,
 }
 """Handlers of operators that join or take rows. All others follow their rules."""

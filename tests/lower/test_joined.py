@@ -128,11 +128,16 @@ def turned(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
     return F.grid_sample(b["x"][:, None], grid, align_corners=False)
 
 
+def next_views(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
+    z = s.outer(torch.vstack((h, h.flip(1), 2 * h)))
+    return z - torch.roll(z, len(h), 0).detach()
+
+
 def kronecker(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
     return torch.kron(h, s.row[:4].view(2, 2))
 
 
-APART = [simsiam, triplets, guidance, adversary, crops, interleaved, flat_tokens, time_first, labels, preferences, repeated, noisy, turned, kronecker]  # fmt: skip
+APART = [simsiam, triplets, guidance, adversary, crops, interleaved, flat_tokens, time_first, labels, preferences, repeated, noisy, turned, next_views, kronecker]  # fmt: skip
 
 
 @pytest.mark.parametrize("code", APART)

@@ -284,6 +284,15 @@ def _cat(builder: Builder, call: Call) -> Value:
     return builder.emit(call, "aten.cat.default", (nonempty or tensors, dim % len(call.spec.shape)))
 
 
+def _stacked(builder: Builder, call: Call) -> Value:
+    """Emit a vstack or hstack of tensors of two dims or more as a concatenation, which joins them along dim 0 or 1."""
+    (tensors,) = call.args
+    dim = 0 if call.target == "aten.vstack.default" else 1
+    if not isinstance(tensors, tuple) or any(len(builder.shape(ref)) < 2 for ref in tensors):
+        return generic(builder, call)
+    return builder.emit(call, "aten.cat.default", (tensors, dim))
+
+
 def _t(builder: Builder, call: Call) -> Value:
     """Reverse the dims, as ``x.t()`` and ``x.T`` do; those of a matrix are transposed."""
     rank = len(call.spec.shape)
@@ -411,6 +420,7 @@ HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(aten_targets("split.Tensor split_with_sizes.default chunk.default tensor_split.sections"), _split),
     "aten.unbind.int": _unbind,
     "aten.cat.default": _cat,
+    **dict.fromkeys(aten_targets("vstack.default hstack.default"), _stacked),
     **dict.fromkeys(aten_targets("t.default numpy_T.default"), _t),
     "aten.mT.default": _last_two,
     "aten.permute.default": _permute,
