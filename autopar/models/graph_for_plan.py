@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +30,7 @@ from autopar.graph.graph import Graph
 from autopar.ops.opaque import deep_copy
 from autopar.plan.plan import PRECISIONS, Plan, Precision
 from autopar.rules.missing import complete
+from autopar.rules.sample_order import by_sample
 from autopar.tracing.batch import size_of
 from autopar.tracing.failures import EXPORTS, FAILURES, not_copied
 from autopar.tracing.model_with_loss import LossFunction
@@ -126,7 +128,25 @@ def trace_model(
         is_exact, examples = samples is not None, _plain(batch)
         return trace(model, args, kwargs, name=name, loss_fn=loss_fn, opaque=opaque, examples=examples, exact=is_exact)
 
-    return trace_at(None) if global_batch_size is None else for_batch(trace_at, global_batch_size, samples_apart)
+    def ordered_at(samples: int | None) -> Graph:
+        graph = trace_at(samples)
+        complete(graph)
+        ordered, changes = by_sample(graph)
+        if samples is None and changes and not _are_alike(changes, partial(trace_at, 2 * graph.batch_size)):
+            return graph  # by chance, sizes of the model are those of the batch
+        return ordered
+
+    return ordered_at(None) if global_batch_size is None else for_batch(ordered_at, global_batch_size, samples_apart)
+
+
+def _are_alike(changes: tuple[object, ...], larger: Callable[[], Graph]) -> bool:
+    """Return whether a trace at a larger batch size has the same changes of the order of rows; False if there is no such trace."""
+    try:
+        graph = larger()
+        complete(graph)
+    except (TraceError, RuleError):
+        return False
+    return by_sample(graph)[1] == changes
 
 
 def for_batch(

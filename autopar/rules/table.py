@@ -166,7 +166,7 @@ _UNARY = (
 _RANDOM = (
     "bernoulli bernoulli.p rand_like randn_like randint_like randint_like.low_dtype exponential uniform"
     " normal_functional normal.Tensor_float normal.float_Tensor cauchy log_normal geometric random random.to"
-    " poisson _standard_gamma"
+    " poisson _standard_gamma rrelu"
 )
 _LINEAR_UNARY = "neg clone contiguous detach alias lift_fresh_copy positive mul.Scalar div.Scalar real"
 _BINARY = (

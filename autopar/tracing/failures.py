@@ -12,6 +12,7 @@ import re
 import sysconfig
 import traceback
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -164,6 +165,12 @@ def source_of(node: torch.fx.Node) -> str:
         if "/torch/" not in path and not path.startswith(("<", str(Path(__file__).parent))):
             return f"{path.rsplit('/', 1)[-1]}:{line}"
     return ""
+
+
+def defined_at(function: Any) -> str:
+    """Return the line at which the code of a function or module is defined, as ``file.py:12``; empty if it has none in Python."""
+    code = getattr(getattr(function, "forward", getattr(function, "func", function)), "__code__", None)
+    return "" if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}"
 
 
 def _lines_of_failed_node(error: BaseException) -> list[tuple[str, int]]:

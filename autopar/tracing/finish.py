@@ -59,18 +59,18 @@ def finish(
     """
     mutations = _without_gradient(builder, mutations)
     roots = frozenset((loss, *(m.value for m in mutations)))
-    builder.ops = _alive(builder.ops, roots)
+    builder.ops = alive(builder.ops, roots)
     parameters = cut_parameters(builder, unfuse(builder, parameters, roots), roots)
     fuse_gelu(builder, roots)
     _drop_identities(builder, roots)
-    ops = _alive(builder.ops, roots)
+    ops = alive(builder.ops, roots)
     ops, mutations = _with_totals(builder, ops, mutations, {i.name for i in inputs}, {b.name for b in buffers})
     ops, constants, mutations = _with_constants(builder, ops, mutations)
     free = {i.name for i in inputs} | {b.name for b in (*buffers, *constants)}
     prelude, live = _split_prelude(ops, free)
     prelude, live, mutations = _merged(prelude, live, mutations)
     roots = frozenset((loss, *(m.value for m in mutations)))
-    prelude = _alive((*prelude, *live), roots)[: -len(live) or None]
+    prelude = alive((*prelude, *live), roots)[: -len(live) or None]
     used = {ref.name for op in (*prelude, *live) for ref in op.operands}
     used |= {name for m in mutations for name in (m.buffer, m.value.name)}
     unread = [p.fqn for p in parameters if p.name not in used]
@@ -132,7 +132,7 @@ def _with_totals(
     Returns:
         The operators with the new ones, and the mutations with the totals as their values.
     """
-    wanted = {op.name for op in _alive(ops, (m.value for m in mutations))}
+    wanted = {op.name for op in alive(ops, (m.value for m in mutations))}
     of_samples, of_prelude = set(inputs), inputs | buffers
     result: list[Op] = []
     renamed: dict[Ref, Ref] = {}
@@ -174,7 +174,7 @@ def _drop_identities(builder: Builder, roots: frozenset[Ref]) -> None:
     builder.ops = kept
 
 
-def _alive(ops: Iterable[Op], roots: Iterable[Ref]) -> list[Op]:
+def alive(ops: Iterable[Op], roots: Iterable[Ref]) -> list[Op]:
     """Return the operators on which ``roots`` depend, in order."""
     wanted = {ref.name for ref in roots}
     kept: list[Op] = []

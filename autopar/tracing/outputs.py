@@ -187,6 +187,59 @@ def with_counts(outputs: Outputs, twice: Outputs) -> Outputs:
     return replace(outputs, leaves=leaves, ops=())
 
 
+def rows_restored(outputs: Outputs, orders: Mapping[Ref, tuple[int, int, int]], *, is_exact: bool) -> Outputs:
+    """Return the outputs of a graph some of whose values have their rows in another order, with operators that put them as traced.
+
+    Args:
+        outputs: The outputs by the values as traced.
+        orders: For each tap that is reordered a dim, and the elements before and after the samples in it as traced. The value has the
+            elements of each sample together.
+        is_exact: Whether there is only the batch size of the trace.
+    """
+    ops: list[Op] = []
+    twice: list[Op] = []
+    renamed: dict[Ref, Ref] = {}
+    for ref, spec in outputs.taps:
+        if ref in orders:
+            ops += _restoring(ref, spec, orders[ref], outputs.batch_size)
+            twice += _restoring(ref, spec, orders[ref], 2 * outputs.batch_size)
+            renamed[ref] = Ref(ops[-1].name)
+
+    def after(readers: Sequence[Op]) -> tuple[Op, ...]:
+        return tuple(op.with_operands(tuple(renamed.get(ref, ref) for ref in op.operands)) for op in readers)
+
+    if not renamed:
+        return outputs
+    leaves = (
+        leaf if leaf.ref is None else replace(leaf, ref=renamed.get(leaf.ref, leaf.ref)) for leaf in outputs.leaves
+    )
+    return replace(
+        outputs,
+        leaves=tuple(leaves),
+        ops=(*ops, *after(outputs.ops)),
+        twice=() if is_exact else (*twice, *after(outputs.twice or outputs.ops)),
+    )
+
+
+def _restoring(ref: Ref, spec: TensorSpec, order: tuple[int, int, int], samples: int) -> list[Op]:
+    """Return operators that put the rows of a tap as traced, for a number of samples."""
+    dim, outer, inner = order
+    before, behind = spec.shape[:dim], spec.shape[dim + 1 :]
+    split, swapped = (*before, samples, outer, inner, *behind), (*before, outer, samples, inner, *behind)
+    shape = (*before, outer * samples * inner, *behind)
+    names = [f"output_{ref.name}_{ref.index}_{part}" for part in ("split", "swapped", "traced")]
+    spec = replace(spec, requires_grad=False)
+    calls: list[tuple[str, tuple[Argument, ...], tuple[int, ...]]] = [
+        ("aten.view.default", (ref, split), split),
+        ("aten.transpose.int", (Ref(names[0]), dim, dim + 1), swapped),
+        ("aten.reshape.default", (Ref(names[1]), shape), shape),
+    ]
+    return [
+        Op(name=name, target=target, args=args, outputs=(replace(spec, shape=sizes),))
+        for name, (target, args, sizes) in zip(names, calls, strict=True)
+    ]
+
+
 def counts_samples(outputs: Outputs) -> bool:
     """Return whether numbers in the outputs may depend on the batch size. Numbers below 2, such as dims, are assumed not to."""
 

@@ -21,7 +21,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from autopar.errors import TraceError
 from autopar.graph.elements import Outputs
-from autopar.graph.graph import Graph
+from autopar.graph.graph import Graph, Op
 from autopar.graph.operator_kinds import opaque_notes
 from autopar.ops.opaque import notes_of as notes_of_modes
 from autopar.pins.on_modules import pins_of
@@ -34,6 +34,7 @@ from autopar.tracing.failures import (
     FAILURES,
     NO_AUTOCAST,
     NO_VALUES,
+    defined_at,
     explained,
     module_of_failure,
     user_line,
@@ -255,8 +256,19 @@ def _traced(job: _Job, times: int = 1) -> tuple[Graph, Sequence[sample_counts.Ca
         loss=loss,
         mutations=mutations_of(program, outputs, converter.env),
     )
+    if job.loss_fn is not None:
+        graph = _with_place(graph, defined_at(job.loss_fn))
     extra = kept(graph, builder, program_calls, wrapper.kept, env=converter.env, declared=(*parameters, *buffers))
     return replace(graph, notes=(*graph.notes, *notes, *value_branches.notes_of(branches)), outputs=extra), calls
+
+
+def _with_place(graph: Graph, place: str) -> Graph:
+    """Return the graph with ``place`` as the source of operators of unknown source outside of modules: torch keeps no lines of loss functions."""
+
+    def placed(op: Op) -> Op:
+        return op if op.source or op.module else replace(op, source=place)
+
+    return replace(graph, prelude=tuple(map(placed, graph.prelude)), ops=tuple(map(placed, graph.ops)))
 
 
 @contextmanager

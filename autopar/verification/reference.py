@@ -23,6 +23,7 @@ from autopar.lower.emit import OPAQUE
 from autopar.ops.kernels import MODULE, region_of
 from autopar.ops.opaque import pick_loss
 from autopar.plan.plan import FP32, Precision
+from autopar.rules.sample_order import by_sample
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.tracing.batch import arguments, tensors_of
 from autopar.tracing.failures import FAILURES, explained
@@ -222,12 +223,13 @@ def traced_in_double(subject: Compared, graph: Graph) -> Graph | None:
     model = subject.build(drops=any(op.target == "autopar.dropout" for op in graph.ops))
     try:
         with in_double():
-            double_graph = trace(
+            traced = trace(
                 model, (), example, examples=batch, name=graph.name, opaque=_opaque_modules(graph), exact=graph.exact
             )
     except TraceError:
         return None
-    if _outline(double_graph) != _outline(graph):
+    double_graph = next((g for g in (traced, by_sample(traced)[0]) if _outline(g) == _outline(graph)), None)
+    if double_graph is None:
         return None
     return replace(double_graph, fingerprint=graph.fingerprint, blocks=graph.blocks, mixing=graph.mixing)
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.errors import RuleError
+from autopar import api
+from autopar.errors import InfeasibleError, RuleError
 from autopar.graph.graph import Block, Graph, Op, Ref
 from autopar.graph.rewrites import compact
 from autopar.plan.mesh import I, P
@@ -17,6 +18,7 @@ from autopar.rules.apply import shard
 from autopar.rules.strategy import Strategy
 from autopar.rules.table import Rule, default_table
 from autopar.tracing.trace import trace
+from tests.support.clusters import two_kinds
 from tests.support.planner.graphs import mlp, op
 from tests.support.small_models import model_of
 
@@ -118,3 +120,34 @@ def test_layers_in_turn_are_cut_to_their_first_one_inner_and_their_last_turn() -
     assert small.class_of == (0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7, 8, 9, 10, 11, 12)
     assert small.alike == ((Ref("r2"), Ref("r5")),)
     assert small.graph.block_inputs(small.graph.blocks[7]) == (Ref("r5"),)
+
+
+class Meets(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        losses = self.linear(x).square().mean((1, 2))
+        return (torch.softmax(losses, 0) * losses).sum()
+
+
+def _meets(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return (torch.softmax(output.mean((1, 2)), 0) * output.mean((1, 2))).sum()
+
+
+def test_what_needs_too_much_memory_as_samples_meet_says_so_and_where() -> None:
+    graph = api.trace(Meets(), example_inputs={"x": torch.ones(2, 256, 64)}, global_batch_size=64)
+    assert "test_batch.py:" in graph.mixing
+    reserve = 400 * 2**20
+    small = two_kinds(fast_memory=reserve + 2_000_000, slow_memory=reserve + 2_000_000)
+    with pytest.raises(
+        InfeasibleError, match=r"samples that meet in .*test_batch\.py:\d+.*Keep samples apart there, or"
+    ):
+        api.search(graph, cluster=small, global_batch_size=64)
+
+
+def test_samples_that_meet_in_a_loss_function_are_said_to_do_so_there() -> None:
+    model = torch.nn.Linear(64, 64)
+    graph = api.trace(model, example_inputs=[torch.ones(2, 8, 64)], loss_fn=_meets, global_batch_size=8)
+    assert f"test_batch.py:{_meets.__code__.co_firstlineno}" in graph.mixing

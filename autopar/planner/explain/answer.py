@@ -353,9 +353,14 @@ def too_large(
     larger = replace(problem, global_batch_size=task.global_batch_size * problem.world_size)
     batch = (f"a global batch of {task.global_batch_size}",) if may_fit(remaining, larger) else ()
     fix = "Drop one of the pins named, or take more devices" if remaining.texts else "Take more or larger devices"
+    meeting: tuple[str, ...] = ()
+    if problem.mixes_samples and may_fit(remaining, replace(problem, mixes_samples=False)):
+        place = task.graph.mixing or "statistics over the batch"
+        meeting = (f"samples that meet in {place}, for which a data rank takes all its samples in one micro-batch",)
+        fix = f"Keep samples apart there, or {fix[0].lower()}{fix[1:]}"
     return InfeasibleError(
         "These constraints conflict",
-        got="; ".join((*remaining.texts, memory, world, *batch)),
+        got="; ".join((*remaining.texts, memory, world, *batch, *meeting)),
         fix=fix + ", or search --space wide, where optimizers may live on the host" * _may_offload(task, pool),
     )
 

@@ -284,6 +284,15 @@ def _cat(builder: Builder, call: Call) -> Value:
     return builder.emit(call, "aten.cat.default", (nonempty or tensors, dim % len(call.spec.shape)))
 
 
+def _stacked(builder: Builder, call: Call) -> Value:
+    """Emit a vstack or hstack of tensors of two dims or more as a concatenation, which joins them along dim 0 or 1."""
+    (tensors,) = call.args
+    dim = 0 if call.target == "aten.vstack.default" else 1
+    if not isinstance(tensors, tuple) or any(len(builder.shape(ref)) < 2 for ref in tensors):
+        return generic(builder, call)
+    return builder.emit(call, "aten.cat.default", (tensors, dim))
+
+
 def _t(builder: Builder, call: Call) -> Value:
     """Reverse the dims, as ``x.t()`` and ``x.T`` do; those of a matrix are transposed."""
     rank = len(call.spec.shape)
@@ -355,6 +364,32 @@ def put_where(builder: Builder, call: Call) -> Value:
     return builder.emit(call, "aten.where.self", (mask, view_to(builder, call, value, behind), source))
 
 
+def _kron(builder: Builder, call: Call) -> Value:
+    """Emit a Kronecker product as a product of views, in which each dim of the result has the elements of two dims."""
+    rank = len(call.spec.shape)
+    shapes = [(1,) * (rank - len(builder.shape(ref))) + builder.shape(ref) for ref in call.operands]
+    first, second = (
+        view_to(builder, call, ref, tuple(n for size in shape for n in ((size, 1) if i == 0 else (1, size))))
+        for i, (ref, shape) in enumerate(zip(call.operands, shapes, strict=True))
+    )
+    return view_to(builder, call, builder.make(call, "aten.mul.Tensor", first, second), call.spec.shape)
+
+
+def _affine_grid(builder: Builder, call: Call) -> Value:
+    """Emit the places that an affine map ``theta`` [samples, d, d + 1] takes a grid to as a product with the places of the grid."""
+    given = call.bound()
+    theta, size, align = given["theta"], given["size"], given["align_corners"]
+    assert isinstance(theta, Ref) and isinstance(size, tuple) and isinstance(align, bool)
+    dims = len(size) - 2
+    sizes = [1, *cast("tuple[int, ...]", size)[1:]]
+    with torch._C.DisableTorchFunction():
+        places = torch.nn.functional.affine_grid(torch.eye(dims, dims + 1)[None], sizes, align).reshape(-1, dims)
+    places = torch.cat((places, torch.ones(len(places), 1)), 1).to(call.spec.dtype)
+    grid = builder.constant(call, places, TensorSpec(shape=tuple(places.shape), dtype=places.dtype))
+    product = builder.make(call, "aten.matmul.default", grid, builder.make(call, "aten.transpose.int", theta, 1, 2))
+    return view_to(builder, call, product, call.spec.shape)
+
+
 def _square(builder: Builder, call: Call) -> Value:
     """Emit a square as a power, as ``run_decompositions`` would.
 
@@ -385,11 +420,14 @@ HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(aten_targets("split.Tensor split_with_sizes.default chunk.default tensor_split.sections"), _split),
     "aten.unbind.int": _unbind,
     "aten.cat.default": _cat,
+    **dict.fromkeys(aten_targets("vstack.default hstack.default"), _stacked),
     **dict.fromkeys(aten_targets("t.default numpy_T.default"), _t),
     "aten.mT.default": _last_two,
     "aten.permute.default": _permute,
     "aten.copy.default": _copy,
     "aten.square.default": _square,
+    "aten.kron.default": _kron,
+    "aten.affine_grid_generator.default": _affine_grid,
     **dict.fromkeys(("autopar.experts.default", "autopar.ctc_losses.default"), _with_all_arguments),
 }
 """Handlers by target as traced. A call without a handler in any module passes through :func:`generic`."""
