@@ -1,6 +1,5 @@
 from collections.abc import Sequence
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -10,42 +9,16 @@ from autopar import api
 from autopar.errors import InfeasibleError, RuleError
 from autopar.graph.graph import Block, Graph, Op, Ref
 from autopar.graph.rewrites import compact
-from autopar.plan.mesh import I, P
+from autopar.plan.mesh import I
 from autopar.planner.sharding import input_axes as batch
 from autopar.planner.sharding.energy import Cost
 from autopar.planner.sharding.input_axes import solve_batch
-from autopar.rules.apply import shard
 from autopar.rules.strategy import Strategy
 from autopar.rules.table import Rule, default_table
 from autopar.tracing.trace import trace
 from tests.support.clusters import two_kinds
 from tests.support.planner.graphs import mlp, op
 from tests.support.small_models import model_of
-
-
-@pytest.mark.parametrize("micro_batch", [1, 2, 4, 8])
-def test_one_typing_serves_every_micro_batch(micro_batch: int) -> None:
-    small = compact(mlp(layers=2, batch=2))
-    typing = solve_batch(small)
-    local = shard(
-        small.graph, replace(typing, size=Fraction(2, micro_batch)), global_batch_size=16, micro_batch_size=micro_batch,
-    )  # fmt: skip
-    assert local.batch_size == micro_batch
-    assert local.spec(Ref("r1")).shape[0] == micro_batch
-
-
-def test_a_count_of_tokens_is_totalled_before_the_step() -> None:
-    def forward(self: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits = self.head(self.table(ids))
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
-
-    ids = torch.zeros(2, 4, dtype=torch.long)
-    model = model_of(forward, table=torch.nn.Embedding(8, 4), head=torch.nn.Linear(4, 8))
-    graph = trace(model, (), {"ids": ids, "labels": ids})
-    typing = solve_batch(compact(graph))
-    local = shard(graph, replace(typing, size=Fraction(2)), global_batch_size=8, micro_batch_size=1)
-    assert local.sums
-    assert all(typing.strategies[graph.producer(ref).name].outputs == (P,) for ref in local.sums)
 
 
 def test_an_operator_that_mixes_samples_is_named() -> None:
