@@ -182,6 +182,8 @@ def for_batch(
             f"samples meet in {error.where}: each data rank takes all its samples in one micro-batch, and where they "
             "meet they are gathered from all data ranks"
         )
+        if "aten.select.int" in error.where:
+            note += " (write a loop over samples as torch.vmap(function)(x), which leaves them apart)"
         return replace(graph, mixing=error.where, notes=(*graph.notes, note))
     return graph
 

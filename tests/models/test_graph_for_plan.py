@@ -217,3 +217,11 @@ def test_those_used_last_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch,
             os.utime(file, ns=(place, place))  # file systems tell apart no two moments
     assert len(count) == 3
     assert len(list(folder.iterdir())) == 2
+
+
+def test_a_loop_over_samples_is_told_of_vmap() -> None:
+    model = model_of(lambda self, x: torch.stack([self.linear(row).relu() for row in x]).mean(), linear=nn.Linear(4, 4))
+    graph = api.trace(model, example_inputs={"x": X}, global_batch_size=4)
+    assert any("torch.vmap" in note for note in graph.notes)
+    mapped = model_of(lambda self, x: torch.vmap(self.linear)(x).relu().mean(), linear=nn.Linear(4, 4))
+    assert not api.trace(mapped, example_inputs={"x": X}, global_batch_size=4).mixing
