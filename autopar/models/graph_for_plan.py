@@ -183,6 +183,10 @@ def for_batch(
             f"samples meet in {error.where}: each data rank takes all its samples in one micro-batch, and where they "
             "meet they are gathered from all data ranks"
         )
+        if "aten.select.int" in error.where:
+            note += " (write a loop over samples as torch.vmap(function)(x), which leaves them apart)"
+        if any(f"aten.{kind}" in error.where for kind in ("lstm", "gru", "rnn")):
+            note += " (dim 0 of the inputs is that of samples: give them samples first, and transpose in forward)"
         return replace(graph, mixing=error.where, notes=(*graph.notes, note))
     return graph
 

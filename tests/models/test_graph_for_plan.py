@@ -214,3 +214,19 @@ def test_those_used_last_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch,
             os.utime(file, ns=(place, place))  # file systems tell apart no two moments
     assert len(count) == 3
     assert len(list(folder.iterdir())) == 2
+
+
+def test_a_loop_over_samples_is_told_of_vmap() -> None:
+    model = model_of(lambda self, x: torch.stack([self.linear(row).relu() for row in x]).mean(), linear=nn.Linear(4, 4))
+    graph = api.trace(model, example_inputs={"x": X}, global_batch_size=4)
+    assert any("torch.vmap" in note for note in graph.notes)
+    mapped = model_of(lambda self, x: torch.vmap(self.linear)(x).relu().mean(), linear=nn.Linear(4, 4))
+    assert not api.trace(mapped, example_inputs={"x": X}, global_batch_size=4).mixing
+
+
+def test_time_before_samples_in_the_inputs_is_told_of_the_dim_of_samples() -> None:
+    model = model_of(lambda self, x: self.lstm(x)[0].square().mean(), lstm=nn.LSTM(4, 4))
+    graph = api.trace(model, example_inputs={"x": torch.ones(6, 2, 4)}, global_batch_size=4)
+    assert any("give them samples first, and transpose in forward" in note for note in graph.notes)
+    turned = model_of(lambda self, x: self.lstm(x.transpose(0, 1))[0].square().mean(), lstm=nn.LSTM(4, 4))
+    assert not api.trace(turned, example_inputs={"x": torch.ones(2, 6, 4)}, global_batch_size=4).mixing
