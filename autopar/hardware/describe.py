@@ -11,8 +11,7 @@ from typing import Any
 
 from autopar.errors import UsageError, closest
 from autopar.hardware.cluster import Cluster, NodeGroup
-from autopar.hardware.device import Device
-from autopar.hardware.device_rates import times
+from autopar.hardware.device import Device, times
 from autopar.hardware.link import Link
 from autopar.hardware.read import (
     MachineProfile,

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster, NodeGroup, Tier
-from autopar.hardware.device import Device
-from autopar.hardware.device_rates import times
+from autopar.hardware.device import Device, times
 from autopar.hardware.link import CollectiveLibrary, CollectiveTime, Link
 from autopar.util.files import data_files
 from autopar.util.toml import Table

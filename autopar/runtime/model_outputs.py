@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from autopar.errors import UsageError
 from autopar.graph.elements import Leaf, Outputs
 from autopar.graph.graph import Input, Op, Ref
-from autopar.graph.operator_kinds import run
+from autopar.graph.interpreter import run
 from autopar.lower.emit import ancestors, layout_of, takes_device
 from autopar.lower.program import Program
 from autopar.plan.plan import Plan

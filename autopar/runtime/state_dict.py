@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import UsageError
 from autopar.graph.graph import Padding, Parameter, TensorSpec
-from autopar.graph.operator_kinds import part_of
+from autopar.graph.interpreter import part_of
 from autopar.lower.program import Program
 from autopar.runtime.checkpoint import contents
 from autopar.runtime.checkpoint.contents import WholeTensors

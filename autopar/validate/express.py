@@ -16,7 +16,7 @@ from autopar.cost.blocks.block_work import BlockWork, block_work, price_block
 from autopar.cost.model import CostModel, StageCost, Step
 from autopar.graph.graph import Graph, Op
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.device_rates import times
+from autopar.hardware.device import times
 from autopar.hardware.read import MachineProfile
 from autopar.models.transformer import Sizes, build
 from autopar.plan.mesh import Mesh

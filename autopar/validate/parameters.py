@@ -18,8 +18,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.hardware.device import TOPICS, Device
-from autopar.hardware.device_rates import CurvePoint, MatmulRate
+from autopar.hardware.device import TOPICS, CurvePoint, Device, MatmulRate
 from autopar.hardware.read import MachineProfile
 from autopar.util.files import data_files
 from autopar.util.toml import Table

@@ -18,8 +18,7 @@ from autopar.cost.step.step import Runtime, StageMessages, StageSums, Step
 from autopar.errors import UsageError
 from autopar.graph.graph import Graph, Op, Ref
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.device import Device
-from autopar.hardware.device_rates import MatmulRate
+from autopar.hardware.device import Device, MatmulRate
 from autopar.hardware.link import Link
 from autopar.hardware.read import MachineProfile, load_library
 from autopar.models.transformer import Attention, Family

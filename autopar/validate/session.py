@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from autopar.errors import AutoparError, UsageError
-from autopar.hardware.device_rates import ALIGNED_ELEMENTS
+from autopar.hardware.device import ALIGNED_ELEMENTS
 from autopar.hardware.read import MachineProfile, load_profile
 from autopar.plan.prediction import Prediction
 from autopar.validate import parameters as free

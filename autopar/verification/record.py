@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from autopar.graph.graph import Graph, Op, Ref, map_refs
-from autopar.graph.operator_kinds import function_of, leaves
+from autopar.graph.interpreter import function_of, leaves
 from autopar.lower.emit import SEED
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.step.stage import BlockModule, StageModule

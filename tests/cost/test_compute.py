@@ -11,8 +11,7 @@ from autopar.cost.operators.operator_times import op_time
 from autopar.cost.operators.work import operand_specs, work
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.device import KernelKind
-from autopar.hardware.device_rates import CurvePoint
+from autopar.hardware.device import CurvePoint, KernelKind
 from autopar.tracing.trace import trace
 from tests.support.kept import kept_bytes
 from tests.support.planner import graphs

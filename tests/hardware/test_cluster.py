@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from autopar.cost.network.placement import shapes_of
 from autopar.errors import UsageError
 from autopar.hardware.cluster import NETWORK, Cluster, Tier
-from autopar.hardware.device_rates import CurvePoint, MatmulRate
+from autopar.hardware.device import CurvePoint, MatmulRate
 from autopar.hardware.link import Link
 from autopar.hardware.read import known_devices, load_library, load_profile
 from autopar.hardware.topology import Fabric

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.graph.operator_kinds import leaves, run
+from autopar.graph.interpreter import leaves, run
 from autopar.rules.sample_order import by_sample
 from autopar.tracing.trace import trace
 from tests.support.close import assert_close

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.graph.graph import Graph
-from autopar.graph.operator_kinds import leaves, run
+from autopar.graph.interpreter import leaves, run
 from autopar.tracing.trace import trace
 from tests.support.close import assert_close
 

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.graph.graph import Graph, Op, Ref, TensorSpec
-from autopar.graph.operator_kinds import draws_random, leaves, run
+from autopar.graph.interpreter import leaves, run
+from autopar.graph.operator_kinds import draws_random
 from autopar.graph.rewrites import compact
 from autopar.plan.mesh import R, S
 from autopar.planner.sharding.input_axes import solve_batch

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from autopar import api
 from autopar.errors import TraceError
 from autopar.graph.graph import Graph, Op, Ref
-from autopar.graph.operator_kinds import leaves, run
+from autopar.graph.interpreter import leaves, run
 from autopar.models.resolve import resolve_model
 from autopar.rules.by_execution import verify_rule
 from autopar.tracing.trace import trace

@@ -7,7 +7,7 @@ import pytest
 
 from autopar.cost.operators.work_record import Work
 from autopar.errors import UsageError
-from autopar.hardware.device_rates import MatmulRate
+from autopar.hardware.device import MatmulRate
 from autopar.hardware.read import known_devices, load_profile
 from autopar.validate import parameters as free
 from autopar.validate.foreign_kernels import is_filled

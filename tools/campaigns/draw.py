@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from autopar.graph.graph import Argument, Block, Buffer, Graph, Input, Op, Parameter, Ref, TensorSpec, digest
-from autopar.graph.operator_kinds import draws_random, run
+from autopar.graph.interpreter import run
+from autopar.graph.operator_kinds import draws_random
 from tools.campaigns.catalogue import LOSSES, STEPS, UnfitError
 
 Choose = Callable[[int], int]

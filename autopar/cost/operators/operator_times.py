@@ -24,8 +24,7 @@ from autopar.cost.operators.work import COLLECTIVES, LINEAR, VIEWS, Product, Spe
 from autopar.cost.operators.work_record import Work
 from autopar.errors import UsageError
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec
-from autopar.hardware.device import Device
-from autopar.hardware.device_rates import MatmulRate
+from autopar.hardware.device import Device, MatmulRate
 from autopar.hardware.link import OperatorTable
 from autopar.rules.apply import OVER_DATA
 from autopar.rules.other_kernels import EXPERT_TARGETS as SPLIT_EXPERTS

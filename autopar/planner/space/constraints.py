@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.graph.rewrites import length
-from autopar.hardware.device_rates import ALIGNED_ELEMENTS
+from autopar.hardware.device import ALIGNED_ELEMENTS
 from autopar.plan.schedule import SCHEDULES
 from autopar.planner.space.pin_syntax import BUCKET, RELATIONS, ChoicePin, NumberPin
 from autopar.planner.space.pins import Pins

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import autopar
 from autopar import api
 from autopar.graph.graph import Graph, Parameter
-from autopar.graph.operator_kinds import part_of
+from autopar.graph.interpreter import part_of
 from autopar.lower.program import Program, lower
 from autopar.ops.opaque import Holder
 from autopar.plan.plan import Plan
