@@ -348,12 +348,15 @@ class _Ordering:
         return bool(label) and self._is_alike(op, pattern, label)
 
     def _part(self, op: Op) -> bool:
-        """Take some of the joined batches by a selection along the inner dim."""
-        source, dim, start, stop = op.args[:4]
+        """Take some of the joined batches, or each ``step``-th row of each sample, by a selection along the inner dim."""
+        source, dim, start, stop, step = (*op.args, 1)[:5]
         rows = self.rows.get(cast("Ref", source))
-        assert isinstance(source, Ref) and isinstance(dim, int) and isinstance(start, int) and isinstance(stop, int)
-        if rows is None or rows.outer == 1 or rows.dim != dim or len(op.args) > 4:
+        assert isinstance(source, Ref) and isinstance(dim, int) and isinstance(step, int)
+        assert isinstance(start, int) and isinstance(stop, int)
+        if rows is None or rows.dim != dim or (rows.outer == 1 and step == 1):
             return self._along(op)
+        if step > 1:
+            return self._stride(op, source, rows, start, step)
         unit, shape = self.samples * rows.inner, self.specs[source].shape
         if start % unit or stop % unit:
             return False
@@ -363,6 +366,19 @@ class _Ordering:
         taken = self._emit(op, "aten.slice.Tensor", (self._view(op, source, split), dim + 1, first, last), rest)
         self._view(op, taken, op.spec.shape, op.name)
         self._note(op, Ref(op.name), Rows(dim, last - first, rows.inner), "part", first, last)
+        return True
+
+    def _stride(self, op: Op, source: Ref, rows: Rows, start: int, step: int) -> bool:
+        """Take each ``step``-th row of each sample (``rows[0::2]`` of two views in turn) by a slice along the rows of a sample."""
+        shape, dim, count = self.specs[source].shape, rows.dim, rows.inner // step
+        if rows.inner % step or start >= step or op.spec.shape[dim] * step != shape[dim]:
+            return False
+        units, rest = shape[dim] // rows.inner, shape[dim + 1 :]
+        split = self._view(op, source, (*shape[:dim], units, rows.inner, *rest))
+        args = (split, dim + 1, start, rows.inner, step)
+        taken = self._emit(op, "aten.slice.Tensor", args, (*shape[:dim], units, count, *rest))
+        self._view(op, taken, op.spec.shape, op.name)
+        self._note(op, Ref(op.name), Rows(dim, rows.outer, count), "join", start, step)
         return True
 
     def _roll(self, op: Op) -> bool:

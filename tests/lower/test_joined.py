@@ -86,6 +86,11 @@ def interleaved(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
     return z[0] - z[1].detach()
 
 
+def in_turn(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
+    z = s.outer(torch.stack((h, h.flip(1)), 1).flatten(0, 1))
+    return z[0::2] - z[1::2].detach()
+
+
 def flat_tokens(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
     z = s.outer(torch.cat((h, h.flip(1))).flatten(0, 1)).relu().view(-1, 6, 8)
     masked = z * torch.cat((b["mask"], ~b["mask"]))[..., None]
@@ -137,7 +142,7 @@ def kronecker(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
     return torch.kron(h, s.row[:4].view(2, 2))
 
 
-APART = [simsiam, triplets, guidance, adversary, crops, interleaved, flat_tokens, time_first, labels, preferences, repeated, noisy, turned, next_views, kronecker]  # fmt: skip
+APART = [simsiam, triplets, guidance, adversary, crops, interleaved, in_turn, flat_tokens, time_first, labels, preferences, repeated, noisy, turned, next_views, kronecker]  # fmt: skip
 
 
 @pytest.mark.parametrize("code", APART)
@@ -172,6 +177,10 @@ def last_rows(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
     return s.outer(torch.cat((h, h.flip(1))))[2:]
 
 
+def every_other(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
+    return s.outer(torch.cat((h, h.flip(1))))[::2]
+
+
 def halves(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
     """Neighbouring samples, not two views of one."""
     return s.outer(torch.cat((h, h.flip(1)))).view(len(h), 2, 6, 8).diff(dim=1)
@@ -183,7 +192,7 @@ def across(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
     return by_view * torch.stack((h, 2 * h), 1).flatten(0, 1)
 
 
-MEET = [in_batch_negatives, mixup, first_rows, last_rows, halves, across]
+MEET = [in_batch_negatives, mixup, first_rows, last_rows, every_other, halves, across]
 
 
 @pytest.mark.parametrize("code", MEET)
