@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from autopar import api
 from autopar.benchmark import rank_runs as ranks
 from autopar.benchmark.batches import Choice, benchmark
 from autopar.benchmark.local import (
@@ -27,6 +26,7 @@ from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster
 from autopar.models.resolve import resolve_model
 from autopar.verification.rank_pool import WorkerPool
+from tests.support.distributed.plans import estimated
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
 
@@ -78,7 +78,7 @@ def test_two_plans_on_two_ranks(pool: WorkerPool, tmp_path: Path) -> None:
 def test_a_plan_that_fails_is_recorded_and_the_others_are_measured(pool: WorkerPool) -> None:
     source, asked = task()
     good, bad = (
-        entry_of(api.estimate(asked.graph, cluster="cpu:1x2", global_batch_size=4, pins=pins))
+        entry_of(estimated(asked.graph, cluster="cpu:1x2", global_batch_size=4, pins=pins))
         for pins in (["dp_replicate=2", "micro_batch=1"], ["dp_replicate=2", "micro_batch=2"])
     )
     bad = replace(bad, plan=replace(bad.plan, mesh=replace(bad.plan.mesh, dp_replicate=4)))  # of another job
@@ -111,7 +111,7 @@ def test_one_device_runs_every_micro_batch_recompute_and_precision(pool: WorkerP
 def test_a_rank_of_a_larger_plan_among_fakes(pool: WorkerPool, model: str, pins: str, batch: int, rank: int) -> None:
     """One of experts gets as many tokens as it sends."""
     source, asked = task(model, "cpu:1x4")
-    plan = api.estimate(asked.graph, cluster="cpu:1x4", global_batch_size=batch, pins=pins.split())
+    plan = estimated(asked.graph, cluster="cpu:1x4", global_batch_size=batch, pins=pins.split())
     job = Job(source=source, graphs={"fp32": asked.graph}, plans={"it": plan}, rounds=1, steps=1, as_rank=rank)
     ((found,),) = (one.values() for one in pool.run(ranks.run, job, size=1, timeout_s=60.0))
     assert "failure" not in found, found["failure"]

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 import autopar.lower.program
 import autopar.ops.collectives
 import autopar.ops.kernels
-from autopar import api
 from autopar.errors import VerificationError
 from autopar.graph.graph import Graph, Op
 from autopar.hardware.cluster import Cluster
@@ -26,7 +25,7 @@ from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.reference import Subject
 from autopar.verification.results import GRAPH_TOLERANCE, VerifyReport, render_verification, verification
 from tests.support.distributed.oddities import CHOOSING, REMEMBERING
-from tests.support.distributed.plans import make_plan
+from tests.support.distributed.plans import estimated, make_plan
 from tests.support.distributed.subjects import HfSubject, Unpadded
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
@@ -165,7 +164,7 @@ def made(mesh: Mesh, **options: Any) -> tuple[HfSubject, Graph, Plan]:
 def with_ring() -> tuple[HfSubject, Graph, Plan]:
     subject, graph = traced("llama")
     pins = ["cp=2", "zero=0", "cp_attention=ring", "micro_batch=2"]
-    return subject, graph, api.estimate(graph, cluster="cpu:1x2", global_batch_size=4, pins=pins)
+    return subject, graph, estimated(graph, cluster="cpu:1x2", global_batch_size=4, pins=pins)
 
 
 _TEXT = "num_hidden_layers=1&hidden_size=16&num_attention_heads=2&intermediate_size=32&vocab_size=32"
@@ -179,7 +178,7 @@ _SPEECH = "&".join(
 def of_family(model: str, pins: str, tokens: int | None = 8) -> tuple[VerifiedModel, Graph, Plan]:
     subject = VerifiedModel(resolve_model(model, sequence_length=tokens), masked=True)
     graph, cluster = subject.trace(), with_free_links(Cluster.parse("cpu:1x2"))
-    return subject, graph, api.estimate(graph, cluster=cluster, global_batch_size=4, pins=pins.split())
+    return subject, graph, estimated(graph, cluster=cluster, global_batch_size=4, pins=pins.split())
 
 
 def the(local: Graph, place: int | str, target: str, number: int = 0) -> Op:
@@ -281,7 +280,7 @@ def test_nothing_is_found_where_nothing_differs(workers: WorkerPool) -> None:
 
 def test_buffers_that_a_step_changes_are_those_of_the_step_before(workers: WorkerPool) -> None:
     graph = REMEMBERING.trace(8, global_batch_size=8)
-    plan = api.estimate(graph, cluster="cpu:1x2", global_batch_size=8, pins=["tp=2"])
+    plan = estimated(graph, cluster="cpu:1x2", global_batch_size=8, pins=["tp=2"])
     report = verify(REMEMBERING, plan, graph, steps=2, pool=workers, run_timeout_s=90.0, find="always")
     assert report.bisection.difference is None
 
@@ -289,7 +288,7 @@ def test_buffers_that_a_step_changes_are_those_of_the_step_before(workers: Worke
 @pytest.mark.parametrize("pin", ["dp_replicate=2", "tp=2"])
 def test_a_parameter_that_only_chooses_is_decayed_as_on_one_device(workers: WorkerPool, pin: str) -> None:
     graph = CHOOSING.trace(8, global_batch_size=8)
-    plan = api.estimate(graph, cluster="cpu:1x2", global_batch_size=8, pins=[pin])
+    plan = estimated(graph, cluster="cpu:1x2", global_batch_size=8, pins=[pin])
     report = verify(CHOOSING, plan, graph, steps=2, pool=workers, run_timeout_s=90.0, find="always")
     assert report.bisection.difference is None
 

@@ -17,6 +17,7 @@ from tests.support.close import assert_close
 from tests.support.damage import Touch
 from tests.support.distributed import checkpoints, jobs
 from tests.support.distributed.layouts import batches, on_ranks, planned, planned_on, traced
+from tests.support.distributed.plans import estimated
 from tools.campaigns import checkpoints as campaign
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
@@ -141,7 +142,7 @@ def test_lengthened_vocabularies_have_the_models_length_in_torchs_checkpoints(po
     subject = resolve_model("hf:gpt2?n_embd=32&n_layer=2&n_head=4&vocab_size=257&n_positions=17")
     graph = api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0, padded=True))
     pins = ("tp=4 transformer.wte.weight=tp:S(0)", "pp=2 tp=2", "tp=2 dp_shard=2 zero=3", "dp_replicate=4")
-    plans = [api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, pins=one.split()) for one in pins]
+    plans = [estimated(graph, cluster="cpu:1x4", global_batch_size=8, pins=one.split()) for one in pins]
     assert plans[0].padding
     passed_on_by_torch(pool, tmp_path, subject, graph, subject.make_batch(8, seed=0, padded=True), *plans)
 

@@ -9,13 +9,14 @@ from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed import jobs
 from tests.support.distributed.layouts import clips_as_one_device, equals_one_device, goes_on, on_ranks
 from tests.support.distributed.mixtures import mixture
+from tests.support.distributed.plans import estimated
 from tests.support.distributed.subjects import OwnSubject, graph_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
 
 def planned(subject: OwnSubject, *pins: str) -> Plan:
-    return api.estimate(graph_of(subject), cluster="cpu:1x4", global_batch_size=8, pins=pins)
+    return estimated(graph_of(subject), cluster="cpu:1x4", global_batch_size=8, pins=pins)
 
 
 CASES: dict[str, tuple[OwnSubject, tuple[str, ...]]] = {
@@ -63,9 +64,7 @@ def test_mixed_precision_keeps_spread_experts_in_float32_at_rest(pool: WorkerPoo
     """Computed in bfloat16, summed in float32: the gradients of experts are those of one device but for rounding."""
     subject = mixture()
     graph = api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0), precision="bf16")
-    plan = api.estimate(
-        graph, cluster="cpu:1x4", global_batch_size=8, pins=["ep=2", "dp_replicate=4"], precision="bf16"
-    )
+    plan = estimated(graph, cluster="cpu:1x4", global_batch_size=8, pins=["ep=2", "dp_replicate=4"], precision="bf16")
     batch = subject.make_batch(8, seed=0)
     model = subject.build()
     model(**batch).backward()

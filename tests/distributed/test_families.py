@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar import api
 from autopar.errors import InfeasibleError, PlanError, VerificationError
 from autopar.graph.graph import Graph
 from autopar.lower.program import lower
@@ -19,6 +18,7 @@ from autopar.verification.against_one_device import verify
 from autopar.verification.compared_models import VerifiedModel
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed.layouts import equals_one_device
+from tests.support.distributed.plans import estimated
 from tests.support.small_models import model_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
@@ -94,7 +94,7 @@ def planned(
     subject = VerifiedModel(resolve_model(spec, sequence_length=length), masked=True)
     graph = subject.trace()
     wanted = {"cluster": f"cpu:1x{ranks}", "global_batch_size": batch, "pins": pins.split()}
-    return subject, api.estimate(graph, **wanted), graph
+    return subject, estimated(graph, **wanted), graph
 
 
 CASES = {
@@ -168,7 +168,7 @@ def test_a_program_that_is_wrong_in_float32_alone_is_wrong(pool: WorkerPool) -> 
     )
     assert ops != graph.ops
     wrong = replace(graph, ops=ops)
-    plan = api.estimate(wrong, cluster="cpu:1x4", global_batch_size=16, pins=["tp=2", "dp_shard=2"])
+    plan = estimated(wrong, cluster="cpu:1x4", global_batch_size=16, pins=["tp=2", "dp_shard=2"])
     report = verify(subject, plan, wrong, steps=2, pool=pool, run_timeout_s=60.0)
     assert not report.passed
     assert report.verdict.startswith("wrong")

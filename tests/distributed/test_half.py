@@ -16,6 +16,7 @@ from autopar.verification.reference import loss_of
 from tests.support.distributed import scaled
 from tests.support.distributed.layouts import batches, on_ranks, planned, planned_on
 from tests.support.distributed.mixtures import mixture
+from tests.support.distributed.plans import estimated
 from tests.support.distributed.subjects import HfSubject, Unpadded
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
@@ -143,7 +144,7 @@ def test_split_sequences_and_experts(pool: WorkerPool, subject: Any, pins: str) 
     """The loss of the mixture alone is in float16, whose gradient 65536 is none."""
     data, scaling = [subject.make_batch(16, seed=0)], {"init_scale": 1024.0}
     graph = api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0), precision="fp16")
-    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=16, pins=pins.split(), precision="fp16")
+    plan = estimated(graph, cluster="cpu:1x4", global_batch_size=16, pins=pins.split(), precision="fp16")
     model = subject.build()
     loss_of(model(**data[0])).backward()
     exact = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -4,7 +4,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar import api
 from autopar.cost.model import CostModel
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import BF16
@@ -13,6 +12,7 @@ from tests.support.close import assert_close
 from tests.support.clusters import HOST, with_device
 from tests.support.distributed import jobs
 from tests.support.distributed.layouts import batches, clips_as_one_device, goes_on, on_batch, on_ranks, planned, traced
+from tests.support.distributed.plans import estimated
 from tests.support.distributed.subjects import SEQUENCE
 from tests.support.step_traffic import stages_of
 
@@ -53,7 +53,7 @@ def test_checkpoints_go_on_wherever_states_live(pool: WorkerPool, tmp_path: Path
 def test_bytes_on_the_host_are_those_predicted(pool: WorkerPool, pins: str) -> None:
     subject, graph = traced("gpt2")
     wish = [*pins.split(), "num_micro_batches=2", "offload=optimizer"]
-    plan = api.estimate(graph, cluster=CLUSTER, global_batch_size=16, pins=wish)
+    plan = estimated(graph, cluster=CLUSTER, global_batch_size=16, pins=wish)
     assert plan.offload == ("optimizer",)
     rows = on_batch(pool, jobs.host_bytes, subject, plan, graph)
     for predicted in plan.predicted.memory:
@@ -89,7 +89,7 @@ def test_blocks_that_keep_on_the_host_train_the_same(pool: WorkerPool, layout: s
 def test_bytes_that_move_are_those_predicted(pool: WorkerPool, pins: str) -> None:
     subject, graph = traced("gpt2")
     wish = [*pins.split(), "num_micro_batches=2", "offload!=optimizer"]
-    plan = api.estimate(graph, cluster=CLUSTER, global_batch_size=16, pins=wish)
+    plan = estimated(graph, cluster=CLUSTER, global_batch_size=16, pins=wish)
     assert any(block.offload for block in plan.blocks)
     model = CostModel(CLUSTER, plan.precision, plan.optimizer)
     stages = stages_of(model, plan, graph)

@@ -19,7 +19,7 @@ from tests.support.close import assert_close
 from tests.support.clusters import two_kinds
 from tests.support.distributed import returning
 from tests.support.distributed.layouts import LAYOUTS, on_batch, on_ranks
-from tests.support.distributed.plans import make_plan
+from tests.support.distributed.plans import estimated, make_plan
 from tests.support.distributed.returning import Returning, plain
 from tests.support.zoo import description
 
@@ -59,7 +59,7 @@ def planned(kind: str, layout: str) -> tuple[Any, Plan, Graph]:
     subject, graph = traced(kind)
     world = 4 if any(f"{axis}4" in layout or f"x {axis}2" in layout for axis in ("dp", "tp", "pp")) else 2
     pins = [*PINS[layout], "vocab_multiple=1"]
-    return subject, api.estimate(graph, cluster=f"cpu:1x{world}", global_batch_size=8, pins=pins), graph
+    return subject, estimated(graph, cluster=f"cpu:1x{world}", global_batch_size=8, pins=pins), graph
 
 
 SPLIT = ["tp2", "tp2 x dp2 ZeRO 3", "pp2 x tp2"]
@@ -168,7 +168,7 @@ def test_outputs_where_a_function_makes_the_loss(pool: WorkerPool) -> None:
 
 def test_outputs_of_experts_over_data_ranks(pool: WorkerPool) -> None:
     subject, graph = traced("experts")
-    plan = api.estimate(graph, cluster="cpu:1x2", global_batch_size=8, pins=["dp_shard=2", "ep=2", "micro_batch=2"])
+    plan = estimated(graph, cluster="cpu:1x2", global_batch_size=8, pins=["dp_shard=2", "ep=2", "micro_batch=2"])
     assert plan.mesh.ep_data == 2
     batch = subject.make_batch(8, seed=1)
     expected = wanted(subject, batch)
@@ -187,7 +187,7 @@ def test_one_stage_is_needed_for_a_loss_with_gradients(pool: WorkerPool) -> None
 
 def test_outputs_of_unequal_shares(pool: WorkerPool) -> None:
     subject, graph = traced("metrics")
-    plan = api.estimate(graph, cluster=two_kinds(1, 1, factor=3.0), global_batch_size=8, pins=["data_shares=3-1"])
+    plan = estimated(graph, cluster=two_kinds(1, 1, factor=3.0), global_batch_size=8, pins=["data_shares=3-1"])
     assert [len(plan.samples_of(rank)) for rank in range(2)] == [6, 2]
     check(pool, subject, plan, graph, 8, 5)
 

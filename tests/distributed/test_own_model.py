@@ -16,6 +16,7 @@ from autopar.plan.plan import FP64, Plan
 from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed.layouts import equals_one_device
+from tests.support.distributed.plans import estimated
 from tests.support.distributed.subjects import OwnSubject
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(150)]
@@ -92,7 +93,7 @@ GIVEN: dict[str, Any] = {"example_inputs": examples(), "loss_fn": distance}
 
 def planned(model: nn.Module | None = None, **options: Any) -> Plan:
     asked = {"cluster": "cpu:1x2", "global_batch_size": 8, "pins": ["tp=2"], **GIVEN, **options}
-    return autopar.estimate(model or dropping(), **asked)
+    return estimated(model or dropping(), **asked)
 
 
 def test_a_parametrized_module_with_nested_inputs_and_dropout_is_verified_and_stays_as_it_is() -> None:
@@ -162,7 +163,7 @@ def test_a_plan_of_another_model_is_refused() -> None:
 def test_a_plan_for_a_loss_beside_the_model_is_verified(pool: WorkerPool, pins: list[str]) -> None:
     subject = TAGGERS[torch.float32]
     options = {"example_inputs": subject.make_batch(8, seed=0), "loss_fn": tagging_loss, "global_batch_size": 8}
-    plan = api.estimate(subject.build(), cluster="cpu:1x4", pins=pins, **options)
+    plan = estimated(subject.build(), cluster="cpu:1x4", pins=pins, **options)
     graph = subject.trace(loss_fn=tagging_loss)
     assert graph.fingerprint == plan.model.fingerprint
     equals_one_device(pool, subject, plan, graph, loss_fn=tagging_loss)
@@ -174,7 +175,7 @@ def test_a_plan_for_a_loss_beside_the_model_is_verified(pool: WorkerPool, pins: 
 def test_another_loss_is_found_out(pool: WorkerPool) -> None:
     subject = TAGGERS[torch.float32]
     graph = subject.trace(loss_fn=doubled)
-    plan = api.estimate(graph, cluster="cpu:1x2", global_batch_size=8, pins=["tp=2"])
+    plan = estimated(graph, cluster="cpu:1x2", global_batch_size=8, pins=["tp=2"])
     report = verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=60.0, loss_fn=tagging_loss, find="never")
     assert not report.passed
 

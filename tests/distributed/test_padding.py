@@ -11,6 +11,7 @@ from autopar.verification.compared_models import VerifiedModel
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.reference import Subject
 from tests.support.distributed.layouts import equals_one_device, goes_on
+from tests.support.distributed.plans import estimated
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
@@ -30,7 +31,7 @@ def traced(kind: str) -> tuple[Subject, Graph]:
 
 def planned(kind: str, pins: str) -> tuple[Subject, Plan, Graph]:
     subject, graph = traced(kind)
-    return subject, api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, pins=pins.split()), graph
+    return subject, estimated(graph, cluster="cpu:1x4", global_batch_size=8, pins=pins.split()), graph
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar import api
 from autopar.cost.model import CostModel, Step
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
@@ -31,6 +30,7 @@ from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed import jobs
 from tests.support.distributed.layouts import on_batch, planned, traced
 from tests.support.distributed.mixtures import mixture
+from tests.support.distributed.plans import estimated
 from tests.support.distributed.subjects import graph_of
 from tests.support.step_traffic import Collective, stages_of, traffic
 
@@ -213,7 +213,7 @@ def test_a_step_runs_what_is_priced(pool: WorkerPool, kind: str, layout: str, op
 def test_a_step_in_float16_runs_the_collectives_that_are_priced(pool: WorkerPool, pins: str) -> None:
     """One of them asks all ranks for infinities."""
     _, graph = traced("gpt2", precision="fp16")
-    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=pins.split(), precision="fp16")
+    plan = estimated(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=pins.split(), precision="fp16")
     compare(pool, "gpt2", plan, graph)
 
 
@@ -221,13 +221,13 @@ def test_a_step_in_float16_runs_the_collectives_that_are_priced(pool: WorkerPool
 def test_a_split_sequence_runs_the_collectives_that_are_priced(pool: WorkerPool, attention: str) -> None:
     _, graph = traced("gpt2")
     pins = f"dp_shard=2 cp=2 zero=2 num_micro_batches=2 cp_attention={attention}".split()
-    compare(pool, "gpt2", api.estimate(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=pins), graph)
+    compare(pool, "gpt2", estimated(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=pins), graph)
 
 
 def test_the_prices_are_those_of_the_plan() -> None:
     """What is compared here is what the search priced: the same stages give the plan's own prediction."""
     _, graph = traced("gpt2")
-    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=["tp=2", "dp_shard=2", "zero=3"])
+    plan = estimated(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=["tp=2", "dp_shard=2", "zero=3"])
     model = CostModel(Cluster.parse("cpu:1x4"), plan.precision, plan.optimizer)
     again = model.predict(stages_of(model, plan, graph), step_of(plan, graph, clips=False))
     assert again.breakdown.data_parallel_s == pytest.approx(plan.predicted.breakdown.data_parallel_s, rel=1e-9)
@@ -246,7 +246,7 @@ def test_the_prices_are_those_of_the_plan() -> None:
 def test_buckets_have_the_size_of_the_plan(pool: WorkerPool, pins: str, size: int) -> None:
     _, graph = traced("gpt2")
     usual, other = (
-        api.estimate(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=[*pins.split(), *more])
+        estimated(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=[*pins.split(), *more])
         for more in ([f"bucket_bytes={2**40}"], [f"bucket_bytes={size}"])
     )
     assert other.bucket_bytes == size
@@ -289,14 +289,14 @@ def check_states(pool: WorkerPool, subject: Any, graph: Graph, plan: Plan, *, sh
 )
 def test_states_are_those_predicted(pool: WorkerPool, kind: str, pins: str, shards: int) -> None:
     subject, graph = traced(kind)
-    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=pins.split())
+    plan = estimated(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=pins.split())
     check_states(pool, subject, graph, plan, shards=shards)
 
 
 @pytest.mark.parametrize("pins", ["dp_shard=2 tp=2 zero=3 num_micro_batches=2", "pp=2 tp=2 num_micro_batches=2"])
 def test_states_in_float16(pool: WorkerPool, pins: str) -> None:
     subject, graph = traced("gpt2", precision="fp16")
-    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=pins.split(), precision="fp16")
+    plan = estimated(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=pins.split(), precision="fp16")
     check_states(pool, subject, graph, plan)
 
 
@@ -304,7 +304,7 @@ def test_states_in_float16(pool: WorkerPool, pins: str) -> None:
 def test_states_of_other_optimizers(pool: WorkerPool, optimizer: str) -> None:
     subject, graph = traced("gpt2")
     pins = ["dp_replicate=2", "tp=2", "zero=0", "num_micro_batches=2"]
-    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=pins, optimizer=optimizer)
+    plan = estimated(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=pins, optimizer=optimizer)
     rows = on_batch(pool, jobs.held_bytes, subject, plan, graph, optimizer)
     assert max(row["optimizer"] for row in rows) == plan.predicted.memory[0].optimizer
 
@@ -320,7 +320,7 @@ def test_states_of_other_optimizers(pool: WorkerPool, optimizer: str) -> None:
 )
 def test_states_of_experts_over_data_ranks(pool: WorkerPool, pins: str) -> None:
     subject, graph = mixture(), graph_of(mixture())
-    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, pins=pins.split())
+    plan = estimated(graph, cluster="cpu:1x4", global_batch_size=8, pins=pins.split())
     assert len(plan.predicted.memory) == 1
     check_states(pool, subject, graph, plan)
 
@@ -339,7 +339,7 @@ FREE = with_free_links(Cluster.parse("cpu:1x4"))
 )
 def test_categories_and_warnings(pool: WorkerPool, tmp_path: Path, pins: str, called: bool, present: set[str]) -> None:
     subject, graph = traced("gpt2")
-    plan = api.estimate(graph, cluster=FREE, global_batch_size=8, pins=pins.split())
+    plan = estimated(graph, cluster=FREE, global_batch_size=8, pins=pins.split())
     wide = replace(plan.predicted, step_time_interval_s=(1e-9, 1e9))
     quiet = replace(plan, predicted=wide)
     batch = subject.make_batch(8, seed=0)
@@ -359,7 +359,7 @@ def test_categories_and_warnings(pool: WorkerPool, tmp_path: Path, pins: str, ca
 
 def test_an_altered_prediction_is_warned_of_once(pool: WorkerPool, tmp_path: Path) -> None:
     subject, graph = traced("gpt2")
-    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, pins=["tp=2", "dp_replicate=2"])
+    plan = estimated(graph, cluster="cpu:1x4", global_batch_size=8, pins=["tp=2", "dp_replicate=2"])
 
     def rows(plan: Plan) -> Any:
         batch = subject.make_batch(8, seed=0)

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from autopar import api
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
 from tests.support.distributed import jobs
 from tests.support.distributed.layouts import on_batch, on_ranks, planned
 from tests.support.distributed.oddities import MASKED, SAMPLES, TOKENS, WIDTH
+from tests.support.distributed.plans import estimated
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
@@ -56,9 +56,7 @@ def test_streams_differ_on_shards_and_are_equal_on_replicas_and_in_recompute(poo
     graph, batch = MASKED.trace(), MASKED.make_batch(SAMPLES, seed=0)
     found: dict[str, list[Any]] = {}
     for mode in ("none", "full"):
-        plan = api.estimate(
-            graph, cluster="cpu:1x4", global_batch_size=SAMPLES, pins=[*pins, "pp=1", f"recompute={mode}"]
-        )
+        plan = estimated(graph, cluster="cpu:1x4", global_batch_size=SAMPLES, pins=[*pins, "pp=1", f"recompute={mode}"])
         found[mode] = list(on_ranks(pool, jobs.gradients_both_ways, MASKED, plan, graph, batch))
     first = found["none"][0]["step"]["table.weight"]
     for rank in (*found["none"], *found["full"]):

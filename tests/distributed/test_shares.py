@@ -14,6 +14,7 @@ from autopar.verification.reference import loss_of
 from tests.support.clusters import two_kinds
 from tests.support.distributed import jobs
 from tests.support.distributed.layouts import clips_as_one_device, equals_one_device, on_batch
+from tests.support.distributed.plans import estimated
 from tests.support.distributed.subjects import HfSubject, graph_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
@@ -23,7 +24,7 @@ SUBJECT = HfSubject("gpt2")
 
 def planned(zero: int) -> Plan:
     pins = ["data_shares=3-1", f"zero={zero}"]
-    plan = api.estimate(graph_of(SUBJECT), cluster=two_kinds(1, 1, factor=3.0), global_batch_size=8, pins=pins)
+    plan = estimated(graph_of(SUBJECT), cluster=two_kinds(1, 1, factor=3.0), global_batch_size=8, pins=pins)
     assert plan.num_micro_batches == 2
     assert [plan.samples_of(rank) for rank in range(2)] == [range(6), range(6, 8)]
     return plan
@@ -38,7 +39,7 @@ def test_unequal_shares_equal_one_device(pool: WorkerPool, zero: int) -> None:
 def test_unequal_shares_of_a_padded_vocabulary_equal_one_device(pool: WorkerPool, zero: int) -> None:
     """As a search plans them: node groups of two ranks each, one kind three times as fast, and rows that are aligned."""
     pins = ["data_shares=3-1", f"zero={zero}", "vocab_multiple=64"]
-    plan = api.estimate(graph_of(SUBJECT), cluster=two_kinds(2, 2, factor=3.0), global_batch_size=16, pins=pins)
+    plan = estimated(graph_of(SUBJECT), cluster=two_kinds(2, 2, factor=3.0), global_batch_size=16, pins=pins)
     assert plan.padding
     assert [len(plan.samples_of(rank)) for rank in range(4)] == [6, 6, 2, 2]
     equals_one_device(pool, SUBJECT, plan, graph_of(SUBJECT))

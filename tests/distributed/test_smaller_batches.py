@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar import api
 from autopar.errors import UsageError
 from autopar.graph.graph import Graph
 from autopar.plan.mesh import Mesh
@@ -18,7 +17,7 @@ from tests.support.close import assert_close
 from tests.support.clusters import two_kinds
 from tests.support.distributed.layouts import LAYOUTS, on_ranks
 from tests.support.distributed.oddities import COUNTING, MEETING, Residual, Routed
-from tests.support.distributed.plans import make_plan
+from tests.support.distributed.plans import estimated, make_plan
 from tests.support.distributed.subjects import HfSubject, graph_of
 from tests.support.parallel import gradients, state, train_step
 
@@ -110,7 +109,7 @@ def test_a_called_backward_of_smaller_batches_equals_one_device(pool: WorkerPool
 @pytest.mark.parametrize("zero", [0, 3])
 def test_smaller_batches_of_unequal_shares_equal_one_device(pool: WorkerPool, zero: int) -> None:
     graph, pins = graph_of(SUBJECTS["gpt2"]), ["data_shares=3-1", f"zero={zero}"]
-    check(pool, "gpt2", api.estimate(graph, cluster=two_kinds(1, 1, factor=3.0), global_batch_size=16, pins=pins))
+    check(pool, "gpt2", estimated(graph, cluster=two_kinds(1, 1, factor=3.0), global_batch_size=16, pins=pins))
 
 
 STEPS = (8, 6, 8, 5, 7, 1)
@@ -132,7 +131,7 @@ def traced(kind: type[nn.Module]) -> Graph:
 def compared(pool: WorkerPool, kind: type[nn.Module], layout: str, too_many: tuple[int, ...]) -> None:
     """Ranks find the same as one device but for the steps of ``too_many`` samples."""
     subject, graph = MEETING[kind], traced(kind)
-    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=8, precision="fp64", pins=MEETING_LAYOUTS[layout])
+    plan = estimated(graph, cluster="cpu:1x4", global_batch_size=8, precision="fp64", pins=MEETING_LAYOUTS[layout])
     steps = [subject.make_batch(size, seed=seed + 1) for seed, size in enumerate(STEPS)]
     rests = [subject.make_batch(size, seed=seed + 9) for seed, size in enumerate(RESTS)]
     wanted = stepped(subject.build(), [s for s in steps if len(s["labels"]) not in too_many], rests)

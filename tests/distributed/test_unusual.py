@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from autopar import api
 from autopar.graph.graph import Graph, Ref
 from autopar.lower.emit import str_name
 from autopar.lower.program import Program, lower
@@ -20,7 +19,7 @@ from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed import jobs
 from tests.support.distributed.layouts import equals_one_device, goes_on, on_ranks
 from tests.support.distributed.oddities import REMEMBERING, UNUSUAL, WITHOUT_STATISTICS
-from tests.support.distributed.plans import make_plan, micro_batch_size
+from tests.support.distributed.plans import estimated, make_plan, micro_batch_size
 from tests.support.distributed.subjects import OwnSubject
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
@@ -35,7 +34,7 @@ def traced(subject: OwnSubject) -> Graph:
 
 def planned(subject: OwnSubject, pins: str, ranks: int = 4) -> tuple[Plan, Graph]:
     graph = traced(subject)
-    return api.estimate(graph, cluster=f"cpu:1x{ranks}", global_batch_size=BATCH, pins=pins.split()), graph
+    return estimated(graph, cluster=f"cpu:1x{ranks}", global_batch_size=BATCH, pins=pins.split()), graph
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import autopar
 from autopar.runtime.job import PLAN
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
+from tests.support.distributed.plans import estimated
 from tests.support.scripts import run_script
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -41,7 +42,7 @@ class Plans:
     def file(self, pins: str) -> Path:
         path = self.folder / f"{pins}.json"
         if not path.exists():
-            plan = autopar.estimate(self.graph, cluster="cpu:1x2", global_batch_size=8, pins=pins.split())
+            plan = estimated(self.graph, cluster="cpu:1x2", global_batch_size=8, pins=pins.split())
             plan.save(path)
         return path
 

@@ -26,6 +26,7 @@ from autopar.verification.rank_pool import WorkerPool
 from tests.support.damage import KINDS
 from tests.support.distributed import checkpoints as jobs
 from tests.support.distributed.layouts import on_ranks
+from tests.support.distributed.plans import estimated
 from tools.revision import revision
 
 MODEL = "hf:gpt2?n_embd=32&n_layer=4&n_head=4&vocab_size=257&n_positions=16"
@@ -51,7 +52,7 @@ def traced() -> tuple[Any, Graph]:
 def planned(name: str) -> Plan:
     ranks, pins = PLANS[name]
     batch = 24 if ranks == 3 else 8
-    plan = api.estimate(traced()[1], cluster=f"cpu:1x{ranks}", global_batch_size=batch, pins=pins)
+    plan = estimated(traced()[1], cluster=f"cpu:1x{ranks}", global_batch_size=batch, pins=pins)
     return replace(plan, offload=("optimizer",)) if name.endswith("on the host") else plan
 
 

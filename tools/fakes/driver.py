@@ -260,10 +260,10 @@ def _traced(model: str, precision: str, layers: int) -> tuple[Any, Any, Any]:
 
 @cache
 def _planned(key: tuple[str, str, int], ranks: int, pins: tuple[str, ...]) -> Any:
-    from autopar import api
+    from tests.support.distributed.plans import estimated
 
     options: Any = {"cluster": f"h100-sxm5-80gb:1x{ranks}", "precision": key[1], "pins": pins}
-    return api.estimate(_traced(*key)[2], global_batch_size=BATCH, **options)
+    return estimated(_traced(*key)[2], global_batch_size=BATCH, **options)
 
 
 def _told(record: Any) -> dict[str, Any]:

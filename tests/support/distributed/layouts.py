@@ -16,7 +16,7 @@ from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.results import VerifyReport
 from tests.support.close import assert_close
 from tests.support.distributed import jobs
-from tests.support.distributed.plans import make_plan, micro_batch_size
+from tests.support.distributed.plans import estimated, make_plan, micro_batch_size
 from tests.support.distributed.subjects import HfSubject, Unpadded, graph_of
 
 CHEAP_MEMORY = {"memory_price": 0.01}
@@ -84,7 +84,7 @@ def planned(
         return planned_on(mesh, kind, dropout, precision, **{**options, **changes})
     subject, graph = traced(kind, dropout, precision.name)
     pins = [*SEQUENCES[layout].split(), "num_micro_batches=2", *(f"{name}={value}" for name, value in changes.items())]
-    plan = api.estimate(graph, cluster="cpu:1x4", global_batch_size=16, pins=pins, precision=precision.name)
+    plan = estimated(graph, cluster="cpu:1x4", global_batch_size=16, pins=pins, precision=precision.name)
     return subject, plan, graph
 
 

@@ -6,6 +6,9 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
+import torch
+
+from autopar import api
 from autopar.graph.graph import Graph, Op, Ref, TensorSpec
 from autopar.graph.rewrites import compact
 from autopar.plan.mesh import I, Mesh
@@ -27,6 +30,12 @@ from autopar.planner.sharding.input_axes import solve_batch
 from autopar.rules.apply import shard
 from autopar.rules.strategy import Typing
 from tests.support.example_plans import single_plan
+
+
+def estimated(model: Graph | torch.nn.Module, *, pins: Sequence[str] = (), **options: Any) -> Plan:
+    """A plan by its pins, in micro-batches of one sample where they do not say which: so that a step has several of them."""
+    says = getattr(model, "mixing", "") or any("micro_batch" in pin or "data_shares" in pin for pin in pins)
+    return api.estimate(model, pins=[*pins, *([] if says else ["micro_batch=1"])], **options)
 
 
 def micro_batch_size(mesh: Mesh, global_batch_size: int) -> int:
