@@ -1,6 +1,7 @@
 """Plans for small models, layouts solved with simple prices: what runs is tested apart from what is cheap."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from autopar import api
+from autopar.errors import InfeasibleError
 from autopar.graph.graph import Graph, Op, Ref, TensorSpec
 from autopar.graph.rewrites import compact
 from autopar.plan.mesh import I, Mesh
@@ -34,8 +36,10 @@ from tests.support.example_plans import single_plan
 
 def estimated(model: Graph | torch.nn.Module, *, pins: Sequence[str] = (), **options: Any) -> Plan:
     """A plan by its pins, in micro-batches of one sample where they do not say which: so that a step has several of them."""
-    says = getattr(model, "mixing", "") or any("micro_batch" in pin or "data_shares" in pin for pin in pins)
-    return api.estimate(model, pins=[*pins, *([] if says else ["micro_batch=1"])], **options)
+    if not any("micro_batch" in pin or "data_shares" in pin for pin in pins):
+        with suppress(InfeasibleError):  # of samples that meet
+            return api.estimate(model, pins=[*pins, "micro_batch=1"], **options)
+    return api.estimate(model, pins=pins, **options)
 
 
 def micro_batch_size(mesh: Mesh, global_batch_size: int) -> int:
