@@ -57,6 +57,11 @@ class TensorSpec:
         """Hash the shape alone: specs are looked up often, and few differ only in dtype or gradient."""
         return hash(self.shape)
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor, *, requires_grad: bool = False) -> TensorSpec:
+        """Return the spec of a tensor."""
+        return cls(shape=tuple(tensor.shape), dtype=tensor.dtype, requires_grad=requires_grad)
+
     @property
     def numel(self) -> int:
         """The number of elements."""

@@ -125,7 +125,7 @@ def call(op: Op, operands: Sequence[Tensor], axis: tuple[str, object] | None = N
 
 
 def _spec(tensor: Tensor) -> TensorSpec:
-    return TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+    return TensorSpec.of(tensor, requires_grad=tensor.requires_grad)
 
 
 def _run_dense(op: Op, operands: Sequence[Tensor], generator: torch.Generator) -> _Dense:

@@ -195,7 +195,7 @@ def _value(weights: ModelWeights, name: str, tensor: Tensor, traced: Mapping[str
     """Return a copy on the host; None, with a warning, if the tensor has no value."""
     try:
         if isinstance(tensor, nn.Parameter):
-            spec = TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+            spec = TensorSpec.of(tensor, requires_grad=tensor.requires_grad)
             whole = tuple(slice(0, size) for size in tensor.shape)
             value = weights.parameter(Parameter(name=name, fqn=name, spec=spec), whole)
         else:

@@ -183,7 +183,7 @@ def inputs_of(batch: dict[str, Any], batch_size: int) -> tuple[Input, ...]:
     return tuple(
         Input(
             name=name,
-            spec=TensorSpec(shape=tuple(leaf.shape), dtype=leaf.dtype),
+            spec=TensorSpec.of(leaf),
             batch_dim=0 if leaf.dim() and leaf.shape[0] == batch_size else None,
         )
         for name, leaf in tensors_of(batch).items()

@@ -181,7 +181,7 @@ class Builder:
 
         with torch._C.DisableTorchFunction():  # an active torch function mode of the caller could change dtypes
             result = resolve(target)(*(map_refs(arg, on_meta) for arg in args), **kwargs)
-        spec = TensorSpec(shape=tuple(result.shape), dtype=result.dtype)
+        spec = TensorSpec.of(result)
         return self.emit(call, target, args, spec, kwargs=kwargs, name=name)
 
     def stop_gradient(self, ref: Ref, *outputs: int) -> None:

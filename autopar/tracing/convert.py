@@ -73,7 +73,7 @@ class Converter:
         if not isinstance(attribute, torch.Tensor):
             return str(node.target)
         ref = Ref(self.builder.unique(node.name))
-        self.builder.specs[ref] = TensorSpec(shape=tuple(attribute.shape), dtype=attribute.dtype)
+        self.builder.specs[ref] = TensorSpec.of(attribute)
         self.builder.values[ref] = attribute.detach().cpu()
         return ref
 

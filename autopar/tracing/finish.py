@@ -280,7 +280,7 @@ def _buffer_of(
         key = (tuple(value.shape), value.dtype, bytes(raw.tolist()))
     if key not in shared:
         name = builder.unique(f"c_{ref.name}")
-        spec = TensorSpec(shape=tuple(value.shape), dtype=value.dtype)
+        spec = TensorSpec.of(value)
         shared[key] = builder.leaf(name, spec)
         buffers.append(Buffer(name=name, fqn="", spec=spec, value=value))
     return shared[key]

@@ -124,7 +124,7 @@ def _specs(value: object) -> tuple[TensorSpec, ...]:
     """Return the specs of the tensors in the fake result of a call, without those of which a size is not known."""
     tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     known = [tensor for tensor in tensors if all(isinstance(size, int) for size in tensor.shape)]
-    return tuple(TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype) for tensor in known)
+    return tuple(TensorSpec.of(tensor) for tensor in known)
 
 
 _SAME = aten_targets(

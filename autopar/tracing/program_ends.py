@@ -97,7 +97,7 @@ def _parameter(
     fqn, *aliases = names
     if fqn not in parameters:
         tensor = model.get_parameter(fqn)
-        spec = TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+        spec = TensorSpec.of(tensor, requires_grad=tensor.requires_grad)
         identifier = builder.unique(f"p_{fqn}")
         builder.leaf(identifier, spec)
         builder.parameters.add(identifier)
@@ -107,7 +107,7 @@ def _parameter(
 
 def _buffer(builder: Builder, fqn: str, tensor: torch.Tensor) -> Buffer:
     """Register a buffer of the model. It has a value unless it is on meta."""
-    ref = builder.leaf(builder.unique(f"b_{fqn}"), TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype))
+    ref = builder.leaf(builder.unique(f"b_{fqn}"), TensorSpec.of(tensor))
     value = None if tensor.is_meta else tensor.detach().cpu()
     if value is not None:
         builder.hints[ref] = value
@@ -116,7 +116,7 @@ def _buffer(builder: Builder, fqn: str, tensor: torch.Tensor) -> Buffer:
 
 def _lifted(builder: Builder, placeholder: str, value: Any, buffers: list[Buffer]) -> Ref:
     """Register a constant tensor of the code, which is neither a parameter nor a buffer. Without a value it is added to ``buffers``."""
-    spec = TensorSpec(shape=tuple(value.shape), dtype=value.dtype)
+    spec = TensorSpec.of(value)
     ref = builder.leaf(builder.unique(placeholder), spec)
     if type(value) is torch.Tensor and value.device.type != "meta":
         builder.values[ref] = value.detach().cpu()

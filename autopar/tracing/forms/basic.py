@@ -385,7 +385,7 @@ def _affine_grid(builder: Builder, call: Call) -> Value:
     with torch._C.DisableTorchFunction():
         places = torch.nn.functional.affine_grid(torch.eye(dims, dims + 1)[None], sizes, align).reshape(-1, dims)
     places = torch.cat((places, torch.ones(len(places), 1)), 1).to(call.spec.dtype)
-    grid = builder.constant(call, places, TensorSpec(shape=tuple(places.shape), dtype=places.dtype))
+    grid = builder.constant(call, places, TensorSpec.of(places))
     product = builder.make(call, "aten.matmul.default", grid, builder.make(call, "aten.transpose.int", theta, 1, 2))
     return view_to(builder, call, product, call.spec.shape)
 

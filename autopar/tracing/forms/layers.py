@@ -220,7 +220,7 @@ def strided(builder: Builder, call: Call, traced: torch.Tensor) -> Value:
         rows, read = view_to(builder, call, source, (samples, traced.numel() // samples)), read[0]
     else:
         rows = view_to(builder, call, source, (traced.numel(),))
-    positions = builder.constant(call, read, TensorSpec(shape=tuple(read.shape), dtype=read.dtype))
+    positions = builder.constant(call, read, TensorSpec.of(read))
     return builder.emit(call, "aten.index.Tensor", (rows, (*(None,) * (len(builder.shape(rows)) - 1), positions)))
 
 
