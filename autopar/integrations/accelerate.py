@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from autopar.errors import UsageError
 from autopar.integrations.loss import check_precision, only_model, scaler_of, step_loss
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.world import Meeting
+from autopar.runtime.world import Peers
 
 try:
     import accelerate
@@ -303,5 +303,5 @@ def _is_planned(loader: object) -> bool:
 
 def _same_everywhere(seed: int | None) -> int:
     """Return rank 0's seed for the order of samples; without one, that of its random numbers."""
-    job = Meeting(dist.group.WORLD if dist.is_initialized() else None)
+    job = Peers(dist.group.WORLD if dist.is_initialized() else None)
     return job.from_first_rank(lambda: torch.initial_seed() if seed is None else seed)

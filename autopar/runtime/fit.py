@@ -320,11 +320,11 @@ def _non_finite_gradients(par: ParallelModel) -> list[str]:
     """Name parameters with infinite or NaN gradients, up to three from each rank; the same on every rank, all of which call it."""
     here = [h.key for h in par._assembly.held if h.gradient is not None and not bool(h.gradient.isfinite().all())]
     with par._calls.at_once("non_finite_gradients"):
-        of_ranks = par._checkpointed.meeting.all_gather(here[:3])
+        of_ranks = par._checkpointed.peers.all_gather(here[:3])
     return sorted({name for names in of_ranks for name in names})
 
 
 def _largest(par: ParallelModel, *values: float) -> list[float]:
     """Return for each number the largest of all ranks; all ranks call it."""
     with par._calls.at_once("largest", meets=False):
-        return [max(of_ranks) for of_ranks in zip(*par._checkpointed.meeting.all_gather(values), strict=True)]
+        return [max(of_ranks) for of_ranks in zip(*par._checkpointed.peers.all_gather(values), strict=True)]

@@ -24,7 +24,7 @@ from autopar.runtime.job import DEFAULT_TIMEOUT_S, check_groups, own_store, star
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.same_values import checksums, differing
 from autopar.runtime.weights import FileWeights, ModelWeights
-from autopar.runtime.world import Meeting, World
+from autopar.runtime.world import Peers, World
 from autopar.util.files import check_places, check_writable
 
 Make = Callable[[], tuple[Plan, Graph]]
@@ -78,7 +78,7 @@ def launch(
                 world = World(plan.mesh, device_type, collective_timeout_s=collective_timeout_s)
                 if plan.groups and device_type == "cuda":
                     check_groups(
-                        plan.groups, Meeting(dist.group.WORLD).all_gather(torch.cuda.get_device_name(world.device))
+                        plan.groups, Peers(dist.group.WORLD).all_gather(torch.cuda.get_device_name(world.device))
                     )
                 program = lower(plan, graph, device=world.device, rank=world.rank)
                 check_program(program)
@@ -130,7 +130,7 @@ def _from_first_rank(make: Make) -> tuple[Plan, Graph]:
     if dist.get_rank() != 0:
         _wait_for(store)
     try:
-        return Meeting(dist.group.WORLD).from_first_rank(answer)
+        return Peers(dist.group.WORLD).from_first_rank(answer)
     except AutoparError:
         if unexpected:
             raise unexpected[0] from unexpected[0].__cause__

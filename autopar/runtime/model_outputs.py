@@ -31,7 +31,7 @@ from autopar.runtime.step.local_batch import num_samples
 from autopar.runtime.step.other_runs import PartialBatch
 from autopar.runtime.step.stage import StageModule
 from autopar.runtime.weights import ModelWeights
-from autopar.runtime.world import Meeting, World
+from autopar.runtime.world import Peers, World
 from autopar.tracing.batch import named_inputs
 
 
@@ -312,7 +312,7 @@ class ModelOutputs:
         known = {p.name for p in self._program.graph.parameters if not names.isdisjoint((p.fqn, *p.aliases))}
         held = [h for h in self._held if h.name in known]
         firsts = {name: p.fqn for p in self._program.graph.parameters for name in (p.fqn, *p.aliases)}
-        whole = WholeTensors(model_parts(self._program.graph, held), Meeting(self._world.host_group()))
+        whole = WholeTensors(model_parts(self._program.graph, held), Peers(self._world.host_group()))
         values = {name: whole.complete(firsts[name]) for name in sorted(names)}
         dtype = {Ref(p.name): p.spec.dtype for p in (self._outputs.parameters if self._outputs else ())}
         return {

@@ -37,7 +37,7 @@ from autopar.plan.run_log import (
     step_of,
     write_log,
 )
-from autopar.runtime.world import Meeting, World
+from autopar.runtime.world import Peers, World
 
 logger = logging.getLogger("autopar")
 
@@ -221,7 +221,7 @@ class Monitor:
             measured_bytes=self._memory.peak_bytes(),
             predicted_bytes=predicted_bytes(self._plan, world.rank),
         )
-        ranks = Meeting(world.host_group()).all_gather(times)
+        ranks = Peers(world.host_group()).all_gather(times)
         self.record = record_of(
             self._plan, ranks, num_steps=len(steps), memory_kind=self._memory.kind, is_coarse=self._is_coarse
         )

@@ -85,13 +85,13 @@ class ParallelModel(TrainedModule):
         """Return all gradients, complete, on every rank's CPU; of a scaled loss until they are unscaled. All ranks call it."""
         with self._calls.at_once("full_gradients"):
             parts = model_parts(self._program.graph, self._assembly.held, gradients=True)
-            return self._untrained.named(WholeTensors(parts, self._checkpointed.meeting))
+            return self._untrained.named(WholeTensors(parts, self._checkpointed.peers))
 
     def _whole_tensors(self) -> WholeTensors:
         """Return the tensors of the state dict by their first names; all ranks call it."""
         others = {**self._changing_buffers.sent(), **self._untrained.kept}
         parts = [*model_parts(self._program.graph, self._assembly.held), *starmap(part_of, others.items())]
-        return WholeTensors(parts, self._checkpointed.meeting)
+        return WholeTensors(parts, self._checkpointed.peers)
 
     def dataloader(self, dataset: Dataset[Any], **options: Any) -> PlannedLoader:
         """Return a ``torchdata.stateful_dataloader.StatefulDataLoader`` that gives each rank its part of global batches.
@@ -139,7 +139,7 @@ class ParallelModel(TrainedModule):
         with self._calls.at_once("save"):
             given = {SCHEDULER: scheduler, LOADER: dataloader, EXTRA: extra}
             save = self._begin_save(path, optimizer, given)
-            save.write(self._checkpointed.meeting)
+            save.write(self._checkpointed.peers)
 
     def _begin_save(self, path: str | Path, optimizer: Optimizer | None, given: CallerStates) -> Save:
         """Collect what a checkpoint is to have; nothing is written yet."""
@@ -165,7 +165,7 @@ class ParallelModel(TrainedModule):
                 tensors=self._whole_tensors(),
                 untrained=self._untrained,
                 facts=self._facts,
-                meeting=self._checkpointed.meeting,
+                peers=self._checkpointed.peers,
             )
             export.save(path, max_shard_size)
 

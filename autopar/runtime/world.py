@@ -41,7 +41,7 @@ def _forget_meshes() -> None:
 _T = TypeVar("_T")
 
 
-class Meeting:
+class Peers:
     """Exchanges objects between ranks; all ranks call the same methods in the same order.
 
     Args:
@@ -220,7 +220,7 @@ class World:
         if self.device.type != "cuda":
             return None
         host, group = socket.gethostname(), self.host_group()
-        num_ranks = self.mesh.world_size if dist.get_backend() == FAKE else Meeting(group).all_gather(host).count(host)
+        num_ranks = self.mesh.world_size if dist.get_backend() == FAKE else Peers(group).all_gather(host).count(host)
         return max(num_cores() // num_ranks, 1)
 
     def _new_host_group(self, timeout: timedelta) -> dist.ProcessGroup | None:

@@ -174,7 +174,7 @@ def _save(parallel: Any, optimizer: Any, record: Any) -> tuple[set[str], dict[st
         mock.patch.object(state_dict.State, "sent", state_dict.State.named),
         mock.patch.object(contents, "random_states", return_value={}),
         mock.patch.object(contents, "compute_local_shape_and_global_offset", _places()),
-        mock.patch.object(world.Meeting, "all_gather", lambda self, value: [value] * self.size),
+        mock.patch.object(world.Peers, "all_gather", lambda self, value: [value] * self.size),
     ):
         parallel.save("nowhere", optimizer)
         if parallel.plan.mesh.pp == 1:
@@ -223,7 +223,7 @@ def _load(parallel: Any, saved: tuple[set[str], dict[str, Any]], record: Any) ->
     with (
         mock.patch.object(series, "Loading", mock.Mock(begin=lambda *_, **__: loading)),
         mock.patch.object(contents, "compute_local_shape_and_global_offset", _places()),
-        mock.patch.object(world.Meeting, "all_gather", lambda self, value: [value] * self.size),
+        mock.patch.object(world.Peers, "all_gather", lambda self, value: [value] * self.size),
     ):
         parallel.load("nowhere", torch.optim.AdamW(parallel.parameters(), lr=1e-3))
 

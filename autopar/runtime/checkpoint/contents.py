@@ -28,7 +28,7 @@ from autopar.graph.graph import Graph, Padding
 from autopar.runtime.checkpoint.checkpoint_index import encode_state
 from autopar.runtime.checkpoint.chunk_files import Part, as_bytes
 from autopar.runtime.step.gradients import RankParameter
-from autopar.runtime.world import Meeting
+from autopar.runtime.world import Peers
 
 Settings = dict[str, Any]
 
@@ -62,7 +62,7 @@ def _is_number(value: object) -> TypeGuard[Tensor]:
 
 
 def check_groups(
-    place: str, held: Sequence[RankParameter], optimizer: Optimizer, saved: Mapping[str, Settings], meeting: Meeting
+    place: str, held: Sequence[RankParameter], optimizer: Optimizer, saved: Mapping[str, Settings], peers: Peers
 ) -> None:
     """Check that the parameters of each group were saved with equal hyperparameters; all ranks call it.
 
@@ -70,7 +70,7 @@ def check_groups(
         PlanError: they were not; names two parameters; raised on all ranks, before a group is changed.
     """
     firsts: dict[int, tuple[str, Settings]] = {}
-    with meeting.failing_together():
+    with peers.failing_together():
         for h, group in groups(held, optimizer):
             values = {name: value for name, value in saved[h.key].items() if name not in IMPLEMENTATION_SETTINGS}
             key, first = firsts.setdefault(group, (h.key, values))
@@ -85,7 +85,7 @@ def check_groups(
 
 
 def put_groups(
-    held: Sequence[RankParameter], optimizer: Optimizer, saved: Mapping[str, Settings], meeting: Meeting
+    held: Sequence[RankParameter], optimizer: Optimizer, saved: Mapping[str, Settings], peers: Peers
 ) -> None:
     """Set the hyperparameters of groups in place; a learning rate in a tensor stays in it. All ranks call it.
 
@@ -96,7 +96,7 @@ def put_groups(
     for h, index in groups(held, optimizer):
         of_group[index] = saved[h.key]
         _put(optimizer.param_groups[index], saved[h.key].items())
-    of_ranks = meeting.all_gather(of_group)
+    of_ranks = peers.all_gather(of_group)
     if len({len(of_rank) for of_rank in of_ranks}) > 1:
         return  # ranks have different groups: groups with the same index do not correspond
     for index, group in enumerate(optimizer.param_groups):
@@ -342,21 +342,21 @@ class WholeTensors:
         shapes: of all tensors, by name.
     """
 
-    def __init__(self, parts: Iterable[Part], meeting: Meeting) -> None:
-        self._meeting, sent = meeting, with_elements(parts)
+    def __init__(self, parts: Iterable[Part], peers: Peers) -> None:
+        self._peers, sent = peers, with_elements(parts)
         self._values = {(part.name, part.offset): part.value for part in sent}
         self._boxes: defaultdict[str, list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = defaultdict(list)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         boxes = [(part.name, part.whole, part.offset, part.shape, part.value.dtype) for part in sent]
-        for rank, of_rank in enumerate(meeting.all_gather(boxes)):
+        for rank, of_rank in enumerate(peers.all_gather(boxes)):
             for name, whole, offset, shape, dtype in of_rank:
                 self.shapes[name], self._dtypes[name] = whole, dtype
                 self._boxes[name].append((rank, offset, shape))
 
     def complete(self, name: str, *, dtype: torch.dtype | None = None, to: int | None = None) -> Tensor | None:
         """Return a complete tensor on the host: on every rank, or on rank ``to`` alone and None on the others."""
-        rank, group, dtype = self._meeting.rank, self._meeting.group, dtype or self._dtypes[name]
+        rank, group, dtype = self._peers.rank, self._peers.group, dtype or self._dtypes[name]
         result = torch.empty(self.shapes[name], dtype=dtype) if to in (None, rank) else None
         for source, offset, shape in self._boxes[name]:
             if source == rank:

@@ -23,7 +23,7 @@ from autopar.runtime.checkpoint.chunk_files import as_bytes, header, new_file
 from autopar.runtime.checkpoint.contents import WholeTensors
 from autopar.runtime.checkpoint.write import Target
 from autopar.runtime.state_dict import Untrained
-from autopar.runtime.world import Meeting
+from autopar.runtime.world import Peers
 
 _INDEX = "model.safetensors.index.json"
 _WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|" + re.escape(_INDEX))
@@ -67,7 +67,7 @@ class Export:
     tensors: WholeTensors
     untrained: Untrained
     facts: ModelFacts
-    meeting: Meeting
+    peers: Peers
 
     def save(self, path: str | Path, max_shard_size: str | int) -> None:
         """Write the folder.
@@ -77,15 +77,15 @@ class Export:
         """
         limit, place = num_bytes(max_shard_size), Path(path).absolute()
         files = self._files(limit)
-        target = self.meeting.from_first_rank(lambda: _begun(place))
+        target = self.peers.from_first_rank(lambda: _begun(place))
         try:
-            with self.meeting.failing_together(), _as_usage_errors(place):
+            with self.peers.failing_together(), _as_usage_errors(place):
                 self._write(files, write.staging_folder(place, target))
-                if self.meeting.rank == 0:
+                if self.peers.rank == 0:
                     self._describe(files, write.staging_folder(place, target))
-            self.meeting.from_first_rank(lambda: _commit(place, target))
+            self.peers.from_first_rank(lambda: _commit(place, target))
         except UsageError:
-            write.remove_failed(place, target, name="", is_first=self.meeting.rank == 0)
+            write.remove_failed(place, target, name="", is_first=self.peers.rank == 0)
             raise
 
     def _files(self, limit: int) -> _Files:
@@ -113,9 +113,9 @@ class Export:
         """
         failure: OSError | None = None
         for number, (file, names) in enumerate(files.items()):
-            writer, dtypes = number % self.meeting.size, self.untrained.dtypes
+            writer, dtypes = number % self.peers.size, self.untrained.dtypes
             values = (self.tensors.complete(name, dtype=dtypes[name], to=writer) for name in names)
-            if writer == self.meeting.rank and failure is None:
+            if writer == self.peers.rank and failure is None:
                 try:
                     place.mkdir(parents=True, exist_ok=True)
                     with new_file(place / file) as opened:

@@ -14,7 +14,7 @@ from torch import Tensor
 from autopar.errors import CheckpointError, PlanError
 from autopar.runtime.checkpoint.checkpoint_index import AGAIN
 from autopar.runtime.checkpoint.chunk_files import Folder, Part
-from autopar.runtime.world import Meeting
+from autopar.runtime.world import Peers
 
 OTHER = "The checkpoint is of another model or optimizer"
 _TAKE_SAME = "Load it with the model and the kind of optimizer that were saved"
@@ -25,7 +25,7 @@ class Loading:
     """A checkpoint that is being loaded; all ranks begin one and call the same methods: first ``verify``, then ``put`` with the same parts.
 
     Attributes:
-        meeting: all ranks of the job.
+        peers: all ranks of the job.
         source: the checkpoint.
 
     Raises:
@@ -33,17 +33,17 @@ class Loading:
         PlanError: it does not fit, or ranks load different ones; raised on all ranks.
     """
 
-    meeting: Meeting
+    peers: Peers
     source: Folder
 
     @classmethod
-    def begin(cls, path: Path, meeting: Meeting) -> Loading:
+    def begin(cls, path: Path, peers: Peers) -> Loading:
         """Open the folder on every rank, and check that it is the same one."""
-        with meeting.failing_together():
+        with peers.failing_together():
             source = Folder(path)
-            if meeting.rank == 0:
+            if peers.rank == 0:
                 source.check_files()
-        digests = meeting.all_gather(source.digest)
+        digests = peers.all_gather(source.digest)
         other_rank = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), 0)
         if other_rank:
             raise PlanError(
@@ -51,7 +51,7 @@ class Loading:
                 where=str(path),
                 fix="Choose the folder on one rank, and send its name to the others",
             )
-        return cls(meeting, source)
+        return cls(peers, source)
 
     def check_holds(self, names: Sequence[str], missing_settings: Sequence[str] = ()) -> None:
         """Check that the checkpoint has what all ranks need.
@@ -61,7 +61,7 @@ class Loading:
             missing_settings: settings of the optimizer that this rank needs and has not found.
         """
         missing = sorted(name for name in set(names) if name not in self.source.tensors)
-        lacking = sorted({name for names in self.meeting.all_gather([*missing, *missing_settings]) for name in names})
+        lacking = sorted({name for names in self.peers.all_gather([*missing, *missing_settings]) for name in names})
         if lacking:
             is_optimizers = all(name.startswith("optimizer.") for name in lacking)
             raise PlanError(
@@ -73,7 +73,7 @@ class Loading:
 
     def verify(self, parts: Sequence[Part]) -> None:
         """Read and verify all that the parts need; no part is changed yet."""
-        with self.meeting.failing_together():
+        with self.peers.failing_together():
             for part in parts:
                 entry = self.source.tensors[part.name]
                 if entry.shape != part.whole:
@@ -87,7 +87,7 @@ class Loading:
 
     def put(self, parts: Sequence[Part]) -> None:
         """Read into the parts what :meth:`verify` has verified for them. It is read and verified again, and not kept in between."""
-        with self.meeting.failing_together(), torch.no_grad():
+        with self.peers.failing_together(), torch.no_grad():
             for part in parts:
                 try:
                     read_box(self.source, part, part.value)

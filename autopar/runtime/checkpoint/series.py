@@ -25,7 +25,7 @@ from autopar.runtime.checkpoint.write import Save, copied_to_host
 from autopar.runtime.checks import check_counts
 from autopar.runtime.state_dict import State, Untrained
 from autopar.runtime.step.gradients import RankParameter
-from autopar.runtime.world import DISKS, Meeting, World
+from autopar.runtime.world import DISKS, Peers, World
 from autopar.util.files import check_places
 
 if TYPE_CHECKING:
@@ -59,14 +59,14 @@ class Checkpointed:
         self._sent = (
             {RANDOM, SCHEDULER} | ({LOADER} if is_first_of_data else set()) | ({EXTRA} if not world.rank else set())
         )
-        self._meeting: Meeting | None = None
+        self._peers: Peers | None = None
 
     @property
-    def meeting(self) -> Meeting:
-        """The meeting of all ranks for saves and loads; its group is made for the first one."""
-        if self._meeting is None:
-            self._meeting = Meeting(self._world.checkpoint_group())
-        return self._meeting
+    def peers(self) -> Peers:
+        """All ranks, for saves and loads; their group is made for the first one."""
+        if self._peers is None:
+            self._peers = Peers(self._world.checkpoint_group())
+        return self._peers
 
     def save(
         self, path: str | Path, progress: Mapping[str, Any], optimizer: Optimizer | None, given: CallerStates
@@ -76,7 +76,7 @@ class Checkpointed:
         Raises:
             UsageError: see :class:`~autopar.runtime.checkpoint.write.Save`.
         """
-        with self.meeting.failing_together():
+        with self.peers.failing_together():
             local = self._contents(optimizer, given)
         values = {
             "progress": dict(progress),
@@ -84,7 +84,7 @@ class Checkpointed:
             "optimizer": {"kind": "" if optimizer is None else type(optimizer).__name__},
             "ranks": {"all": self._world.mesh.world_size, "data": self._plan.mesh.data},
         }
-        return Save(path, local, values, self.meeting)
+        return Save(path, local, values, self.peers)
 
     def _contents(self, optimizer: Optimizer | None, given: CallerStates) -> RankContents:
         """Return this rank's part of a checkpoint."""
@@ -123,11 +123,11 @@ class Checkpointed:
             PlanError: the folder is no checkpoint, is damaged, differs between ranks, or is of another model; raised on all ranks.
                 Nothing is changed.
         """
-        with self.meeting.failing_together():
+        with self.peers.failing_together():
             self.check_optimizer(optimizer)
         without_state = [] if optimizer is None else contents.make_state(optimizer)
         try:
-            return self._load(Loading.begin(Path(path), self.meeting), optimizer, given)
+            return self._load(Loading.begin(Path(path), self.peers), optimizer, given)
         except PlanError:
             if optimizer is not None:
                 for parameter in without_state:  # whose states have counted a step
@@ -148,7 +148,7 @@ class Checkpointed:
         missing = [f"optimizer.{h.key}.group" for h, _ in stepped if h.key not in saved]
         loading.check_holds([part.name for part in parts], missing)
         if optimizer is not None:  # before anything is changed
-            contents.check_groups(str(loading.source.path), self._held, optimizer, saved, self.meeting)
+            contents.check_groups(str(loading.source.path), self._held, optimizer, saved, self.peers)
         loading.verify(parts)
         states = self._states(loading, given)
         loading.put(parts)
@@ -156,7 +156,7 @@ class Checkpointed:
             if padding is not None:
                 contents.padding_of(value, padding).zero_()
         if optimizer is not None:
-            contents.put_groups(self._held, optimizer, saved, self.meeting)
+            contents.put_groups(self._held, optimizer, saved, self.peers)
             for h in self._held:
                 if h.key in fresh:
                     optimizer.state.pop(h.parameter, None)
@@ -182,7 +182,7 @@ class Checkpointed:
     def _states(self, loading: Loading, given: CallerStates) -> dict[str, Any]:
         """Return the decoded states of the given schedulers and loaders, and of the generators."""
         states: dict[str, Any] = {}
-        with self.meeting.failing_together():
+        with self.peers.failing_together():
             for kind, owner in self._owners.items():
                 if kind in _WITH_METHODS and given.get(kind) is None:
                     continue
@@ -216,7 +216,7 @@ class Checkpointed:
                 optimizer.state[h.parameter][name] = checkpoint_index.decode_state(value, _no_tensor)
 
     def _put_states(self, states: Mapping[str, Any], given: CallerStates, loading: Loading) -> None:
-        with self.meeting.failing_together():
+        with self.peers.failing_together():
             try:
                 for kind in _WITH_METHODS:
                     if kind in states:
@@ -259,7 +259,7 @@ class Checkpoints:
         check_counts(keep=keep)
         self.root, self.keep, self.asynchronous = Path(root).absolute(), keep, asynchronous
         self._damaged: set[Path] = set()
-        self._meeting: Meeting | None = None
+        self._peers: Peers | None = None
         self._buffers: dict[str, Tensor] = {}
         self._writer = ThreadPoolExecutor(1, "autopar-checkpoint")  # the process waits for it before it exits
         self._under_way: Future[None] | None = None
@@ -281,16 +281,16 @@ class Checkpoints:
         self.wait()
         path = self.root / f"step-{par.step_count:08d}"
         given = {SCHEDULER: scheduler, LOADER: dataloader, EXTRA: extra}
-        meeting = self._exchange()
+        peers = self._get_peers()
         with par._calls.at_once("save"):
-            if meeting.rank == 0:
+            if peers.rank == 0:
                 self._clean()
             save = par._begin_save(path, optimizer, given)
             if not self.asynchronous:
-                self._write(save, meeting)
+                self._write(save, peers)
                 return path
             save.parts = copied_to_host(save.parts, self._buffers)
-        self._under_way = self._writer.submit(self._write, save, meeting)
+        self._under_way = self._writer.submit(self._write, save, peers)
         return path
 
     def wait(self) -> None:
@@ -309,7 +309,7 @@ class Checkpoints:
         Its index is undamaged and its files have the right lengths. Tensors are verified when they are loaded.
         """
         self.wait()
-        return self._exchange().from_first_rank(lambda: next(iter(self._complete()), None))
+        return self._get_peers().from_first_rank(lambda: next(iter(self._complete()), None))
 
     def load(
         self,
@@ -330,7 +330,7 @@ class Checkpoints:
         """
         self.wait()
         failure: CheckpointError | None = None
-        for path in self._exchange().from_first_rank(self._all):
+        for path in self._get_peers().from_first_rank(self._all):
             if path in self._damaged:
                 continue
             try:
@@ -348,16 +348,16 @@ class Checkpoints:
     extra: Any = None
     """The ``extra`` of the checkpoint that was loaded."""
 
-    def _exchange(self) -> Meeting:
-        """Return the meeting of all ranks. It has a group of its own, as the writer uses it while steps run."""
-        if self._meeting is None:
+    def _get_peers(self) -> Peers:
+        """Return all ranks, in a group of its own, as the writer uses it while steps run."""
+        if self._peers is None:
             is_job = dist.is_initialized() and dist.get_world_size() > 1
-            self._meeting = Meeting(dist.new_group(backend=dist.Backend.GLOO, timeout=DISKS) if is_job else None)
-        return self._meeting
+            self._peers = Peers(dist.new_group(backend=dist.Backend.GLOO, timeout=DISKS) if is_job else None)
+        return self._peers
 
-    def _write(self, save: Save, meeting: Meeting) -> None:
-        save.write(meeting)
-        if meeting.rank == 0:
+    def _write(self, save: Save, peers: Peers) -> None:
+        save.write(peers)
+        if peers.rank == 0:
             self._retain(save.folder)
 
     def _retain(self, newest: Path) -> None:

@@ -28,7 +28,7 @@ from autopar.errors import UsageError, reason
 from autopar.runtime.checkpoint.checkpoint_index import FILE, NAME, PLAN, Entry, File, Index, Piece, encode
 from autopar.runtime.checkpoint.chunk_files import Part, new_file, write
 from autopar.runtime.checkpoint.contents import RankContents, State, with_elements
-from autopar.runtime.world import Meeting
+from autopar.runtime.world import Peers
 from autopar.util.files import dumps
 
 _INSIDE = ".saving"
@@ -158,14 +158,14 @@ class Save:
         UsageError: the folder cannot be written; raised on all ranks.
     """
 
-    def __init__(self, path: str | Path, contents: RankContents, values: Mapping[str, Any], meeting: Meeting) -> None:
+    def __init__(self, path: str | Path, contents: RankContents, values: Mapping[str, Any], peers: Peers) -> None:
         self.folder = Path(path).absolute()
         self._values, self._contents = dict(values), replace(contents, parts=[])
         self.parts = with_elements(contents.parts)
-        self._target = meeting.from_first_rank(self._begin)
-        self._name = f"data-{self._target.generation}-{meeting.rank:05d}.safetensors"
+        self._target = peers.from_first_rank(self._begin)
+        self._name = f"data-{self._target.generation}-{peers.rank:05d}.safetensors"
 
-    def write(self, meeting: Meeting) -> None:
+    def write(self, peers: Peers) -> None:
         """Write and commit.
 
         Raises:
@@ -173,12 +173,12 @@ class Save:
                 unchanged.
         """
         try:
-            with meeting.failing_together():
-                written = (*self._write_file(meeting.rank), self._contents)
-            of_ranks = meeting.all_gather(written)
-            meeting.from_first_rank(lambda: self._commit(of_ranks))
+            with peers.failing_together():
+                written = (*self._write_file(peers.rank), self._contents)
+            of_ranks = peers.all_gather(written)
+            peers.from_first_rank(lambda: self._commit(of_ranks))
         except UsageError:
-            remove_failed(self.folder, self._target, name=self._name, is_first=meeting.rank == 0)
+            remove_failed(self.folder, self._target, name=self._name, is_first=peers.rank == 0)
             raise
 
     def _begin(self) -> Target:
