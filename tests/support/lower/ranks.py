@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     _uninstall_threaded_pg,
 )
 
-from autopar.graph import operator_kinds
+from autopar.graph import interpreter
 from autopar.graph.graph import Graph, Parameter, Ref
 from autopar.lower.program import Program
 from autopar.ops import collectives
@@ -185,7 +185,7 @@ def interpret(graph: Graph, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor
     """The loss of a graph, run operator by operator on whole tensors (by name of input and parameter)."""
     env = {Ref(name): tensor for name, tensor in tensors.items()}
     env |= {Ref(b.name): b.value for b in graph.buffers if b.value is not None}
-    operator_kinds.run((*graph.prelude, *graph.ops), env)
+    interpreter.run((*graph.prelude, *graph.ops), env)
     return env[graph.loss]
 
 
