@@ -142,6 +142,8 @@ def _difference(before: _Numbers | None, now: _Numbers) -> str:
     if before is None or before[0] != now[0]:
         return f"{now[0]} follows in one step, {'nothing' if before is None else before[0]} in another"
     first, second = next((a, b) for a, b in zip(before, now, strict=False) if a != b)
+    if len(f"{first}{second}") > 60:
+        return f"{now[0]} takes other numbers in the next step"
     return f"{now[0]} takes {first} in one step, {second} in the next"
 
 
