@@ -126,7 +126,7 @@ def compare(name: str) -> list[Row]:
     problem = baselines.PROBLEMS[name]
     graph, rows, (space, budgets) = problem.graph(name), list[Row](), CASES[name]
     for trials in budgets:
-        for method, (kind, _) in METHODS.items():
+        for method, (kind, *_) in METHODS.items():
             if kind != "cmaes" or find_spec("cmaes") is not None:
                 rows.append(run(problem, graph, space, method, trials))
                 print(f"{name}: {rows[-1]}", flush=True)

@@ -197,7 +197,7 @@ def result_of(plan: Plan, report: VerifyReport) -> Result:
         gradient=max(row.gradient for row in report.rows),
         parameter=max(row.parameter for row in report.rows),
         double=found.error if found is not None and found.rows else -1.0,
-        alone="" if found is None else _three(found.own),
+        alone="" if found is None else _three(found.alone),
         verdict=report.verdict,
     )
 

@@ -1,6 +1,6 @@
 """Plans for small models, layouts solved with simple prices: what runs is tested apart from what is cheap."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -13,7 +13,7 @@ from autopar import api
 from autopar.errors import InfeasibleError
 from autopar.graph.graph import Graph, Op, Ref, TensorSpec
 from autopar.graph.rewrites import compact
-from autopar.plan.mesh import I, Mesh
+from autopar.plan.mesh import I, Mesh, Type
 from autopar.plan.plan import (
     FP32,
     AxisTyping,
@@ -84,8 +84,9 @@ def make_plan(
     precision: Precision = FP32,
     memory_price: float = 10.0,
     byte_price: float = 0.1,
+    rests: Mapping[str, Sequence[Type]] | None = None,
 ) -> Plan:
-    """A plan with everything given but the layouts; ``memory_price``: of a byte at rest, so that parameters split."""
+    """A plan with everything given but the layouts; ``memory_price``: of a byte at rest, so that parameters split; ``rests``: their types."""
     small = compact(graph)
     batch = solve_batch(small)
     batch = replace(batch, size=batch.size / micro_batch_size)
@@ -93,8 +94,9 @@ def make_plan(
     typings = [[names_of(small.graph, batch, block.index)] for block in small.graph.blocks]
     if mesh.tp > 1:
         split = replace(small, graph=local)
-        prices = SimplePrices(byte_price)
-        costs = AxisCosts(graph=local, axis="tp", size=mesh.tp, pricing=prices, owners=owners_of(split))
+        costs = AxisCosts(
+            graph=local, axis="tp", size=mesh.tp, pricing=SimplePrices(byte_price), owners=owners_of(split), rests=rests or {}
+        )  # fmt: skip
         solution = AxisSolver(split, costs).solve(Weights(per_step_s=1.0, saved_byte=0.1, state_byte=memory_price))
         for own, found in zip(typings, solution.blocks, strict=True):
             own.append(found)
