@@ -139,6 +139,9 @@ def reason(example: Example, dense: tuple[Tensor, ...], strategy: Strategy, muta
     if _no_gradient(example, dense):
         return "the gradient is zero everywhere, which is its own sum"
     if changed and mutant.inputs[changed[0]] == R:
+        indices = example.operands[2] if example.op.target == "autopar.experts" else None
+        if indices is not None and int(indices.max()) < example.operands[3].shape[0] // SIZE:
+            return "all tokens go to experts of the first rank, whose part of a whole tensor is where it begins"
         return RIGHT.get(strategy.target, "")
     return ""
 
