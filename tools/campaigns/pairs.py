@@ -222,10 +222,10 @@ def check_pair(pair: Pair, *, checked: bool = False) -> str:
         if problem := drawn.add(rank, result.draws):
             return problem
     loss, gradients = _dense(drawn.fixed(pair.whole), values)
-    # parameters are of order one: a gradient below 1e-6 of the largest one and of the loss is judged by those
-    floor = 1e-6 * max((float(x.abs().max()) for x in (loss, *gradients.values()) if x.numel()), default=0.0)
+    # parameters are of order one, whose rounding is 1e-16: what is below 1e-6 of the largest gradient, or of one, is judged by that
+    floor = 1e-6 * max(1.0, *(float(x.abs().max()) for x in (loss, *gradients.values()) if x.numel()))
     for rank, result in enumerate(results):
-        if result.loss is not None and not _close(result.loss, loss, 0.0):
+        if result.loss is not None and not _close(result.loss, loss, floor):
             return f"rank {rank}: loss {result.loss.item()!r} for {loss.item()!r}"
         chain = [results[other].gradients for other in mesh.group(rank, ("pp",))]
         for parameter in program.graph.parameters:
