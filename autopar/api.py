@@ -271,10 +271,14 @@ def _prepared(
     def make() -> tuple[Plan, Graph]:
         if plan is not None:
             return plan, _graph_of(plan, model, request.example_inputs, request.loss_fn)
+        from autopar.graph.operator_kinds import why_opaque
         from autopar.planner.search import Limits
 
         search_limits = Limits(trials=limits[0], search_timeout_s=limits[1])
-        return _searched(model, replace(request, cluster=cluster or cluster_at(places)), size, search_limits)
+        found, graph = _searched(model, replace(request, cluster=cluster or cluster_at(places)), size, search_limits)
+        if why := why_opaque(found.notes, name=""):
+            _LOGGER.warning("the whole model runs as it is written, and only data ranks share its work: %s", why)
+        return found, graph
 
     return device_type, make
 

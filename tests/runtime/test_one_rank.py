@@ -595,3 +595,13 @@ def test_a_batch_without_dense_values_is_refused(x: torch.Tensor) -> None:
     )  # fmt: skip
     with pytest.raises(UsageError, match="Pass a dense tensor with values"):
         par.train_step({"input": x})
+
+
+def test_a_model_that_runs_as_a_whole_is_told_with_the_line(caplog: pytest.LogCaptureFixture) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.linear(x).square().mean() * (1.0 if x.sum().item() < 1e9 else 2.0)
+
+    model = model_of(forward, linear=nn.Linear(4, 4))
+    autopar.parallelize(model, cluster="cpu:1x1", example_inputs={"x": torch.ones(4, 4)}, global_batch_size=4)
+    assert "the whole model runs as it is written" in caplog.text
+    assert f"test_one_rank.py:{forward.__code__.co_firstlineno + 1}" in caplog.text
