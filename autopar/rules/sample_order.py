@@ -54,8 +54,10 @@ def by_sample(graph: Graph) -> tuple[Graph, tuple[object, ...]]:
     if graph.batch_size < 2 or all(leaf.batch_dim is None for leaf in graph.inputs):
         return graph, ()
     ordering = _Ordering(graph)
-    result = ordering.run()
-    return (result, tuple(ordering.changes)) if any(change[0] == "join" for change in ordering.changes) else (graph, ())
+    ordering.walk()
+    if all(change[0] != "join" for change in ordering.changes):
+        return graph, ()
+    return ordering.result(), tuple(ordering.changes)
 
 
 @dataclass(slots=True, eq=False)
@@ -95,22 +97,24 @@ class _Ordering:
                 self.readers.setdefault(ref, []).append(op)
         self.rows = {Ref(leaf.name): Rows(leaf.batch_dim) for leaf in graph.inputs if leaf.batch_dim is not None}
 
-    def run(self) -> Graph:
-        """Return the rewritten graph."""
-        graph = self.graph
-        for op in (*graph.prelude, *graph.ops):
+    def walk(self) -> None:
+        """Rewrite the operators in order."""
+        for op in (*self.graph.prelude, *self.graph.ops):
             handler = _HANDLERS.get(op.target, _Ordering._along)
             if not handler(self, op):
                 self._put(op.with_operands(tuple(self._as_traced(op, ref) for ref in op.operands)))
             self.read.update(op.operands)
+
+    def result(self) -> Graph:
+        """Return the graph of the rewritten operators."""
+        graph = self.graph
         mutations = tuple(replace(m, value=self._as_traced(None, m.value)) for m in graph.mutations)
         taps = [ref for ref, _ in graph.outputs.taps] if graph.outputs is not None else []
         rows = {ref: self.rows[ref] for ref in taps if ref in self.rows}
         moved = {ref: (r.dim, r.outer, r.inner) for ref, r in rows.items() if r.outer > 1}
-        prelude_size = len(self.prelude)
         roots = (graph.loss, *(m.value for m in mutations), *taps)
         kept = alive((*self.prelude, *self.ops), roots)
-        names = {op.name for op in self.prelude[:prelude_size]}
+        names = {op.name for op in self.prelude}
         live = [op for op in kept if op.name not in names]
         return replace(
             graph,
