@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable
 from functools import cache
 from multiprocessing import forkserver
@@ -66,6 +67,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; 'make gpu' runs it where there is one"))
+
+
+@pytest.fixture(autouse=True)
+def the_same_numbers_every_time() -> None:
+    """What a test draws at random does not hang on the tests before it, nor changes from run to run."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

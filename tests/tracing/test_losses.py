@@ -24,7 +24,7 @@ class Model(nn.Module):
 
     def __init__(self, loss: Loss) -> None:
         super().__init__()
-        self.head, self.loss = nn.Linear(6, 5), loss
+        self.head, self.loss = nn.Linear(6, 5, dtype=torch.float64), loss
 
     def forward(self, x: Tensor, classes: Tensor, reals: Tensor) -> Tensor:
         return self.loss(self.head(x), classes, reals)
@@ -33,11 +33,11 @@ class Model(nn.Module):
 def batch(samples: int = 4) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     classes = torch.randint(0, 5, (samples, 3), generator=generator)
-    x, reals = (torch.randn(samples, 3, n, generator=generator) for n in (6, 5))
+    x, reals = (torch.randn(samples, 3, n, generator=generator, dtype=torch.float64) for n in (6, 5))
     return {"x": x, "classes": classes, "reals": reals}
 
 
-WEIGHTS = torch.arange(1.0, 6.0)
+WEIGHTS = torch.arange(1, 6, dtype=torch.float64)
 
 
 def _ignoring(classes: Tensor) -> Tensor:
