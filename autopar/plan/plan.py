@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from autopar.plan.mesh import Mesh, Type
 from autopar.plan.prediction import Memory, Prediction
+from autopar.plan.schedule import ScheduleName
 from autopar.util.toml import RARE
 
 if TYPE_CHECKING:
@@ -29,9 +30,6 @@ Recompute = Literal["none", "selective", "full"]
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 Offload = Literal["optimizer"]
 """What is kept in host memory between its uses: ``optimizer`` means the optimizer states, which are updated on the host."""
-
-ScheduleName = Literal["none", "GPipe", "1F1B", "Interleaved1F1B"]
-"""The pipeline schedule; ``none`` means one stage, which accumulates its micro-batches in sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,13 +8,16 @@ Stage ``s`` runs on pipeline rank ``s % pp``.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import UsageError
 
-SCHEDULES = ("none", "GPipe", "1F1B", "Interleaved1F1B")
+ScheduleName = Literal["none", "GPipe", "1F1B", "Interleaved1F1B"]
+"""The pipeline schedule; ``none`` means one stage, which accumulates its micro-batches in sequence."""
+SCHEDULES: tuple[ScheduleName, ...] = ("none", "GPipe", "1F1B", "Interleaved1F1B")
 
 
 def check_schedule(name: str, pp: int, virtual_stages: int, num_micro_batches: int) -> None:

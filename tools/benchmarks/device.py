@@ -132,7 +132,7 @@ def run(options: argparse.Namespace, device: str) -> dict[str, Any]:
         graph = api.trace(
             source.model,
             example_inputs=source.example_inputs,
-            precision=precision.name,
+            precision="fp32" if precision is FP32 else "bf16",
             name=source.name,
             global_batch_size=options.batch,
         )

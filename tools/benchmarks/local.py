@@ -227,9 +227,9 @@ def _changes(found: Sequence[tuple[str, Setting, Outcome | None, float | None]])
         if slow is None or near is None:
             continue
         picked, best = (_moves(near, slow, which) for which in ("picked", "best"))
-        stayed = next((row for row in slow.rows if row.name == picked[0] and row.measured_s), None)
-        own = next((row for row in slow.rows if row.key == slow.score.picked and row.measured_s), None)
-        cost = f"{stayed.measured_s / own.measured_s:.2f}" if stayed and own else "not run"
+        stayed_s = next((row.measured_s for row in slow.rows if row.name == picked[0] and row.measured_s), None)
+        picked_s = next((row.measured_s for row in slow.rows if row.key == slow.score.picked and row.measured_s), None)
+        cost = f"{stayed_s / picked_s:.2f}" if stayed_s and picked_s else "not run"
         cells = [name, setting.name, _told(*picked), _told(*best), cost]
         lines.append(f"| {' | '.join(cells)} |")
     if not lines:

@@ -240,7 +240,7 @@ def _turn(core: int) -> None:
 
 def run_slowed(jobs: Sequence[tuple[Job, int]]) -> list[dict[str, Any]]:
     """On each rank: jobs, each with the rank that is slowed in it."""
-    found = []
+    found: list[dict[str, Any]] = []
     for job, slow in jobs:
         if dist.get_rank() == slow:
             with slowed(1 / SLOW_CORE_RANKS) as how:
@@ -300,10 +300,10 @@ def measured_part(found: dict[str, Any]) -> str:
         predicted_s, measured_s = own["predicted_s"], own["measured_s"]
         places = f"{', '.join(own['devices'])}: {', '.join(map(str, own['blocks']))}"
         cells = (seconds(predicted_s), seconds(measured_s), f"{measured_s / predicted_s:.2f}")
-        rows.append((name, places, own["samples"], *cells))
+        rows.append([name, places, own["samples"], *cells])
     picked, equal = found.values()
     over = (f"{equal[part] / picked[part]:.2f}" for part in ("predicted_s", "measured_s"))
-    rows.append(("equal over by speed", "", "", *over, ""))
+    rows.append(["equal over by speed", "", "", *over, ""])
     return markdown(("plan", "blocks", "micro-batches", "predicted", "measured", "over predicted"), rows)
 
 

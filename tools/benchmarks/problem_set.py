@@ -105,8 +105,8 @@ def _problem(name: str, own: dict[str, Any], clusters: dict[str, list[dict[str, 
         raise ValueError(f"Problem {name} has no key {min(missing)!r}. Add it.")
     is_exhaustive = own.pop("exhaustive", False)
     groups = tuple(tuple(group.items()) for group in clusters.get(own.get("cluster", ""), ()))
-    lists = {key: tuple(own.pop(key, ())) for key in ("kinds", "pins")}
-    return Problem(name=name, groups=groups, is_exhaustive=is_exhaustive, **lists, **own)
+    kinds, pins = (tuple(own.pop(key, ())) for key in ("kinds", "pins"))
+    return Problem(name=name, groups=groups, is_exhaustive=is_exhaustive, kinds=kinds, pins=pins, **own)
 
 
 # --- trees of the code

@@ -155,7 +155,7 @@ def _search(small: Small, memory_bytes: int, space: str) -> Plan | None:
             small.graph,
             cluster=small.on(memory_bytes),
             global_batch_size=small.global_batch_size,
-            precision=small.precision,  # type: ignore[arg-type]
+            precision=small.precision,
             optimizer=small.optimizer,
             space=space,
             pins=(*(() if small.is_whole else LEFT_OUT), *(() if small.splits else ("tp=1",))),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import inf, prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -101,7 +101,7 @@ def attention(b: Builder) -> None:
         mask = b.op("aten.logical_or.default", given, b.buffer(first))
     elif kind == 3:
         mask = b.parameter(*((heads, length, length), (1, heads, 1, length), (length, length))[b.choose(3)])
-    extra = {"enable_gqa": True} if groups != heads else {}
+    extra: dict[str, Any] = {"enable_gqa": True} if groups != heads else {}
     if b.flip(3):
         extra["scale"] = 0.3
     y = b.op("aten.scaled_dot_product_attention.default", q, k, v, mask, 0.0, kind in (1, 4), **extra)

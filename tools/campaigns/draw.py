@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -181,7 +182,7 @@ def spec_of(x: Tensor) -> TensorSpec:
 def attempt(builder: Builder, step: Callable[[], None]) -> bool:
     """Takes a step, or leaves everything as it was."""
     was_random = builder.is_random
-    lists = (builder.inputs, builder.parameters, builder.buffers, builder.ops, builder.values)
+    lists: tuple[list[Any], ...] = (builder.inputs, builder.parameters, builder.buffers, builder.ops, builder.values)
     lengths, count, known, free = [len(x) for x in lists], builder.count, set(builder.env), set(builder.free)
     try:
         step()

@@ -58,6 +58,8 @@ def unet() -> Made:
 class Recommender(nn.Module):
     """As DLRM: embedding tables, an MLP on dense features, products of all pairs of features, an MLP on top."""
 
+    pairs: Tensor
+
     def __init__(self, tables: tuple[int, ...] = (1024, 512, 96), width: int = 16) -> None:
         super().__init__()
         self.tables = nn.ModuleList(nn.Embedding(rows, width) for rows in tables)

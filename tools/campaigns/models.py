@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from fractions import Fraction
 from pathlib import Path
 
 from autopar import api
@@ -162,7 +163,7 @@ class Row:
 def splits(graph: Graph, op: Op) -> bool:
     """True when some strategy on ``tp``, or the one that cuts the batch, splits the operator's work or its tensors."""
     operands = tuple(graph.spec(ref) for ref in op.operands)
-    offered = rules.default_table().strategies(op, operands, axis="tp", size=2, fallback=True)
+    offered = rules.default_table().strategies(op, operands, axis="tp", size=Fraction(2), fallback=True)
     return any(t.is_split for s in offered for t in (*s.inputs, *s.outputs))
 
 

@@ -168,7 +168,7 @@ def _no_gradient(example: Example, dense: tuple[Tensor, ...]) -> bool:
     ends = [y.sum() for y in dense if y.requires_grad]
     if not wanted or not ends:
         return False
-    found = torch.autograd.grad(sum(ends), wanted, allow_unused=True, retain_graph=True)
+    found = torch.autograd.grad(ends, wanted, allow_unused=True, retain_graph=True)
     return all(g is None or not g.any() for g in found)
 
 

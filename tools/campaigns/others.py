@@ -31,12 +31,12 @@ from autopar.errors import AutoparError, VerificationError
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.describe import with_free_links
-from autopar.models.resolve import resolve_model
+from autopar.models.resolve import USER_FAILURES, resolve_model
 from autopar.plan.plan import Plan
 from autopar.verification.against_one_device import PRELOAD, verify
 from autopar.verification.compared_models import DEFAULT_SAMPLES, VerifiedModel
 from autopar.verification.rank_pool import WorkerPool
-from tools.campaigns.models import LAYOUTS, RANKS, USER_FAILURES, Result, result_of, said, splits
+from tools.campaigns.models import LAYOUTS, RANKS, Result, result_of, said, splits
 from tools.campaigns.others_page import (
     BROKEN,
     HANG_S,
@@ -115,7 +115,7 @@ def planned_apart(kind: str, layouts: Sequence[str], limit_s: float = LIMIT_S) -
     theirs.close()
     try:
         if ours.poll(HANG_S):
-            return pickle.loads(ours.recv_bytes())  # type: ignore[no-any-return]
+            return pickle.loads(ours.recv_bytes())
         return Outcome(error=f"no plan and no end after {HANG_S:.0f} s", traceback="killed")
     except EOFError:
         process.join()

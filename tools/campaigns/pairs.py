@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from autopar.errors import RuleError
-from autopar.graph.graph import Graph, Op, Ref
+from autopar.graph.graph import Buffer, Graph, Input, Op, Parameter, Ref
 from autopar.graph.operator_kinds import draws_random
 from autopar.graph.rewrites import compact
 from autopar.lower.program import lower
 from autopar.lower.read_plan import SHARDED_AXES
 from autopar.plan.mesh import I, Mesh, P, R, S, Type
 from autopar.plan.plan import RECOMPUTES, Plan, StagePlan
+from autopar.plan.schedule import ScheduleName
 from autopar.planner.sharding.input_axes import solve_batch
 from autopar.rules import apply, local_calls
 from autopar.rules import table as rules
@@ -44,7 +45,7 @@ DEGREES = (
 )  # fmt: skip
 """Ranks of the pipeline, ranks that split samples, and those of ``cp`` and ``tp``, on which everything may be split."""
 MESHES = [Mesh(pp=pp, dp_replicate=dp, cp=cp, tp=tp) for pp, dp, cp, tp in DEGREES]
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B")
+SCHEDULES: tuple[ScheduleName, ...] = ("GPipe", "1F1B", "Interleaved1F1B")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +103,8 @@ def draw_pair(choose: Choose) -> Pair:
 def _in_stages(choose: Choose, plan: Plan) -> Plan:
     """The plan with recompute, and with stages: those of its pipeline, or some that one process runs in turn."""
     count, pp = len(plan.blocks), plan.mesh.pp
-    virtual, schedule = 1, "none"
+    schedule: ScheduleName = "none"
+    virtual = 1
     if pp == 1:
         stages = 1 + (choose(min(count, 3)) if choose(2) else 0)
     else:
@@ -165,7 +167,8 @@ def spread_names(typing: Typing) -> frozenset[str]:
 
 def draw_typing(choose: Choose, graph: Graph, axis: str, size: int) -> Typing:
     """Any strategy of every operator for which the changes of type exist, and types of parameters at rest."""
-    types: dict[Ref, Type] = {Ref(leaf.name): R for leaf in (*graph.inputs, *graph.buffers)}
+    leaves: list[Input | Buffer] = [*graph.inputs, *graph.buffers]
+    types: dict[Ref, Type] = {Ref(leaf.name): R for leaf in leaves}
     types |= {Ref(op.name, i): R for op in graph.prelude for i in range(len(op.outputs))}
     rests: dict[str, Type] = {}
     chosen: dict[str, Strategy] = {}
@@ -213,7 +216,7 @@ def check_pair(pair: Pair, *, checked: bool = False) -> str:
     program = lower(pair.plan, pair.traced)
     if checked:
         typecheck(program)
-    leaves = (*pair.whole.inputs, *pair.whole.parameters)
+    leaves: list[Input | Parameter] = [*pair.whole.inputs, *pair.whole.parameters]
     values = {leaf.name: value_of(leaf.name, leaf.spec.shape) for leaf in leaves}
     mesh = pair.plan.mesh
     results: list[Result] = run_ranks(mesh, lambda rank: run_rank(program, values, rank))

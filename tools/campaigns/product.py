@@ -24,8 +24,8 @@ from autopar.graph.graph import Graph, Op, Ref
 from autopar.graph.rewrites import Compact
 from autopar.hardware.cluster import Cluster
 from autopar.plan.mesh import I, Mesh, R, S, Type
-from autopar.plan.plan import BUCKET_BYTES, RECOMPUTES, Offload, Recompute, ScheduleName
-from autopar.plan.schedule import SCHEDULES, check_schedule
+from autopar.plan.plan import BUCKET_BYTES, RECOMPUTES, Offload, PrecisionName, Recompute
+from autopar.plan.schedule import SCHEDULES, ScheduleName, check_schedule
 from autopar.planner.sharding.input_axes import solve_batch
 from autopar.planner.space.space import load_space
 from autopar.rules import table as rules
@@ -49,7 +49,7 @@ class Small:
     graph: Graph
     cluster: str
     global_batch_size: int
-    precision: str = "fp32"
+    precision: PrecisionName = "fp32"
     optimizer: str = "adamw"
     splits: bool = True
     is_whole: bool = False
@@ -236,7 +236,7 @@ class _Enumeration:
                     totals=totals,
                     offload=offload,
                 )
-                whole = StageCost(blocks=tuple(costs), recompute=("none",) * len(costs))
+                whole = StageCost(blocks=tuple(costs), recompute=tuple("none" for _ in costs))
                 sizes = self.buckets if self.model.sums_in_buckets([whole], step) else (BUCKET_BYTES,)
                 points = self.found.fronts.setdefault(choice, [])
                 before = len(points)

@@ -6,6 +6,7 @@ import operator
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -78,14 +79,14 @@ def run_rank(program: Program, values: Mapping[str, Tensor], rank: int) -> Resul
 
 def _gradients(module: StageModule, program: Program) -> dict[str, Tensor]:
     """Of one stage, in an order that is that of all ranks: whole over the data ranks, and on axes where they are pending."""
-    found, holders = {}, module.holders()
+    found, holders = dict[str, Tensor](), module.holders()
     for parameter in program.graph.parameters:
         if parameter.name not in holders:
             continue
         leaf = holders[parameter.name]._parameters[parameter.name]
         assert leaf is not None
         gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.detach()
-        axes = ("ep_outer",) if _is_spread(parameter) else DATA_AXES
+        axes: tuple[str, ...] = ("ep_outer",) if _is_spread(parameter) else DATA_AXES
         if isinstance(gradient, DTensor):  # FSDP has summed it
             gradient, axes = gradient.full_tensor(), ()
         gradient = gradient.contiguous()
@@ -220,7 +221,7 @@ class Drawn:
             known = self.values.setdefault(
                 name,
                 torch.full(
-                    (places.new_tensor(shape).prod().item(),),
+                    (prod(shape),),
                     float("nan"),
                     dtype=value.dtype if value.dtype.is_floating_point else torch.float64,
                 ),

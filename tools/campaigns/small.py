@@ -10,6 +10,7 @@ from itertools import islice
 import torch
 
 from autopar.graph.graph import Argument, Block, Graph, Input, Op, Parameter, Ref, TensorSpec
+from autopar.plan.plan import PrecisionName
 from tools.campaigns.product import Small, typings
 
 GPUS = ("h100-sxm5-80gb", "a100-sxm4-40gb", "a10g-24gb", "l4-24gb")
@@ -108,7 +109,7 @@ def draw(seed: int) -> Small:
     rng = random.Random(seed)
     splits = seed % 3 == 0 and seed < LAYOUTS_UNTIL
     world = rng.choice((2, 2, 4) if splits else (2, 4, 4, 8))
-    precision = rng.choice(("fp32", "bf16"))
+    precision: PrecisionName = rng.choice(("fp32", "bf16"))
     graph = _layouts(rng, precision) if splits else _stages(rng, world, precision)
     while splits and len(list(islice(typings(graph, 2), MAX_LAYOUTS + 1))) > MAX_LAYOUTS:
         graph = _layouts(rng, precision)

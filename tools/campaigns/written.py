@@ -51,6 +51,8 @@ class _Modulated(nn.Module):
 class Diffusion(nn.Module):
     """A diffusion transformer; noise, times and dropped labels are inputs, its noise schedule is a buffer."""
 
+    kept: Tensor
+
     def __init__(self, width: int = 32, depth: int = 2) -> None:
         super().__init__()
         self.patches, self.times = nn.Conv2d(4, width, 2, 2), nn.Linear(16, width)

@@ -6,6 +6,8 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from autopar.plan.plan import PrecisionName
+
 GPT2 = "hf:gpt2?n_embd=64&n_layer=2&n_head=4&vocab_size=256&n_positions=64"
 QUIET = GPT2 + "&attn_pdrop=0&embd_pdrop=0&resid_pdrop=0"
 LLAMA = (
@@ -34,10 +36,10 @@ class Case:
     model: str
     ranks: int
     pins: tuple[str, ...] = ()
-    precision: str = "bf16"
+    precision: PrecisionName = "bf16"
     layers: int = 2
     run: tuple[int, ...] = (0,)
-    options: dict[str, bool] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     scales: bool = False
     evaluates: bool = True
     is_called: bool = False

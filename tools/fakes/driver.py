@@ -7,12 +7,14 @@ import gc
 import json
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from autopar.plan.plan import PrecisionName
 from tools.fakes.cases import LOADS, Case, runs
 
 BATCH = 4
@@ -190,7 +192,7 @@ def _places() -> Any:
 
     from autopar.runtime.checkpoint import contents
 
-    places = contents.compute_local_shape_and_global_offset
+    places = contents.compute_local_shape_and_global_offset  # type: ignore[attr-defined]
 
     def places_of(*args: Any) -> Any:
         with unset_fake_temporarily():  # torch numbers the parts of a tensor by tensors of the host, and reads them
@@ -229,7 +231,7 @@ def _load(parallel: Any, saved: tuple[set[str], dict[str, Any]], record: Any) ->
 
 
 @cache
-def _traced(model: str, precision: str, layers: int) -> tuple[Any, Any, Any]:
+def _traced(model: str, precision: PrecisionName, layers: int) -> tuple[Any, Any, Any]:
     """How the model is made, a batch and the graph."""
     import torch
 
@@ -237,17 +239,16 @@ def _traced(model: str, precision: str, layers: int) -> tuple[Any, Any, Any]:
     from autopar.models.resolve import resolve_model
     from tests.support.distributed.oddities import REMEMBERING, UNUSUAL
 
-    recipe = api.PRECISIONS[precision]
     if model in {"remembering", "unusual"}:
         subject = REMEMBERING if model == "remembering" else UNUSUAL["resting"]
         batch = subject.make_batch(BATCH, seed=0)
-        graph = subject.trace(precision=recipe.name, global_batch_size=BATCH)
+        graph = subject.trace(precision=precision, global_batch_size=BATCH)
         return subject.build, batch, graph
     source = resolve_model(model.format(layers=layers))
     graph = api.trace(
         source.model,
         example_inputs=source.example_inputs,
-        precision=recipe.name,
+        precision=precision,
         name=source.name,
         global_batch_size=BATCH,
     )
@@ -259,7 +260,7 @@ def _traced(model: str, precision: str, layers: int) -> tuple[Any, Any, Any]:
 
 
 @cache
-def _planned(key: tuple[str, str, int], ranks: int, pins: tuple[str, ...]) -> Any:
+def _planned(key: tuple[str, PrecisionName, int], ranks: int, pins: tuple[str, ...]) -> Any:
     from tests.support.distributed.plans import estimated
 
     options: Any = {"cluster": f"h100-sxm5-80gb:1x{ranks}", "precision": key[1], "pins": pins}
@@ -280,7 +281,7 @@ def _probe(record: Any) -> None:
 
     with FakeTensorMode(allow_non_fake_inputs=True), Watch(record):
         here, there = torch.ones(4, device="cuda"), torch.ones(4)
-        faults = {
+        faults: dict[str, Callable[[], Any]] = {
             "two devices": lambda: torch.where(here > 0, here, there),
             "up": lambda: there.to("cuda"),
             "down": here.cpu,
@@ -333,7 +334,7 @@ def main(guard: str, output: str, *names: str) -> None:
         return [0] * int(numbers.numel())
 
     local_optimizer._read = read
-    local_batch._gather_numbers = lambda mine, ranks, _: [[[0] * mine.shape[1]] * 2] * ranks
+    local_batch._gather_numbers = lambda numbers, num_ranks, group: [[[0] * numbers.shape[1]] * 2] * num_ranks
     found: dict[str, Any] = {}
     if PROBE in names:
         _probe(record)

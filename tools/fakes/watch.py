@@ -16,7 +16,7 @@ import torch.distributed.pipelining.schedules as schedules
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining.stage import InferenceMode
+from torch.distributed.pipelining.stage import InferenceMode  # type: ignore[attr-defined]
 from torch.optim import adam
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -213,7 +213,7 @@ def install(record: Record) -> None:
 
     class Generator(torch.Generator):
         def __new__(cls, device: Any = "cpu") -> Any:
-            return super().__new__(cls, "cpu")
+            return super().__new__(cls, "cpu")  # type: ignore[call-arg]
 
     @contextmanager
     def on_stream(_: Any) -> Iterator[None]:
@@ -278,7 +278,7 @@ def _install_in_torch() -> None:
         for stage in stages:
             stage._inference_mode = InferenceMode.STATIC
 
-    schedules._PipelineSchedule._warmup_p2p = no_vote  # type: ignore[method-assign]
+    schedules._PipelineSchedule._warmup_p2p = no_vote  # type: ignore[assignment, method-assign]
     make_mesh = DeviceMesh.__init__
 
     def outside(self: Any, *args: Any, **options: Any) -> None:
@@ -296,7 +296,8 @@ def _filled(shape: Sequence[int], value: int) -> Any:
 
 def _install_reads(record: Record) -> None:
     """Reads of values that fake tensors do not have, and tensors that are made of the host's numbers on the device."""
-    tensor, made = Tensor, torch.tensor
+    tensor: Any = Tensor
+    made: Any = torch.tensor
 
     def reads(name: str, value: Any) -> None:
         own, real = getattr(tensor, name), getattr(FakeTensor, name)
@@ -328,4 +329,4 @@ def _install_reads(record: Record) -> None:
         like = made(data, **options)
         return torch.zeros(like.shape, dtype=like.dtype, device=device)
 
-    torch.tensor = of_numbers  # type: ignore[assignment]
+    torch.tensor = of_numbers

@@ -79,7 +79,7 @@ def run_nccl(out: Path) -> bool:
         finally:
             dist.destroy_process_group()
     write_json(out / "nccl.json", {"time_s_of_4_mib": times, "wrong": wrong})
-    version = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+    version = ".".join(str(part) for part in torch.cuda.nccl.version())
     print(f"  NCCL {version}: {len(times) - len(wrong)} of {len(times)} collectives right on one rank")
     return not wrong
 

@@ -34,7 +34,7 @@ def machine_facts() -> dict[str, Any]:
             "capability": f"{first.major}.{first.minor}",
             "multiprocessors": first.multi_processor_count,
             "cuda": torch.version.cuda or torch.version.hip,
-            "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()),  # type: ignore[no-untyped-call]
+            "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()),
             "peers": [[i != j and torch.cuda.can_device_access_peer(i, j) for j in range(count)] for i in range(count)],
         }
     return facts

@@ -18,8 +18,8 @@ from math import gcd
 import numpy as np
 
 from autopar.plan.mesh import MESH_AXES, Mesh
-from autopar.plan.plan import Offload, ScheduleName
-from autopar.plan.schedule import SCHEDULES
+from autopar.plan.plan import Offload
+from autopar.plan.schedule import SCHEDULES, ScheduleName
 from autopar.planner.space.constraints import (
     Column,
     Constraint,
@@ -181,7 +181,7 @@ def as_table(names: Sequence[str], rows: Iterable[Sequence[int]]) -> dict[str, C
 def _candidate(t: Mapping[str, Sequence[int]], row: int) -> Candidate:
     """Return the candidate of a row; the layout decides later whether experts are split over ``tp`` too."""
     ep_data = t["ep_data"][row]
-    schedule: ScheduleName = SCHEDULES[t["schedule"][row]]  # type: ignore[assignment]
+    schedule = SCHEDULES[t["schedule"][row]]
     return Candidate(
         mesh=Mesh(**{axis: t[axis][row] for axis in MESH_AXES}, ep=ep_data, ep_data=ep_data),
         micro_batch_size=t["micro_batch"][row],

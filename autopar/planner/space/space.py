@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Literal, cast
 
 from autopar.errors import UsageError
-from autopar.plan.plan import BUCKET_BYTES, RECOMPUTES, Recompute, ScheduleName
-from autopar.plan.schedule import SCHEDULES
+from autopar.plan.plan import BUCKET_BYTES, RECOMPUTES, Recompute
+from autopar.plan.schedule import SCHEDULES, ScheduleName
 from autopar.util.files import data_files
 from autopar.util.toml import Table
 
