@@ -185,7 +185,7 @@ def for_batch(
         )
         if "aten.select.int" in error.where:
             note += " (write a loop over samples as torch.vmap(function)(x), which leaves them apart)"
-        if any(f"aten.{kind}" in error.where for kind in ("lstm", "gru", "rnn")):
+        if any(f"aten.{kind}" in error.where for kind in ("lstm", "gru", "rnn", "scaled_dot_product_attention")):
             note += " (dim 0 of the inputs is that of samples: give them samples first, and transpose in forward)"
         return replace(graph, mixing=error.where, notes=(*graph.notes, note))
     return graph

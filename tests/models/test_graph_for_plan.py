@@ -1,5 +1,6 @@
 import os
 from collections import UserDict
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -224,9 +225,15 @@ def test_a_loop_over_samples_is_told_of_vmap() -> None:
     assert not api.trace(mapped, example_inputs={"x": X}, global_batch_size=4).mixing
 
 
-def test_time_before_samples_in_the_inputs_is_told_of_the_dim_of_samples() -> None:
-    model = model_of(lambda self, x: self.lstm(x)[0].square().mean(), lstm=nn.LSTM(4, 4))
-    graph = api.trace(model, example_inputs={"x": torch.ones(6, 2, 4)}, global_batch_size=4)
+@pytest.mark.parametrize("layer", [lambda: nn.LSTM(4, 4), lambda: nn.TransformerEncoderLayer(4, 2, 8)])
+def test_time_before_samples_in_the_inputs_is_told_of_the_dim_of_samples(layer: Callable[[], nn.Module]) -> None:
+    def after_layer(self: Any, x: Tensor) -> Tensor:
+        made = self.layer(x)
+        return (made[0] if isinstance(made, tuple) else made).square().mean()
+
+    graph = api.trace(
+        model_of(after_layer, layer=layer()), example_inputs={"x": torch.ones(6, 2, 4)}, global_batch_size=4
+    )
     assert any("give them samples first, and transpose in forward" in note for note in graph.notes)
-    turned = model_of(lambda self, x: self.lstm(x.transpose(0, 1))[0].square().mean(), lstm=nn.LSTM(4, 4))
+    turned = model_of(lambda self, x: after_layer(self, x.transpose(0, 1)), layer=layer())
     assert not api.trace(turned, example_inputs={"x": torch.ones(2, 6, 4)}, global_batch_size=4).mixing
