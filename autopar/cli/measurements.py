@@ -17,7 +17,6 @@ from autopar.cli.options import (
     refuse_beside,
     takes_plan_options,
     warn,
-    write_report,
 )
 from autopar.errors import AutoparError, UsageError
 from autopar.util.files import check_writable
@@ -141,8 +140,6 @@ Out = Annotated[
     Path | None,
     typer.Option("-o", "--out", metavar="DIR", help="Write calibrated profiles here; they are printed if not given."),
 ]
-Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a scatter of all runs.")]
-Markdown = Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Write the accuracy figures.")]
 
 
 def validate(
@@ -151,8 +148,6 @@ def validate(
     leave_one_out: LeaveOneOut = False,
     calibrate: Calibrate = None,
     out: Out = None,
-    html: Html = None,
-    markdown: Markdown = None,
     as_json: Json = False,
 ) -> None:
     """Predict measured runs and print the accuracy by source: errors, ranks, intervals and memory.
@@ -160,9 +155,7 @@ def validate(
     A run that cannot be predicted is reported with its error; the others are predicted, and the exit code is 1.
     """
     if from_run is not None:
-        refuse_beside(
-            "beside --from-run", leave_one_out=leave_one_out, calibrate=calibrate, html=html, markdown=markdown
-        )
+        refuse_beside("beside --from-run", leave_one_out=leave_one_out, calibrate=calibrate)
         _from_run(from_run, files or [], as_json)
         return
     if out is not None:
@@ -171,23 +164,16 @@ def validate(
         check_writable(out / "profile.toml", make_folder=True)
     if not files:
         raise UsageError("No runs to validate with", fix="Give RUNS.csv files, or --from-run DIR")
-    for path in filter(None, (html, markdown)):
-        check_writable(path)
-    from autopar.validate.report import render_html, validated
+    from autopar.validate.report import validated
 
     with progress("reading runs") as advance:
         report = validated(files, sources=calibrate or (), leave_one_out=leave_one_out, progress=advance)
-    session, outcome = report.session, report.outcome
-    if html is not None:
-        write_report(html, render_html(outcome.scores, session.runs, outcome.predictions, outcome.failed))
-    if markdown is not None:
-        write_report(markdown, f"{report.text(with_profiles=False)}\n")
     for path in report.write_profiles(out) if out is not None else ():
         warn(f"wrote {path}")
     print_result(
         as_json, lambda: report.to_dict(with_profiles=out is None), lambda: report.text(with_profiles=out is None)
     )
-    if outcome.failed:
+    if report.outcome.failed:
         raise typer.Exit(1)
 
 

@@ -6,7 +6,7 @@ its node, then each :class:`Tier` of switches (racks, pods), and at last the net
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import permutations
 from pathlib import Path
@@ -72,8 +72,8 @@ class Cluster:
     >>> cluster = Cluster.parse("h100-sxm5-80gb:4x8")
     >>> cluster.world_size, cluster.num_nodes, cluster.devices_per_node
     (32, 4, 8)
-    >>> cluster.tier_of([0, 7]), cluster.tier_of([0, 8])
-    ('node', 'network')
+    >>> cluster.node_of(7), cluster.node_of(8)
+    (0, 1)
     """
 
     name: str
@@ -184,21 +184,9 @@ class Cluster:
         """Return the rank's node, counted over all groups."""
         return self._locate(rank)[1]
 
-    def tier_of(self, ranks: Iterable[int]) -> str:
-        """Return the innermost tier that holds all ranks: ``device``, ``node``, the name of a :class:`Tier`, or ``network``."""
-        from autopar.hardware import topology  # it reads clusters
-
-        return topology.Fabric(self).tier_of(ranks)
-
-    def link_between(self, rank: int, other: int) -> Link:
-        """Return the link that limits a single message from ``rank`` to ``other``: the narrowest on the path, with the sum of the delays."""
-        from autopar.hardware import topology
-
-        return topology.Fabric(self).link_between(rank, other)
-
     def topology(self) -> networkx.Graph[str]:
         """Devices, node switches, cards and switches as a networkx graph; see :func:`autopar.hardware.topology.topology`."""
-        from autopar.hardware import topology
+        from autopar.hardware import topology  # it reads clusters
 
         return topology.topology(self)
 

@@ -16,7 +16,7 @@ from autopar.util.files import dumps
 from autopar.util.formatting import num_bytes, seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from autopar.plan.plan import Plan
 
@@ -141,15 +141,6 @@ h1{font-size:1.4rem;overflow-wrap:anywhere}h2{font-size:1.1rem;margin:2rem 0 .5r
 """
 
 
-def html_page(title: str, style: str, sections: Iterable[tuple[str, str]]) -> str:
-    """Return a self-contained page with a title and sections, whose names are texts and whose contents are HTML; empty ones are left out."""
-    body = "\n".join(f"<h2>{escape(name)}</h2>\n{content}" for name, content in sections if content)
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
-        f"<style>{style}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
-    )
-
-
 def render_html(plan: Plan) -> str:
     """Return the page: pictures of time, memory and the pipeline, the text of the plan, and its file. Every text of the plan is escaped."""
     sections = (
@@ -159,7 +150,12 @@ def render_html(plan: Plan) -> str:
         ("The plan", f"<pre>{escape(render_plan(plan))}</pre>"),
         ("The plan file", f"<details><summary>JSON</summary><pre>{escape(dumps(plan_to_dict(plan)))}</pre></details>"),
     )
-    return html_page(f"{plan.model.name} on {plan.cluster}", _STYLE, sections)
+    title = escape(f"{plan.model.name} on {plan.cluster}")
+    body = "\n".join(f"<h2>{escape(name)}</h2>\n{content}" for name, content in sections if content)
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
+        f"<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n{body}\n</body>\n</html>\n"
+    )
 
 
 def _time(plan: Plan) -> str:

@@ -1,23 +1,21 @@
-"""The report of ``autopar validate``: predictions of measured runs as a table in text and Markdown, and as one HTML page."""
+"""The report of ``autopar validate``: predictions of measured runs as text, whose tables are Markdown."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from autopar.hardware.read import MachineProfile
 from autopar.plan.prediction import Prediction
 from autopar.planner.search import Progress
-from autopar.report.pictures import html_page
 from autopar.util.files import as_toml, write_toml
 from autopar.util.formatting import percent, plain_table
 from autopar.util.toml import as_table
 from autopar.validate.parameters import Fit
-from autopar.validate.runs import GIB, FailedRow, Run, read_rows
+from autopar.validate.runs import FailedRow, Run, read_rows
 from autopar.validate.scores import Outcome, Score, calibrate, evaluate
 from autopar.validate.session import Session, predictable
 
@@ -82,75 +80,6 @@ def worst(runs: Sequence[Run], predictions: Sequence[Prediction]) -> list[str]:
             f"predicted {prediction.step_time_s:.4g} s, measured {run.step_time_s:.4g} s: {largest}"
         )
     return lines
-
-
-# --- the page
-
-_COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#9c6b4e", "#3ca951", "#a463f2", "#888")
-_STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#222}
-pre{overflow:auto}svg{width:100%;max-width:46rem;display:block}.key{display:inline-block;width:.8rem;height:.8rem;margin:0 .3rem 0 1rem}"""
-_SIDE, _MARGIN = 560, 56
-
-
-def render_html(
-    scores: Sequence[Score], runs: Sequence[Run], predictions: Sequence[Prediction], failed: Sequence[FailedRow] = ()
-) -> str:
-    """Return a self-contained page with scores and scatter plots. Every text of the runs is escaped."""
-    names = list(dict.fromkeys(run.release for run in runs))
-    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
-    times = [
-        (r.step_time_s, p.step_time_s, colours[r.release], r.name)
-        for r, p in zip(runs, predictions, strict=True)
-        if r.step_time_s
-    ]
-    sizes = [
-        (r.peak_memory_bytes / GIB, p.peak_memory_bytes / GIB, colours[r.release], r.name)
-        for r, p in zip(runs, predictions, strict=True)
-        if r.peak_memory_bytes
-    ]
-    keys = "".join(f'<span class="key" style="background:{c}"></span>{escape(n)}' for n, c in colours.items())
-    missing = "\n".join(failures(failed, len(runs) + len(failed)))
-    sections = (
-        ("Scores", f"<pre>{escape(markdown(scores))}</pre>"),
-        ("Step time (s)", f"<p>{keys}</p>{scatter(times)}"),
-        ("Peak memory (GiB)", scatter(sizes) if sizes else ""),
-        ("Failed rows", f"<pre>{escape(missing)}</pre>" if missing else ""),
-    )
-    return html_page("Predicted and measured", _STYLE, sections)
-
-
-def scatter(points: Sequence[tuple[float, float, str, str]]) -> str:
-    """Return an SVG plot of predicted over measured values, both logarithmic, with the line of equality.
-
-    Args:
-        points: (measured, predicted, colour, name).
-    """
-    if not points:
-        return "<p>none</p>"
-    values = [value for x, y, _, _ in points for value in (x, y)]
-    low, high = math.log10(min(values)), math.log10(max(values))
-    low, high = (low - 0.1, high + 0.1) if high - low < 0.2 else (low - 0.02, high + 0.02)
-
-    def at(value: float) -> float:
-        return (math.log10(value) - low) / (high - low) * _SIDE
-
-    ticks = [m * 10.0**k for k in range(math.floor(low), math.ceil(high) + 1) for m in (1, 2, 5)]
-    parts = []
-    for tick in ticks:
-        if low <= math.log10(tick) <= high:
-            x = at(tick)
-            parts.append(
-                f'<path d="M{_MARGIN + x:.1f} {_SIDE}v5M{_MARGIN} {_SIDE - x:.1f}h-5" stroke="#888"/>'
-                f'<text x="{_MARGIN + x:.1f}" y="{_SIDE + 20}" font-size="12" text-anchor="middle">{tick:g}</text>'
-                f'<text x="{_MARGIN - 8}" y="{_SIDE - x + 4:.1f}" font-size="12" text-anchor="end">{tick:g}</text>'
-            )
-    parts.append(f'<path d="M{_MARGIN} {_SIDE}L{_MARGIN + _SIDE} 0" stroke="#bbb"/>')
-    parts += [
-        f'<circle cx="{_MARGIN + at(x):.1f}" cy="{_SIDE - at(y):.1f}" r="3.5" fill="{colour}" fill-opacity=".7">'
-        f"<title>{escape(name)}: measured {x:.4g}, predicted {y:.4g}</title></circle>"
-        for x, y, colour, name in points
-    ]
-    return f'<svg viewBox="0 -8 {_SIDE + _MARGIN + 12} {_SIDE + 36}" role="img">{"".join(parts)}</svg>'
 
 
 def parameters_table(values: Mapping[str, float], start: Mapping[str, float], seen: Mapping[str, int]) -> str:

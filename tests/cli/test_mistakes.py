@@ -131,7 +131,7 @@ MISTAKES = (
     (2, f"search '' {ON}", "MODEL is empty. Give it a value."),
     (2, f"sweep MODELS:net {ON} --scale device.memory=1e300", "device.memory x 1e+300 is no finite number"),
     (2, "search hf:gpt2?n_layer=2,n_embd=32 --cluster cpu:1x4 --global-batch 8", "Separate them by '&'"),
-    (2, "validate --from-run . --html a.html", "--html has no effect beside --from-run. Leave it out"),
+    (2, "validate --from-run . --leave-one-out", "--leave-one-out has no effect beside --from-run. Leave it out"),
     (2, "verify torn.json --pin tp=2", "--pin has no effect on a plan. Leave it out"),
     (2, f"verify {GPT} --model MODELS:net", "--model has no effect without a plan. Leave it out"),
     (2, "trace MODELS:net --batch 3", "--batch 3 does not go with a factory that returns example inputs, here of 4 samples. Leave --batch out"),

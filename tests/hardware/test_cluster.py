@@ -146,8 +146,7 @@ def test_a_file_can_mix_devices_links_and_tiers(tmp_path: Path) -> None:
     assert not cluster.is_homogeneous
     assert [device.name for device in cluster.devices] == ["a100-sxm4-80gb", "a100-sxm4-40gb"]
     assert cluster.device_of(8).memory_bytes == 2 * 10**10
-    tiers = [cluster.tier_of(ranks) for ranks in ([3], [0, 3], [0, 4], [0, 8], range(24))]
-    assert tiers == ["device", "node", "rack", NETWORK, NETWORK]
+    assert [cluster.node_of(rank) for rank in (3, 4, 8, 23)] == [0, 1, 2, 3]
     assert Cluster.from_dict(cluster.to_dict()) == cluster
 
 
@@ -227,26 +226,14 @@ RACKS_AND_PODS = replace(
 )
 
 
-def test_the_tree_has_every_node_and_switch_below_the_network() -> None:
+def test_a_fabric_has_the_nodes_and_the_domains_of_every_tier() -> None:
     fabric = Fabric(RACKS_AND_PODS)
-    assert networkx.is_arborescence(fabric.tree.reverse())
     assert [level.name for level in fabric.levels] == ["node", "rack", "pod"]
     assert [len(level.rate_bytes_per_s) for level in fabric.levels] == [12, 6, 2]
     assert fabric.nodes.tolist() == [rank // 4 for rank in range(48)]
-    assert networkx.shortest_path(fabric.tree, "node:7", NETWORK) == ["node:7", "rack:3", "pod:1", NETWORK]
-    assert Fabric(Cluster.parse("cpu:1x4")).tier_of([0, 3]) == "node"
 
 
-def test_tiers_links_and_the_topology_between_ranks() -> None:
-    ranks = {(5,): "device", (0, 3): "node", (0, 7): "rack", (0, 8): "pod", (20, 24): NETWORK, (0, 1, 47): NETWORK}
-    assert {own: RACKS_AND_PODS.tier_of(own) for own in ranks} == ranks
-    assert RACKS_AND_PODS.link_between(0, 3) == BASE.groups[0].intra_node
-    nic = BASE.groups[0].nic
-    inside, across = RACKS_AND_PODS.link_between(0, 7), RACKS_AND_PODS.link_between(0, 47)
-    assert inside.bandwidth_bytes_per_s == nic.bandwidth_bytes_per_s
-    assert inside.latency_s == pytest.approx(nic.latency_s)
-    assert across.bandwidth_bytes_per_s == 8e9
-    assert across.latency_s == pytest.approx((nic.latency_s + 5e-6) / 2 + 1e-6 + 2e-6)
+def test_the_topology_has_every_device_card_and_switch() -> None:
     graph = RACKS_AND_PODS.topology()
     kinds = [kind for _, kind in graph.nodes(data="kind")]
     assert (kinds.count("device"), kinds.count("nic")) == (48, 4 * 1 + 8 * 2)
@@ -255,14 +242,25 @@ def test_tiers_links_and_the_topology_between_ranks() -> None:
     assert networkx.shortest_path(graph, "device:16", "device:23") == inside
     assert graph.edges["rack:0", "pod:0"]["bandwidth_bytes_per_s"] == 11e9
     path = networkx.shortest_path(graph, "device:0", "device:47")
-    assert sum(graph.edges[edge]["latency_s"] for edge in pairwise(path)) == pytest.approx(across.latency_s)
+    latency_s = (BASE.groups[0].nic.latency_s + 5e-6) / 2 + 1e-6 + 2e-6
+    assert sum(graph.edges[edge]["latency_s"] for edge in pairwise(path)) == pytest.approx(latency_s)
+    assert min(graph.edges[edge]["bandwidth_bytes_per_s"] for edge in pairwise(path)) == 8e9
     assert graph.nodes["device:47"] == {"kind": "device", "device": BASE.groups[0].device.name}
+
+
+def links_up(domain: str) -> tuple[Link, int]:
+    """The link from a node or a switch to the next tier, and how many it has."""
+    tier, _, number = domain.partition(":")
+    if tier == "node":
+        group = RACKS_AND_PODS.groups[int(number) >= 4]
+        return group.nic, group.nics_per_node
+    return next(t.uplink for t in RACKS_AND_PODS.tiers if t.name == tier), 1
 
 
 def by_hand(group: list[int], groups: list[list[int]]) -> tuple[float, float]:
     """Egress and delay of one group beside others, by walking up the tree from each of its nodes."""
-    cluster, tree = RACKS_AND_PODS, Fabric(RACKS_AND_PODS).tree
-    paths = [[networkx.shortest_path(tree, f"node:{cluster.node_of(r)}", NETWORK) for r in own] for own in groups]
+    nodes = [[RACKS_AND_PODS.node_of(rank) for rank in own] for own in groups]
+    paths = [[[f"node:{n}", f"rack:{n // 2}", f"pod:{n // 6}", NETWORK] for n in own] for own in nodes]
     mine = paths[groups.index(group)]
     egress, latency_s = float("inf"), 0.0
     for depth in range(3):
@@ -272,10 +270,10 @@ def by_hand(group: list[int], groups: list[list[int]]) -> tuple[float, float]:
         for domain, members in Counter(path[depth] for path in mine).items():
             others = [own for own in paths if any(p[depth] == domain for p in own)]
             leaving = sum(len({p[depth] for p in own}) > 1 for own in others)
-            (edge,) = (data for _, _, data in tree.out_edges(domain, data=True))
-            share = min(members, edge["num_links"] / leaving)
-            egress = min(egress, edge["link"].rate_bytes_per_s * share)
-            latencies.append(edge["link"].latency_s)
+            link, num_links = links_up(domain)
+            share = min(members, num_links / leaving)
+            egress = min(egress, link.rate_bytes_per_s * share)
+            latencies.append(link.latency_s)
         latency_s += max(latencies)
     return egress, latency_s
 

@@ -113,7 +113,7 @@ def test_two_nodes_of_eight_are_two_nodes() -> None:
     cluster = cluster_at(job(("a", H100, 8), ("b", H100, 8)))
     assert cluster.groups == Cluster.parse("h100-sxm5-80gb:2x8").groups
     assert cluster.library == Cluster.parse("h100-sxm5-80gb:2x8").library
-    assert (cluster.tier_of([0, 7]), cluster.tier_of([0, 8])) == ("node", "network")
+    assert (cluster.node_of(7), cluster.node_of(8)) == (0, 1)
     assert cluster_at(job(("a", H100, 4))).name == "local"
 
 
