@@ -25,22 +25,23 @@ Code = Callable[[Any, Tensor, dict[str, Tensor]], Tensor]
 def model(code: Code) -> nn.Module:
     def forward(self: Any, x: Tensor, mask: Tensor, place: Tensor, tokens: Tensor) -> Tensor:
         h = self.inner(x)
-        y = code(self, h, {"x": x, "mask": mask, "place": place, "tokens": tokens}).float()
+        y = code(self, h, {"x": x, "mask": mask, "place": place, "tokens": tokens})
         return y.square().mean() if y.dim() else y
 
     torch.manual_seed(0)
-    return model_of(
+    made = model_of(
         forward, inner=nn.Linear(8, 8), outer=nn.Linear(8, 8), row=nn.Parameter(torch.randn(8)), head=nn.Linear(8, 5),
         norm=nn.LayerNorm(8), batch_norm=nn.BatchNorm1d(8), conv=nn.Conv1d(8, 8, 3, padding=1),
         attention=nn.MultiheadAttention(8, 2), lstm=nn.LSTM(8, 8), blocks=nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0),
         heads=nn.MultiheadAttention(8, 2, batch_first=True), table=nn.Embedding(5, 8),
     )  # fmt: skip
+    return made.double()
 
 
 def batch(samples: int = 8) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     return {
-        "x": torch.randn(samples, 6, 8, generator=generator),
+        "x": torch.randn(samples, 6, 8, generator=generator, dtype=torch.float64),
         "mask": torch.rand(samples, 6, generator=generator) < 0.5,
         "place": torch.randint(0, 6, (samples,), generator=generator),
         "tokens": torch.randint(0, 5, (samples, 6), generator=generator),
@@ -147,7 +148,7 @@ APART = [simsiam, triplets, guidance, adversary, crops, interleaved, in_turn, fl
 
 @pytest.mark.parametrize("code", APART)
 def test_joined_batches_are_split_by_sample(code: Code) -> None:
-    graph = autopar.trace(model(code), example_inputs=batch(), global_batch_size=8)
+    graph = autopar.trace(model(code), example_inputs=batch(), global_batch_size=8, precision="fp64")
     assert not graph.mixing
     check(model(code), batch(), ["dp_shard=2", "num_micro_batches=2"], graph=graph)
     check(model(code), batch(), ["dp_replicate=2", "num_micro_batches=1", "tp=2"], graph=graph)
@@ -197,13 +198,13 @@ MEET = [in_batch_negatives, mixup, first_rows, last_rows, every_other, halves, a
 
 @pytest.mark.parametrize("code", MEET)
 def test_samples_that_meet_among_joined_batches_are_found(code: Code) -> None:
-    graph = autopar.trace(model(code), example_inputs=batch(), global_batch_size=8)
+    graph = autopar.trace(model(code), example_inputs=batch(), global_batch_size=8, precision="fp64")
     assert graph.mixing
     check(model(code), batch(), ["dp_shard=2"], graph=graph)
 
 
 def test_statistics_over_joined_batches_are_totalled() -> None:
-    graph = autopar.trace(model(statistics), example_inputs=batch(), global_batch_size=8)
+    graph = autopar.trace(model(statistics), example_inputs=batch(), global_batch_size=8, precision="fp64")
     assert not graph.mixing
     check(model(statistics), batch(), ["dp_shard=2"], graph=graph)
 

@@ -18,7 +18,7 @@ from autopar.tracing.sample_counts import CountError
 from autopar.tracing.trace import trace
 from tests.support.lower import unusual as u
 from tests.support.lower.against_model import check
-from tests.support.small_models import calling, model_of
+from tests.support.small_models import calling, in_double, model_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*_functional_collectives.*:FutureWarning")
 
@@ -176,11 +176,12 @@ def test_modules_are_named_and_a_plan_keeps_the_names(tmp_path: Path) -> None:
     save_plan(plan, tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json").opaque == ("inner",)
     assert "it was named so" in plan.notes[0]
-    named = trace(model, (), u.batch(), opaque=["Sequential"])
+    batch = in_double(model, u.batch())
+    named = trace(model, (), batch, opaque=["Sequential"])
     assert [op.target for op in named.ops].count("autopar.opaque") == 1
-    assert named.fingerprint == plan.model.fingerprint != trace(model, (), u.batch()).fingerprint
+    assert named.fingerprint == plan.model.fingerprint != trace(model, (), batch).fingerprint
     with pytest.raises(UsageError, match=r"'router'.*Sequential"):
-        trace(model, (), u.batch(), opaque=["router"])
+        trace(model, (), batch, opaque=["router"])
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 import autopar
 from autopar import api
 from autopar.errors import NonFiniteError, OutOfMemoryError, RankFailedError, UsageError
-from autopar.plan.plan import FP16, FP32, Precision, PrecisionName
+from autopar.plan.plan import FP16, FP32, FP64, Precision, PrecisionName
 from autopar.runtime.fit import MAX_SKIPPED, StepDone
 from autopar.runtime.job import fresh
 from autopar.runtime.parallel_model import ParallelModel
@@ -112,10 +112,10 @@ def test_a_loader_of_the_plan_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) 
 
 
 def test_several_batches_make_one_step_of_their_mean() -> None:
-    par, optimizer, _ = job()
+    par, optimizer, _ = job(FP64)
     done = list[StepDone]()
     autopar.fit(par, optimizer, batches(3), steps=2, accumulate=3, max_norm=0.1, on_step=done.append)
-    other, own, _ = job()
+    other, own, _ = job(FP64)
     norms = []
     for _ in range(2):
         for batch in batches(3):

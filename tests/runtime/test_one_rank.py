@@ -179,12 +179,12 @@ def test_a_scaler_of_a_steps_loss_is_refused(parallel: ParallelModel, batch: Bat
     assert torch.amp.GradScaler("cpu", enabled=False).scale(loss) is loss
 
 
-def test_the_norm_is_as_exact_as_the_parameters(batch: Batch) -> None:
-    model = SMALL.build().double()
+def test_the_norm_is_as_exact_as_the_parameters() -> None:
+    model, batch = of_sides().double(), sides(torch.float64)
     fine = api.trace(model, example_inputs=batch, precision="fp64")
-    parallel = alone(model, fine, batch=8, precision=PRECISIONS["fp64"])
-    loss_of(model(**batch)).backward()
-    parallel.train_step(batch)
+    parallel = alone(model, fine, precision=PRECISIONS["fp64"])
+    model(**batch).backward()
+    parallel.train_step({"sides": batch["sides"]})
     wanted = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
     assert parallel.clip_grad_norm_(0.5).item() == pytest.approx(wanted, rel=1e-12)
 
@@ -467,9 +467,9 @@ def noisy(kind: str) -> nn.Module:
     ],
 )  # fmt: skip
 def test_an_evaluation_has_no_dropout_and_says_what_it_lacks(kind: str, opaque: tuple[str, ...], value: str) -> None:
-    model, batch = noisy(kind), {"x": torch.randn(4, 8)}
-    traced = api.trace(model, example_inputs=batch, opaque=opaque, global_batch_size=4)
-    parallel = alone(model, traced)
+    model, batch = noisy(kind).double(), {"x": torch.randn(4, 8, dtype=torch.float64)}
+    traced = api.trace(model, example_inputs=batch, opaque=opaque, global_batch_size=4, precision="fp64")
+    parallel = alone(model, traced, precision=PRECISIONS["fp64"])
     if value:
         with pytest.raises(UsageError, match=f"cannot be evaluated.*{value}.* Put par.full_state_dict"):
             parallel.evaluate(batch)

@@ -25,6 +25,12 @@ def calling(code: Callable[[Tensor], Tensor]) -> nn.Module:
     return model_of(lambda self, x: code(x))
 
 
+def in_double(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The batch in float64, as the model is from now on: there the parts of a sum that nearly cancel leave more than rounding."""
+    model.double()
+    return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+
+
 def evaluate(
     graph: Graph,
     batch: Mapping[str, Tensor],
@@ -54,7 +60,8 @@ def same_as_the_model(
     model: nn.Module, batch: dict[str, Tensor], graph: Graph | None = None, *, steps: int = 1, exact: bool = False
 ) -> Graph:
     """Loss, gradients (where there is none, zeros) and buffers of the graph are the model's, step after step; the batch is not
-    touched. Without ``graph`` it is the model's trace (``exact``: for this batch size), which is given back."""
+    touched. Without ``graph`` it is the model's trace in float64 (``exact``: for this batch size), which is given back."""
+    batch = batch if graph else in_double(model, batch)
 
     def given() -> dict[str, Tensor]:
         return {name: value.clone() for name, value in batch.items()}

@@ -382,8 +382,9 @@ def _affine_grid(builder: Builder, call: Call) -> Value:
     assert isinstance(theta, Ref) and isinstance(size, tuple) and isinstance(align, bool)
     dims = len(size) - 2
     sizes = [1, *cast("tuple[int, ...]", size)[1:]]
+    identity = torch.eye(dims, dims + 1, dtype=torch.promote_types(call.spec.dtype, torch.float32))
     with torch._C.DisableTorchFunction():
-        places = torch.nn.functional.affine_grid(torch.eye(dims, dims + 1)[None], sizes, align).reshape(-1, dims)
+        places = torch.nn.functional.affine_grid(identity[None], sizes, align).reshape(-1, dims)
     places = torch.cat((places, torch.ones(len(places), 1)), 1).to(call.spec.dtype)
     grid = builder.constant(call, places, TensorSpec.of(places))
     product = builder.make(call, "aten.matmul.default", grid, builder.make(call, "aten.transpose.int", theta, 1, 2))

@@ -259,11 +259,12 @@ def sharded(
     ]
     totals = run_sums(program, batches, lambda value: _sum(value, DATA_AXES))
     leaves = {p.name: own(p).detach().clone().requires_grad_(p.spec.requires_grad) for p in graph.parameters}
-    loss = torch.zeros(())
+    parts = []
     for batch in batches:
         part = run_program(program, leaves, batch, totals)
         part.backward()
-        loss += part.detach()
+        parts.append(part.detach())
+    loss = torch.stack(parts).sum()
     _sum(loss, DATA_AXES)
     gradients = {}
     for parameter in graph.parameters:
