@@ -83,7 +83,6 @@ def search(  # noqa: PLR0913  keywords of the public call
     loss_fn: LossFunction | None = None,
     opaque: Sequence[str] = (),
     name: str = "",
-    cache_dir: Path | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Search the fastest plan that fits in memory. The keywords that are not listed here are those of :class:`~autopar.request.Request`.
@@ -114,7 +113,7 @@ def search(  # noqa: PLR0913  keywords of the public call
     request = Request(
         cluster=cluster, global_batch_size=global_batch_size, example_inputs=example_inputs, pins=pins, precision=precision,
         optimizer=optimizer, space=space, loss_fn=loss_fn, opaque=opaque, name=name, sampler=sampler,
-        sampler_seed=sampler_seed, cache_dir=cache_dir,
+        sampler_seed=sampler_seed,
     )  # fmt: skip
     limits = Limits(trials=trials, search_timeout_s=search_timeout_s, max_step_time_s=max_step_time_s)
     sharing = sharing_of(storage, study_name, 1 if workers is None else workers)
@@ -136,7 +135,6 @@ def estimate(  # noqa: PLR0913  keywords of the public call
     loss_fn: LossFunction | None = None,
     opaque: Sequence[str] = (),
     name: str = "",
-    cache_dir: Path | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Return the plan that the pins describe, without a search: all else is as usual in practice, as far as it fits in memory.
@@ -148,7 +146,7 @@ def estimate(  # noqa: PLR0913  keywords of the public call
 
     request = Request(
         cluster=cluster, global_batch_size=global_batch_size, example_inputs=example_inputs, pins=pins, precision=precision,
-        optimizer=optimizer, space=space, loss_fn=loss_fn, opaque=opaque, name=name, cache_dir=cache_dir,
+        optimizer=optimizer, space=space, loss_fn=loss_fn, opaque=opaque, name=name,
     )  # fmt: skip
     return Planner(task_of(model, request, progress)).estimate()
 

@@ -58,7 +58,6 @@ class Request:
         sampler: ``tpe``, ``cmaes`` or ``nsga2`` samples the candidates, however few there are; ``none`` never samples. None
             leaves it to the space, which samples only if there are too many candidates for a complete search.
         sampler_seed: the seed of the sampler; a search without a sampler draws no random numbers.
-        cache_dir: the folder in which sharding rules that were found by execution are kept; None keeps none.
     """
 
     cluster: Cluster | str | None = None
@@ -73,7 +72,6 @@ class Request:
     name: str = ""
     sampler: str | None = None
     sampler_seed: int = 0
-    cache_dir: Path | None = None
 
     def __post_init__(self) -> None:
         """Convert arguments to their field types; a string of ``pins`` or ``opaque`` is split at commas, as in the shell.
@@ -86,9 +84,9 @@ class Request:
         """
         for name, example in (("pins", "tp<=4"), ("opaque", "layers.0.mlp")):
             object.__setattr__(self, name, _texts(name, getattr(self, name), example))
-        for name, convert in (("cluster", str), ("space", str), ("cache_dir", Path)):
+        for name in ("cluster", "space"):
             if isinstance(getattr(self, name), str | Path):
-                object.__setattr__(self, name, convert(getattr(self, name)))
+                object.__setattr__(self, name, str(getattr(self, name)))
         for name, example in _EXAMPLES.items():
             value = getattr(self, name)
             is_left_out = value is None and name in ("cluster", "sampler")
@@ -96,8 +94,6 @@ class Request:
                 raise UsageError(
                     f"{name} takes a text, but got {_shown(value)}", fix=f"Write for example {name}='{example}'"
                 )
-        if not isinstance(self.cache_dir, Path | None):
-            raise UsageError(f"The cache_dir is {_shown(self.cache_dir)}", fix="Give the path of a folder")
         for name in ("global_batch_size", "sampler_seed"):  # integers of numpy are taken too
             if isinstance(getattr(self, name), Integral):
                 object.__setattr__(self, name, int(getattr(self, name)))

@@ -98,7 +98,6 @@ def test_pins_that_are_no_texts_are_refused(keyword: str, wrong: Any) -> None:
         ({"global_batch_size": 10**20}, "The global batch is 1e+20. Give at most 16,777,216 samples"),
         ({"storage": Path("study.db")}, "storage takes a text, but got PosixPath('study.db')"),
         ({"storage": "sqlite://", "study_name": 3}, "study_name takes a text, but got 3"),
-        ({"cache_dir": 3}, "The cache_dir is 3. Give the path of a folder"),
         ({"precision": "bf16"}, "The graph was traced for float32, but a plan in bf16 computes in bfloat16"),
         ({"progress": 3}, "The progress is 3. Give a function of (what, done, total)"),
         ({"name": "mine"}, "name cannot be given with a graph. Give name to autopar.trace"),

@@ -81,7 +81,7 @@ def cache_dir() -> Path | None:
 
 
 def kept_dir() -> Path:
-    """Return the folder with measurements, rules and graphs."""
+    """Return the folder with measurements and graphs."""
     return cache_dir() or default_cache_dir()
 
 
@@ -206,7 +206,6 @@ class PlanOptions:
             "optimizer": self.optimizer,
             "space": self.space,
             "opaque": tuple(dict.fromkeys((*(self.opaque or ()), *Pins.parse(pins).opaque))),
-            "cache_dir": kept_dir(),
         }
 
 

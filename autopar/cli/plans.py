@@ -337,6 +337,7 @@ def _ask(advance: Callable[[str, int, int], None], options: PlanOptions) -> Ask:
     return Ask(
         **request,
         graph_at=tracer(options.model, precision=options.precision, opaque=request["opaque"], cache_dir=kept_dir()),
+        cache_dir=kept_dir(),
         sequence=options.seq,
         max_step_time_s=options.max_step_time,
         progress=advance,

@@ -101,7 +101,7 @@ class Planner:
     def __init__(self, task: Task, *, explains: bool = True) -> None:
         self.start = time.monotonic()
         self.task = task = checked(task)
-        self.rules_found = complete(task.graph, cache_dir=task.cache_dir)
+        self.rules_found = complete(task.graph)
         self.model = CostModel(task.cluster, task.precision, task.optimizer)
         self.evaluator = self._evaluator(task.pins, task.global_batch_size)
         folded = self.evaluator.layouts.compact.graph  # equal blocks have equal attention

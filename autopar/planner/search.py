@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from numbers import Real
-from pathlib import Path
 from typing import SupportsIndex
 
 import torch
@@ -41,7 +40,6 @@ class Task:
         optimizer: the optimizer's name.
         pins: the user's pins; those that the graph has from modules of the model are added by :func:`checked`.
         space: the choices to try.
-        cache_dir: the folder that keeps rules found by execution; None keeps nothing.
         opaque: the modules that the user named opaque, for the plan's record.
         sampler_seed: the seed of the space's sampler.
     """
@@ -53,7 +51,6 @@ class Task:
     optimizer: str
     pins: Pins
     space: Space
-    cache_dir: Path | None = None
     opaque: tuple[str, ...] = ()
     sampler_seed: int = 0
 
@@ -92,7 +89,6 @@ def task_of(model: torch.nn.Module | Graph, request: Request, progress: Progress
         optimizer=request.optimizer,
         pins=pins,
         space=space,
-        cache_dir=request.cache_dir,
         opaque=_opaque(request),
         sampler_seed=request.sampler_seed,
     )

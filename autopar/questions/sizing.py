@@ -35,6 +35,7 @@ class Ask(Request):
     Attributes:
         graph_at: returns the traced model for (global batch, tokens of a sample); tokens None means the model's default length.
         cluster: the cluster as a text.
+        cache_dir: the folder with measurements of this machine; None is the user's cache directory.
         max_step_time_s: slower plans do not count.
         processes: processes of each search.
     """
@@ -42,6 +43,7 @@ class Ask(Request):
     graph_at: Callable[[int, int | None], Graph]
     cluster: str
     global_batch_size: int
+    cache_dir: Path | None = None
     sequence: int | None = None
     max_step_time_s: float | None = None
     progress: Progress | None = None

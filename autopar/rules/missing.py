@@ -5,20 +5,17 @@ contractions) and with its gradient. The operands are cut in two along every com
 EasyDist does. Where the outputs of the parts, and their gradients, make up those of the full operands, the dims get a label of a rule.
 
 The rule is verified on more ranks, down to parts of length one, and on positive operands and on operands of both signs. A dim that fails
-is not split. Rules from a file are verified again, as the implementation behind a name can change. An operator without a rule is repeated
-on every rank. Some rules must be declared, as they are not found this way: a bias added to a contraction, literals that count elements,
+is not split. An operator without a rule is repeated on every rank. Some rules must be declared, as they are not found this way: a bias added to a contraction, literals that count elements,
 splits that depend on the rank (vocabularies), means.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
-from pathlib import Path
 from string import ascii_lowercase
 
 import torch
@@ -32,7 +29,6 @@ from autopar.rules.grammar import Pattern, bind, parse
 from autopar.rules.moving_patterns import unsplit
 from autopar.rules.strategy import Strategy
 from autopar.rules.table import Rule, RuleTable, default_table, torch_rules, without_refs
-from autopar.util.files import write_text
 
 MAX_COMBINATIONS = 4096
 """The most combinations of dims that are tried for one operator."""
@@ -147,9 +143,6 @@ def _line(
     return f"{', '.join(map(text, input_labels))} -> {', '.join(map(text, output_labels))}"
 
 
-VERSION = "4"
-"""The version of the search for rules. With the version of torch it is part of the name of the file that keeps them."""
-
 MAX_LENGTH = 64
 """The largest length of a dim that the check splits into parts of length one."""
 MAX_ELEMENTS = 1 << 16
@@ -173,19 +166,17 @@ class Found:
     why: str = field(default="", repr=False)
 
 
-def complete(graph: Graph, *, cache_dir: Path | None = None, table: RuleTable | None = None) -> tuple[Found, ...]:
+def complete(graph: Graph, *, table: RuleTable | None = None) -> tuple[Found, ...]:
     """Find rules for the operators of a graph that have none, and add them to the table.
 
     Args:
         graph: the traced graph.
-        cache_dir: the folder that keeps the rules found; None keeps nothing.
         table: the table; None for the default one.
 
     Returns:
         One entry for each kind of call (operator, literals, ranks and types of operands), in order.
     """
     table = table or default_table()
-    file = _RuleFile(cache_dir)
     found: dict[str, Found] = {}
     for op in (*graph.prelude, *graph.ops):
         rule = table.rules.get(op.target)  # which may have been added on the way
@@ -197,16 +188,11 @@ def complete(graph: Graph, *, cache_dir: Path | None = None, table: RuleTable | 
         if key in found:
             continue
         key_with_lengths = f"{key} {digest(repr(_small_shapes(operands)))}"
-        entry = (
-            by_call.by_lengths.get(key_with_lengths)
-            or by_call.adopted(key)
-            or _find(op, operands, key, file, key_with_lengths)
-        )
+        entry = by_call.by_lengths.get(key_with_lengths) or by_call.adopted(key) or _find(op, operands, key)
         found[key] = entry
         if by_call.found.get(key) != entry:
             rules = _RulesByCall({**by_call.found, key: entry}, {**by_call.by_lengths, key_with_lengths: entry})
             table.put(op.target, Rule(make=rules, found=True))
-    file.save()
     return tuple(found.values())
 
 
@@ -266,23 +252,19 @@ class _RulesByCall:
         return bind(parse(entry.line), tuple(spec.shape for spec in operands), tuple(spec.shape for spec in op.outputs))
 
 
-def _find(op: Op, operands: tuple[TensorSpec, ...], key: str, file: _RuleFile, key_with_lengths: str) -> Found:
-    """Return the entry of a kind of call: the line of the file if it still holds, otherwise one that is found by execution."""
+def _find(op: Op, operands: tuple[TensorSpec, ...], key: str) -> Found:
+    """Return the entry of a kind of call, with the line that is found by execution."""
     reason = "its tensors are too large to try"
     if operands and not any(spec.shape for spec in operands):  # which a line cannot tell from no operand at all
         return Found(target=op.target, key=key, line="", why="no operand has a dim")
     for shapes in _small_shapes(operands):
         try:
-            draws = _draws(op, operands, shapes)
-            line = file.lines.get(key_with_lengths) or _verified_line(op, draws)
-            if _failures(op, draws, line):
-                line = _verified_line(op, draws)
+            line = _verified_line(op, _draws(op, operands, shapes))
         except (RuleError, *FAILURES) as error:
             reason = str(error).partition("\n")[0] or type(error).__name__
             continue
         is_useful = any(not token.endswith("^") for token in line.partition("->")[0].replace(",", " ").split())
         if is_useful:
-            file.lines[key_with_lengths] = line
             return Found(target=op.target, key=key, line=line)
         reason = "no dim can be split"
     return Found(target=op.target, key=key, line="", why=reason)
@@ -378,23 +360,3 @@ def _failures(op: Op, draws: Sequence[Sequence[Tensor]], line: str) -> list[str]
         for size in sorted({2, 4, *(n for x in examples for n in x.shape if 1 < n <= MAX_LENGTH)})
         for text in verify_rule(bare, examples, size=size, table=table)
     ]
-
-
-class _RuleFile:
-    """The file of rules that were found earlier on this machine."""
-
-    def __init__(self, folder: Path | None) -> None:
-        version = digest(f"{VERSION} {torch.__version__}")
-        self.path = None if folder is None else folder / f"rules-{version}.json"
-        self.lines: dict[str, str] = {}
-        if self.path is not None and self.path.is_file():
-            try:
-                self.lines = {str(key): str(line) for key, line in json.loads(self.path.read_text()).items()}
-            except (json.JSONDecodeError, AttributeError):
-                self.lines = {}  # an incomplete file: all rules are searched for again
-        self.saved = dict(self.lines)
-
-    def save(self) -> None:
-        """Write the file if there are new rules, completely or not at all."""
-        if self.path is not None and self.lines != self.saved:
-            write_text(self.path, json.dumps(self.lines, indent=1, sort_keys=True) + "\n", make_folder=True)

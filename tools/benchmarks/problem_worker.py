@@ -83,9 +83,7 @@ def evaluations_of(
     has_cluster = any(field.name == "cluster" for field in fields(wish_type))
     where = {"cluster": given.pop("cluster")} if has_cluster else {}
     given.pop("cluster", None)
-    wish = wish_type(
-        example_inputs=None, optimizer="adamw", name="", cache_dir=None, loss_fn=None, opaque=(), **where, **given
-    )
+    wish = wish_type(example_inputs=None, optimizer="adamw", name="", loss_fn=None, opaque=(), **where, **given)
     task = task_of(graph, wish) if has_cluster else task_of(graph, cluster, wish, None)
     planner = found("Planner", f"{PLANNER}.planner")(task)
 
