@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -19,19 +18,11 @@ from autopar.runtime.step.gradients import Group, RankParameter, local_part
 from autopar.runtime.world import World
 from autopar.util.formatting import some
 
-_WIDTH = 1024
-"""Elements in a row of a long tensor; temporaries are much shorter than the tensor."""
-
-_SHORT = 4 * _WIDTH
-"""Tensors up to so many elements are concatenated: a device needs less time for one than a host to launch a kernel.
-
-Concatenating longer ones costs a CPU more memory traffic than the sums of their rows and columns."""
+_CHUNK = 2**19
+"""Elements that are multiplied and summed at once, which bounds the memory of temporaries: 4 MiB."""
 
 _FACTORS = (-7046029254386353131, -4658895280553007687)
 """The factors of splitmix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"), as signed numbers."""
-
-_ROWS = 512
-"""Rows that fit a cache of a CPU."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -39,8 +30,8 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def checksums(tensors: Sequence[Tensor]) -> Tensor:
     """Return a checksum of each tensor's bits and their positions: [tensors] of int64 on their device, without waiting for it.
 
-    It sums integers over rows and over columns, so that the order does not matter, and multiplies each sum by an odd number of its own. So
-    it sees a change of any single element, and exchanged elements and rows.
+    It sums integers, so that the order does not matter, each multiplied by an odd number of its position in a chunk and of its chunk. So it
+    sees a change of any single element, and exchanged elements and chunks.
 
     Args:
         tensors: on one device, at least one.
@@ -49,18 +40,11 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     >>> one == other, one == int(checksums([torch.tensor([1.0, 2.0])]))
     (False, True)
     """
-    bits = [_bits(tensor) for tensor in tensors]
-    gridded = [flat.numel() // _WIDTH * _WIDTH if flat.numel() > _SHORT else 0 for flat in bits]
-    rests = _widened([flat[length:] for flat, length in zip(bits, gridded, strict=True)])
-    pieces, sizes = [rests[0].new_zeros(1)], [1]  # sums of the first 0, 1, 2 ... tensors begin with it
-    for flat, length, rest in zip(bits, gridded, rests, strict=True):
-        parts = [rest, *_sums(flat[:length].view(-1, _WIDTH))]
-        pieces += parts
-        sizes.append(sum(piece.numel() for piece in parts))
-    base = _weights(max(sizes), tensors[0].device)
-    weights = torch.cat([base[:size] for size in sizes])
-    running = torch.cat(pieces).mul_(weights).cumsum_(0)  # modulo 2**64: no bit is lost
-    return torch.stack([running[end - 1] for end in accumulate(sizes)]).diff()
+    chunks = [torch.split(_bits(tensor), _CHUNK) for tensor in tensors]
+    count = max(max(len(parts), parts[0].numel()) for parts in chunks)
+    weights = _weights(count, tensors[0].device)
+    sums = [torch.stack([(part * weights[: len(part)]).sum() for part in parts]) for parts in chunks]
+    return torch.stack([(of_chunks * weights[: len(of_chunks)]).sum() for of_chunks in sums])  # modulo 2**64
 
 
 def events(tensors: Iterable[Tensor]) -> list[torch.cuda.Event]:
@@ -72,37 +56,12 @@ def events(tensors: Iterable[Tensor]) -> list[torch.cuda.Event]:
     return recorded
 
 
-def _widened(flats: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors as int64; those of one dtype are concatenated and converted at once."""
-    widened = list(flats)
-    for dtype in {flat.dtype for flat in flats}:
-        places = [i for i, flat in enumerate(flats) if flat.dtype == dtype]
-        joined = torch.cat([flats[i] for i in places]).to(torch.int64)
-        for i, part in zip(places, torch.split(joined, [flats[i].numel() for i in places]), strict=True):
-            widened[i] = part
-    return widened
-
-
 def _bits(value: Tensor) -> Tensor:
     """Return the elements as integers, flattened."""
     value = value.detach()
     flat = (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value.resolve_neg()).contiguous()
     flat = flat.view(-1)
     return flat.to(torch.int8) if flat.dtype == torch.bool else flat.view(_INTEGERS[flat.element_size()])
-
-
-def _sums(grid: Tensor) -> list[Tensor]:
-    """Sum over columns and over rows, in 64 bits without loss."""
-    if not grid.numel():
-        return []
-    if grid.device.type != "cpu":
-        return [grid.sum(0, dtype=torch.int64), grid.sum(1, dtype=torch.int64)]
-    columns, rows = torch.zeros(_WIDTH, dtype=torch.int64), list[Tensor]()
-    for part in grid.split(_ROWS):  # type: ignore[no-untyped-call]
-        wide = part.to(torch.int64)  # sums into another dtype go one by one there, and take three times as long
-        columns += wide.sum(0)
-        rows.append(wide.sum(1))
-    return [columns, *rows]
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
