@@ -60,7 +60,8 @@ _MODULE_OF = {
     "verify": "autopar.api",
 }
 
-__all__ = sorted([*_MODULE_OF, *(name for name in globals() if name.endswith("Error"))])
+_NAMES = sorted([*_MODULE_OF, *(name for name in globals() if name.endswith("Error"))])
+__all__ = list(_NAMES)
 
 
 def __getattr__(name: str) -> Any:

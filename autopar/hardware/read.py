@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster, NodeGroup, Tier
@@ -215,8 +216,8 @@ def _group(table: Table, folder: Path | None) -> tuple[NodeGroup, str | None]:
         except UsageError as error:
             raise error.becoming(UsageError, where=table.place("device")) from error
         group, library = profile.group(table.integer("num_nodes"), table.integer("devices_per_node")), profile.library
-        links = {name: table.table(name).record(Link) for name in ("intra_node", "nic") if table.has(name)}
-        group = replace(group, nics_per_node=table.integer("nics_per_node", group.nics_per_node), **links)
+        given: dict[str, Any] = {n: table.table(n).record(Link) for n in ("intra_node", "nic") if table.has(n)}
+        group = replace(group, nics_per_node=table.integer("nics_per_node", group.nics_per_node), **given)
         table.finish()
     else:
         group = table.record(NodeGroup)
