@@ -1,6 +1,6 @@
 """Finds and runs the parallelization plan of a PyTorch model.
 
-This module holds the public names. Each is imported when it is first used.
+This module holds the public names. Each but the errors is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -8,26 +8,27 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from autopar.errors import AutoparError as AutoparError
+from autopar.errors import CheckpointError as CheckpointError
+from autopar.errors import InfeasibleError as InfeasibleError
+from autopar.errors import InternalError as InternalError
+from autopar.errors import NonFiniteError as NonFiniteError
+from autopar.errors import OutOfMemoryError as OutOfMemoryError
+from autopar.errors import PlanError as PlanError
+from autopar.errors import PlanFileError as PlanFileError
+from autopar.errors import RankFailedError as RankFailedError
+from autopar.errors import RuleError as RuleError
+from autopar.errors import RuntimeMismatchError as RuntimeMismatchError
+from autopar.errors import TraceError as TraceError
+from autopar.errors import UsageError as UsageError
+from autopar.errors import VerificationError as VerificationError
+
 if TYPE_CHECKING:
     from autopar.api import estimate as estimate
     from autopar.api import parallelize as parallelize
     from autopar.api import search as search
     from autopar.api import trace as trace
     from autopar.api import verify as verify
-    from autopar.errors import AutoparError as AutoparError
-    from autopar.errors import CheckpointError as CheckpointError
-    from autopar.errors import InfeasibleError as InfeasibleError
-    from autopar.errors import InternalError as InternalError
-    from autopar.errors import NonFiniteError as NonFiniteError
-    from autopar.errors import OutOfMemoryError as OutOfMemoryError
-    from autopar.errors import PlanError as PlanError
-    from autopar.errors import PlanFileError as PlanFileError
-    from autopar.errors import RankFailedError as RankFailedError
-    from autopar.errors import RuleError as RuleError
-    from autopar.errors import RuntimeMismatchError as RuntimeMismatchError
-    from autopar.errors import TraceError as TraceError
-    from autopar.errors import UsageError as UsageError
-    from autopar.errors import VerificationError as VerificationError
     from autopar.graph.graph import Graph as Graph
     from autopar.hardware.cluster import Cluster as Cluster
     from autopar.pins.on_modules import pin as pin
@@ -42,27 +43,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULE_OF = {
-    "AutoparError": "autopar.errors",
-    "CheckpointError": "autopar.errors",
     "Checkpoints": "autopar.runtime.checkpoint.series",
     "Cluster": "autopar.hardware.cluster",
     "Graph": "autopar.graph.graph",
-    "InfeasibleError": "autopar.errors",
-    "InternalError": "autopar.errors",
     "Mesh": "autopar.plan.mesh",
-    "NonFiniteError": "autopar.errors",
-    "OutOfMemoryError": "autopar.errors",
     "ParallelModel": "autopar.runtime.parallel_model",
     "Plan": "autopar.plan.plan",
-    "PlanError": "autopar.errors",
-    "PlanFileError": "autopar.errors",
-    "RankFailedError": "autopar.errors",
     "Request": "autopar.request",
-    "RuleError": "autopar.errors",
-    "RuntimeMismatchError": "autopar.errors",
-    "TraceError": "autopar.errors",
-    "UsageError": "autopar.errors",
-    "VerificationError": "autopar.errors",
     "estimate": "autopar.api",
     "fit": "autopar.runtime.fit",
     "parallelize": "autopar.api",
@@ -73,7 +60,8 @@ _MODULE_OF = {
     "verify": "autopar.api",
 }
 
-__all__ = list(_MODULE_OF)
+_NAMES = sorted([*_MODULE_OF, *(name for name in globals() if name.endswith("Error"))])
+__all__ = list(_NAMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import MISSING, asdict, dataclass
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,7 +25,6 @@ from autopar.cli.options import (
     takes_plan_options,
     warn,
 )
-from autopar.errors import AutoparError
 from autopar.measure.job_of_ranks import check_output, start_ranks, torchrun_job, under_torchrun
 from autopar.util.files import data_files
 
@@ -92,17 +89,18 @@ def ops(plan_options: PlanOptions) -> None:
     output, cluster = _output(plan_options), plan_options.cluster
     check_output(output)
     from autopar.hardware.describe import machine_of
-    from autopar.measure.profiles import calls_of, device_of
+    from autopar.measure.profiles import calls_of
     from autopar.request import Request
 
     machine = machine_of(cluster, cache_dir=cache_dir())
-    device_of(machine)  # raises before the model is traced
-    request = Request(**plan_options.request)
+    request, sequence = Request(**plan_options.request), plan_options.seq
     with progress("timing operators") as advance:
-        calls = calls_of(
-            plan_options.model, request, parse_cluster(cluster), sequence=plan_options.seq, advance=advance
-        )
-        summary = _profiling(output, advance).operators(calls, machine)
+
+        def calls() -> list[str]:
+            return calls_of(plan_options.model, request, parse_cluster(cluster), sequence=sequence, advance=advance)
+
+        summary = _profiling(output, advance).operators(machine, calls)
+    assert summary is not None
     _print(summary, plan_options.as_json)
 
 
@@ -164,14 +162,14 @@ def everything(
         if not under_torchrun():
             start_ranks(links.output, ranks, max_bytes=max_bytes, budget=budget, timeout=collective_timeout, nics=nics)
             profiling.cluster()
-            operators_found: dict[str, Any] | None = device.operators(calls(), device.machine())
+            operators_found = device.operators(device.machine(), calls)
         else:
             with torchrun_job(max_bytes, budget, collective_timeout) as job:
-                links_found = links.links(job)
-                store, rank, world = job.store, job.rank, job.world
-            if links_found is not None:
+                links.links(job)
+            if job.rank == 0:
                 profiling.cluster()
-            operators_found = device.shared_operators(store, rank, world, calls)
+            machine = device.machine() if job.rank == 0 else None
+            operators_found = device.operators(machine, calls, store=job.store, rank=job.rank, world=job.world)
         if operators_found is None:
             return
         summary = {**links.kept_links(), **operators_found, "cluster": str(output)}
@@ -188,11 +186,6 @@ def _print(summary: dict[str, Any], as_json: bool) -> None:
     from autopar.measure.profiles import render
 
     print_result(as_json, lambda: summary, lambda: render(summary))
-
-
-_OLDEST_TORCH = (2, 11)
-_BROKEN = (ImportError, AttributeError, RuntimeError, OSError)
-"""Errors from the import of a half-installed or too old package."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,123 +207,59 @@ class Check:
     needed: bool = True
 
 
+_PACKAGES = ("autopar", "spmd-types", "optuna", "networkx", "numpy", "scipy", "safetensors", "transformers")
+_OLDEST_TORCH = "2.11"
+
+
 def _machine() -> Iterator[Check]:
     """Check Python, cores and memory."""
     version = platform.python_version()
     yield Check(name="python", ok=sys.version_info >= (3, 11), found=version, remedy="install Python 3.11 or later")
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Check(name="cpu", ok=True, found=f"{cores} cores for this process, {os.cpu_count()} in the machine")
-    total = _memory_bytes()
-    found = f"{total / 2**30:.1f} GiB" if total else "unknown on this system"
-    yield Check(name="memory", ok=total > 0, found=found, needed=False)
-
-
-def _memory_bytes() -> int:
-    """Return the memory of the machine in bytes; 0 if it is unknown."""
-    names = getattr(os, "sysconf_names", {})
-    if "SC_PAGE_SIZE" in names and "SC_PHYS_PAGES" in names:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return 0
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    yield Check(name="memory", ok=True, found=f"{total / 2**30:.1f} GiB")
 
 
 def _packages() -> Iterator[Check]:
-    """Check the packages that autopar imports."""
-    yield Check(name="autopar", ok=True, found=_version("autopar") or "used from a checkout")
-    for name in ("spmd-types", "optuna", "networkx", "numpy", "scipy", "safetensors"):
-        version = _version(name)
-        yield Check(name=name, ok=bool(version), found=version or "not installed", remedy=f"pip install {name}")
-    version = _version("transformers")
-    remedy = "pip install 'autopar[hf]' for models written as hf:..."
-    yield Check(name="transformers", ok=bool(version), found=version or "not installed", remedy=remedy, needed=False)
+    """Check the packages that autopar imports, and transformers."""
+    for name in _PACKAGES:
+        try:
+            found, ok = metadata.version(name), True
+        except metadata.PackageNotFoundError:
+            found, ok = "used from a checkout" if name == "autopar" else "not installed", name == "autopar"
+        needed = name != "transformers"
+        remedy = f"pip install {name}" if needed else "pip install 'autopar[hf]' for models written as hf:..."
+        yield Check(name=name, ok=ok, found=found, remedy=remedy, needed=needed)
 
 
 def _torch() -> Iterator[Check]:
-    """Check the version of torch, its devices, and the features that autopar uses."""
+    """Check the version of torch, its devices, and its backends for process groups."""
     try:
-        torch = importlib.import_module("torch")
-    except _BROKEN as error:
+        import torch
+        import torch.distributed as dist
+    except (ImportError, AttributeError, RuntimeError, OSError) as error:  # half-installed
         yield Check(name="torch", ok=False, found=str(error), remedy="pip install torch")
         return
-    numbers = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    oldest = ".".join(map(str, _OLDEST_TORCH))
-    yield Check(
-        name="torch",
-        ok=numbers >= _OLDEST_TORCH,
-        found=torch.__version__,
-        remedy=f"install torch {oldest} or later",
-    )
-    yield from _devices(torch)
-    distributed = importlib.import_module("torch.distributed")
-    available = distributed.is_available()
-    yield Check(name="torch.distributed", ok=available, found=str(available), remedy="install a torch built with it")
-    if not available:
-        return
-    yield _feature("gloo (CPU runs)", distributed.is_gloo_available, "install a torch built with gloo")
-    yield _feature("NCCL (GPU runs)", distributed.is_nccl_available, "install a CUDA build of torch", needed=False)
-    for name, module, attributes in _FEATURES:
-        yield _feature(name, partial(_has, module, attributes), f"install torch {oldest} or later")
-
-
-_FEATURES = (
-    ("model tracing", "torch.export", ("export",)),
-    ("data parallel, ZeRO", "torch.distributed.fsdp", ("fully_shard", "FSDPModule", "MixedPrecisionPolicy")),
-    ("tensor parallel parameters", "torch.distributed.tensor", ("DTensor", "distribute_tensor")),
-    (
-        "pipeline schedules",
-        "torch.distributed.pipelining.schedules",
-        ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"),
-    ),
-    ("distributed checkpoints", "torch.distributed.checkpoint", ("save", "load")),
-    ("fake process group (plan checks)", "torch.testing._internal.distributed.fake_pg", ("FakeStore",)),
-    ("typed collectives", "spmd_types", ("all_reduce", "all_gather", "reduce_scatter")),
-)
-"""A name to print, a module, and attributes that it must have."""
-
-
-def _devices(torch: object) -> Iterator[Check]:
-    """Check for GPUs."""
-    cuda = getattr(torch, "cuda")  # noqa: B009  torch is imported by name: it has no type here
-    if not cuda.is_available():
-        yield Check(name="gpu", ok=False, found="none", remedy="runs use the CPU; plans need no GPU", needed=False)
-        return
-    for index in range(cuda.device_count()):
-        properties = cuda.get_device_properties(index)
-        memory = properties.total_memory / 2**30
-        yield Check(name=f"gpu {index}", ok=True, found=f"{properties.name}, {memory:.0f} GiB", needed=False)
+    version, remedy = torch.__version__, f"install torch {_OLDEST_TORCH} or later"
+    yield Check(name="torch", ok=version >= _OLDEST_TORCH, found=version, remedy=remedy)  # not compared as texts
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    found = ", ".join(f"{device.name} of {device.total_memory / 2**30:.0f} GiB" for device in devices)
+    remedy = "runs use the CPU; plans need no GPU"
+    yield Check(name="gpu", ok=bool(devices), found=found or "none", remedy=remedy, needed=False)
+    has_gloo, has_nccl = (dist.is_gloo_available(), dist.is_nccl_available()) if dist.is_available() else (False, False)
+    for name, ok, needed in (("gloo (CPU runs)", has_gloo, True), ("NCCL (GPU runs)", has_nccl, False)):
+        found = "available" if ok else "not available"
+        yield Check(
+            name=name, ok=ok, found=found, remedy=f"install a torch built with {name.split()[0]}", needed=needed
+        )
 
 
 def _data(kept: Path | None) -> Iterator[Check]:
-    """Check the files that autopar ships, and name the cache directory."""
+    """Name the files that autopar ships, and the cache directory."""
     for name, what in (("profiles", "device profiles"), ("search", "search spaces")):
-        try:
-            found = ", ".join(data_files(name))
-        except AutoparError as error:
-            yield Check(name=what, ok=False, found=str(error))
-        else:
-            yield Check(name=what, ok=bool(found), found=found or "none", remedy="install autopar again")
+        yield Check(name=what, ok=True, found=", ".join(data_files(name)))
     yield Check(name="cache", ok=True, found=f"{kept} (AUTOPAR_CACHE)" if kept else "the user's cache directory")
-
-
-def _feature(name: str, test: Callable[[], bool], remedy: str, *, needed: bool = True) -> Check:
-    """Return the check of one feature; ``test`` may raise an import error."""
-    try:
-        ok, found = test(), ""
-    except _BROKEN as error:
-        ok, found = False, f" ({error})"
-    return Check(name=name, ok=ok, found=("available" if ok else "not available") + found, remedy=remedy, needed=needed)
-
-
-def _has(module: str, attributes: tuple[str, ...]) -> bool:
-    imported = importlib.import_module(module)
-    return all(hasattr(imported, attribute) for attribute in attributes)
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def doctor(as_json: Json = False) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from autopar.errors import UsageError
-from autopar.hardware.link import OperatorTable
+from autopar.hardware.link import FunctionRate, OperatorTable
 from autopar.util.toml import MAY_BE_ZERO, T, Table, as_table
 
 Kind = Literal["cpu", "cuda"]
@@ -174,20 +174,6 @@ class MatmulRate:
         return self.ceiling_flops_per_s * self.efficiency(smallest_dim, backward=backward)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FunctionRate:
-    """The rate of an elementwise function whose time is limited by computation, not by memory.
-
-    Attributes:
-        name: one of ``autopar.cost.operators.work.FUNCTIONS``.
-        forward_s, backward_s: seconds for one element of its first operand.
-    """
-
-    name: str
-    forward_s: float = field(metadata=MAY_BE_ZERO)
-    backward_s: float = field(metadata=MAY_BE_ZERO)
-
-
 def rate_of(dtype: str, table: Table) -> MatmulRate:
     """Return the rate of a table ``[device.matmul.DTYPE]``.
 
@@ -298,7 +284,7 @@ class Device:
     fragmentation: float = field(metadata=MAY_BE_ZERO)
     interference: float = field(metadata=MAY_BE_ZERO)
     uncertainty: float = field(metadata=MAY_BE_ZERO)
-    provenance: tuple[tuple[str, str], ...]
+    provenance: dict[str, str] = field(hash=False)
     kernel_fraction: float = 1.0
     blocking_launch_s: float = 0.0
     fixed_segments: float = 0.0
@@ -358,8 +344,7 @@ class Device:
 
     def with_memory(self, num_bytes: int, provenance: str) -> Device:
         """Return the same device with this much memory."""
-        notes = {**dict(self.provenance), "memory": provenance}
-        return replace(self, memory_bytes=num_bytes, provenance=tuple(notes.items()))
+        return replace(self, memory_bytes=num_bytes, provenance={**self.provenance, "memory": provenance})
 
     def at_best(self) -> Device:
         """Return a device on which parts of a product together take no less time than the product; see :meth:`MatmulRate.at_best`.
@@ -372,8 +357,7 @@ class Device:
     def to_table(self) -> dict[str, Any]:
         """Return the ``[device]`` table of the profile, as plain data."""
         topics = {
-            topic: {key: getattr(self, name) for key, name in keys.items()}
-            | {"provenance": dict(self.provenance)[topic]}
+            topic: {key: getattr(self, name) for key, name in keys.items()} | {"provenance": self.provenance[topic]}
             for topic, keys in TOPICS.items()
         }
         matmul = {rate.pop("dtype"): rate for rate in as_table(self.matmul)}
@@ -389,15 +373,15 @@ class Device:
         Raises:
             UsageError: a key is missing, unknown or has a wrong value; names file, line and key.
         """
-        numbers, notes = dict[str, Any](), []
+        numbers, notes = dict[str, Any](), dict[str, str]()
         for topic, keys in TOPICS.items():
             part = table.table(topic)
             numbers |= part.fields_of(cls, keys)
-            notes.append((topic, part.text("provenance")))
+            notes[topic] = part.text("provenance")
             part.finish()
         matmul = table.table("matmul")
         rates = tuple(rate_of(dtype, matmul.table(dtype)) for dtype in matmul.names())
-        return table.record(cls, **numbers, matmul=rates, provenance=tuple(notes))
+        return table.record(cls, **numbers, matmul=rates, provenance=notes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import UsageError
-from autopar.util.toml import MAY_BE_ZERO, Table, as_table
+from autopar.util.toml import MAY_BE_ZERO, Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,20 @@ class OperatorTime:
         for key in ("spread", "repeats"):
             table.has(key)
         return table.record(cls)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionRate:
+    """The rate of an elementwise function whose time is limited by computation, not by memory.
+
+    Attributes:
+        name: one of ``autopar.cost.operators.work.FUNCTIONS``.
+        forward_s, backward_s: seconds for one element of its first operand.
+    """
+
+    name: str
+    forward_s: float = field(metadata=MAY_BE_ZERO)
+    backward_s: float = field(metadata=MAY_BE_ZERO)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,29 +222,12 @@ class CollectiveLibrary:
     """A collective library (``nccl``, ``gloo``): its algorithms, and which collectives it builds from others.
 
     Attributes:
-        implemented_as: pairs of collectives: the first costs what the second costs.
+        implemented_as: for some collectives the one that costs as much.
         measured: collectives on groups of given shapes, which take precedence over the algorithms; may be empty.
     """
 
     name: str
     algorithms: tuple[Algorithm, ...] = field(default=(), metadata={"key": "algorithm"})
     switch_bandwidths: tuple[SwitchBandwidth, ...] = field(default=(), metadata={"key": "switch_bandwidth"})
-    implemented_as: tuple[tuple[str, str], ...]
+    implemented_as: dict[str, str] = field(default_factory=dict, hash=False)
     measured: tuple[CollectiveTime, ...] = ()
-
-    def to_table(self) -> dict[str, Any]:
-        """Return the library as plain data."""
-        return {
-            "name": self.name,
-            "implemented_as": dict(self.implemented_as),
-            "algorithm": as_table(self.algorithms),
-            "switch_bandwidth": as_table(self.switch_bandwidths),
-            "measured": as_table(self.measured),
-        }
-
-    @classmethod
-    def from_table(cls, table: Table) -> CollectiveLibrary:
-        """Read the result of :meth:`to_table`; numbers left out of an algorithm are zero, its fraction is one."""
-        implemented = table.table("implemented_as") if table.has("implemented_as") else None
-        pairs = ((key, implemented.text(key)) for key in implemented.names()) if implemented else ()
-        return table.record(cls, implemented_as=tuple(pairs))

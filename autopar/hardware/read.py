@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster, NodeGroup, Tier
@@ -73,7 +74,7 @@ class MachineProfile:
         share = min(1.0, cores / devices_per_node)
         device = slowed(self.device, share)
         if self.node.shares_memory:
-            note = dict(device.provenance)["memory"]
+            note = device.provenance["memory"]
             device = device.with_memory(
                 device.memory_bytes // devices_per_node, f"{note}; divided among {devices_per_node} ranks"
             )
@@ -118,7 +119,7 @@ def slowed(device: Device, share: float, why: str = "the cores that each rank ha
         for rate in device.matmul
     )
     table = device.operators
-    notes = {key: text + note if key in ("bandwidth", "launch") else text for key, text in device.provenance}
+    notes = {key: text + note if key in ("bandwidth", "launch") else text for key, text in device.provenance.items()}
     return replace(
         device,
         matmul=rates,
@@ -130,7 +131,7 @@ def slowed(device: Device, share: float, why: str = "the cores that each rank ha
             for rate in device.functions
         ),
         overheads=device.overheads.scaled(1 / share, note),
-        provenance=tuple(notes.items()),
+        provenance=notes,
     )
 
 
@@ -169,7 +170,7 @@ def load_library(name: str) -> CollectiveLibrary:
     known = data_files("profiles/links")
     if name not in known:
         raise UsageError.unknown("collective library", name, known)
-    return CollectiveLibrary.from_table(Table.load(known[name]))
+    return Table.load(known[name]).record(CollectiveLibrary)
 
 
 def load_cluster(path: Path) -> Cluster:
@@ -183,29 +184,21 @@ def load_cluster(path: Path) -> Cluster:
 
 def cluster_from_table(table: Table, *, folder: Path | None = None, default_name: str | None = None) -> Cluster:
     """Read a cluster file or the result of :meth:`Cluster.to_dict`; devices and the library may be names of profiles."""
-    groups, libraries = [], []
-    for item in table.tables("group"):
-        group, library = _group(item, folder)
-        groups.append(group)
-        libraries.append(library)
-        item.finish()
+    groups = [_group(item, folder) for item in table.tables("group")]
     if not groups:
         for key in ("name", "tier", "library", "links"):
             table.has(key)
         table.finish()  # a misspelt [[group]] is named, with its line
         raise UsageError.missing("[[group]] of nodes", where=table.place(None), fix="Add at least one")
-    tiers = tuple(item.record(Tier) for item in table.tables("tier"))
-    _check_tiers(table, tiers)
-    cluster = Cluster(
+    links = table.text("links") if table.has("links") else None
+    cluster = table.record(
+        Cluster,
         name=table.text("name", default_name),
-        groups=tuple(groups),
-        tiers=tiers,
-        library=_library(table, libraries),
+        groups=tuple(group for group, _ in groups),
+        library=_library(table, [library for _, library in groups]),
     )
-    if table.has("links"):
-        cluster = with_links(cluster, (folder or Path()) / table.text("links"))
-    table.finish()
-    return cluster
+    _check_tiers(table, cluster.tiers)
+    return cluster if links is None else with_links(cluster, (folder or Path()) / links)
 
 
 def with_links(cluster: Cluster, path: Path) -> Cluster:
@@ -215,29 +208,21 @@ def with_links(cluster: Cluster, path: Path) -> Cluster:
 
 def _group(table: Table, folder: Path | None) -> tuple[NodeGroup, str | None]:
     """Return a group, and the library of the profile that it names, or None."""
-    num_nodes, per_node, library = table.integer("num_nodes"), table.integer("devices_per_node"), None
+    memory_bytes = table.integer("memory_bytes") if table.has("memory_bytes") else None
+    library = None
     if isinstance(table.raw("device"), str):
         try:
             profile = load_profile(table.text("device"), relative_to=folder)
         except UsageError as error:
             raise error.becoming(UsageError, where=table.place("device")) from error
-        group, library = profile.group(num_nodes, per_node), profile.library
-        if table.has("intra_node"):
-            group = replace(group, intra_node=table.table("intra_node").record(Link))
-        if table.has("nic"):
-            group = replace(group, nic=table.table("nic").record(Link))
-        group = replace(group, nics_per_node=table.integer("nics_per_node", group.nics_per_node))
+        group, library = profile.group(table.integer("num_nodes"), table.integer("devices_per_node")), profile.library
+        given: dict[str, Any] = {n: table.table(n).record(Link) for n in ("intra_node", "nic") if table.has(n)}
+        group = replace(group, nics_per_node=table.integer("nics_per_node", group.nics_per_node), **given)
+        table.finish()
     else:
-        group = NodeGroup(
-            device=Device.from_table(table.table("device")),
-            num_nodes=num_nodes,
-            devices_per_node=per_node,
-            intra_node=table.table("intra_node").record(Link),
-            nic=table.table("nic").record(Link),
-            nics_per_node=table.integer("nics_per_node"),
-        )
-    if table.has("memory_bytes"):
-        group = group.with_memory(table.integer("memory_bytes"))
+        group = table.record(NodeGroup)
+    if memory_bytes is not None:
+        group = group.with_memory(memory_bytes)
     return group, library
 
 
@@ -263,7 +248,7 @@ def _check_tiers(table: Table, tiers: Sequence[Tier]) -> None:
 
 def _library(table: Table, from_profiles: list[str | None]) -> CollectiveLibrary:
     if table.has("library") and not isinstance(table.raw("library"), str):
-        return CollectiveLibrary.from_table(table.table("library"))
+        return table.table("library").record(CollectiveLibrary)
     names = {name for name in from_profiles if name is not None}
     if not table.has("library") and len(names) != 1:
         raise UsageError.missing(

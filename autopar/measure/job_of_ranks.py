@@ -69,16 +69,17 @@ def torchrun_job(max_bytes: int, budget: float, timeout: float) -> Iterator[Link
         dist.destroy_process_group()
 
 
-def local_device() -> torch.device:
+def local_device(kind: str = "") -> torch.device:
     """Return this rank's device and make it current.
 
-    It is the GPU with the rank's number on the node, or the only visible one; without GPUs it is the CPU with one thread.
+    It is the GPU with the rank's number on the node, or the only visible one. Without GPUs, or for the kind ``cpu``, it is the CPU with one
+    thread.
     """
     import torch
 
     from autopar.runtime import job
 
-    device = job.local_device(job.choose_device_type(""))
+    device = job.local_device(job.choose_device_type(kind))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import HashStore, Store
 
 from autopar.errors import AutoparError, UsageError
 from autopar.hardware.cluster import Cluster
@@ -53,60 +53,57 @@ class Profiling:
 
     # --- operators
 
-    def operators(self, calls: list[str], machine: MachineProfile) -> dict[str, Any]:
+    def operators(
+        self,
+        machine: MachineProfile | None,
+        calls_of: Callable[[], list[str]],
+        *,
+        store: Store | None = None,
+        rank: int = 0,
+        world: int = 1,
+    ) -> dict[str, Any] | None:
         """Time the operators that the file next to the output does not have, write the profile, and return a summary.
+
+        Several ranks time a share each. Rank 0 collects and writes all; the others return None.
+
+        Args:
+            machine: the profile of the machine; None on other ranks than 0, whose devices are assumed to be equal.
+            calls_of: returns the operators; called on rank 0 alone.
+            store: a store of all ranks; None if there is one rank.
 
         Raises:
             UsageError: this machine has no device of the kind.
             AutoparError: no operator could be timed.
         """
-        device = device_of(machine)
+        device, store = device_of(machine), store or HashStore()
         path = self.output.with_suffix(".operators.json")
-        file = OperatorFile(path, identity())
-        num_before = len(file.times)
-        file.measure(calls, device, progress=self.advance)
-        return {**self._device_written(machine, path, file), "timed_now": len(file.times) - num_before}
-
-    def shared_operators(
-        self, store: Store, rank: int, world: int, calls_of: Callable[[], list[str]]
-    ) -> dict[str, Any] | None:
-        """Time each rank's share of the operators; rank 0 writes them all and return a summary. The devices are assumed to be equal.
-
-        Args:
-            store: a store of all ranks.
-            rank, world: this rank and the number of ranks.
-            calls_of: returns the operators to time; called on rank 0 alone.
-        """
-        machine = self.machine() if rank == 0 else None
-        path = self.output.with_suffix(".operators.json")
-        calls = _shared_calls(store, rank, calls_of)
         file = OperatorFile(path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}.json"), identity())
-        file.measure([c for c in calls[rank::world] if c not in file.times], local_device(), progress=self.advance)
-        if rank != 0:
+        num_before = len(file.times)
+        if rank == 0:
+            store.set("calls", json.dumps([call for call in calls_of() if call not in file.times]))
+        file.measure(_waited(store, "calls")[rank::world], device, progress=self.advance)
+        if machine is None:
             store.set(f"times{rank}", json.dumps([list(file.times.values()), file.failed]))
             file.path.unlink(missing_ok=True)
-            store.wait(["written"], timedelta(seconds=IDLE_S))
             return None
-        assert machine is not None
         for other in range(1, world):
-            key = f"times{other}"
             try:
-                store.wait([key], timedelta(seconds=IDLE_S))
+                times, failed = _waited(store, f"times{other}")
             except RuntimeError:
                 self.say(f"rank {other} gave no times within {IDLE_S:g} s")
                 continue
-            times, failed = json.loads(store.get(key))
             file.times |= {item["call"]: item for item in times}
             file.failed |= failed
         file.save()
-        store.set("written", "")
-        return self._device_written(machine, path, file)
+        return {**self._device_written(machine, path, file, device), "timed_now": len(file.times) - num_before}
 
     def machine(self) -> MachineProfile:
         """Return the profile of this machine."""
         return machine_profile(cache_dir=self.cache_dir)
 
-    def _device_written(self, machine: MachineProfile, path: Path, file: OperatorFile) -> dict[str, Any]:
+    def _device_written(
+        self, machine: MachineProfile, path: Path, file: OperatorFile, device: torch.device
+    ) -> dict[str, Any]:
         """Write the machine's profile with its operator times, and return a summary.
 
         Raises:
@@ -125,7 +122,7 @@ class Profiling:
         note = f"{where}: medians of warm calls, one operator at a time"
         data["device"]["operators"] = {"file": path.name, "provenance": note}
         if machine.device.kind == "cuda":
-            data["device"]["host"] = measured_host(host_link(local_device()), where)
+            data["device"]["host"] = measured_host(host_link(device), where)
         write_toml(
             self.output, data,
             comment="Written by 'autopar profile'; use it as DEVICE in --cluster DEVICE:NODESxPER_NODE.",
@@ -202,36 +199,25 @@ def calls_of(model: str, request: Request, cluster: Cluster, *, sequence: int | 
     return list(operator_calls(Planner(task_of(source.model, full_request, advance)), progress=advance))
 
 
-def _shared_calls(store: Store, rank: int, calls_of: Callable[[], list[str]]) -> list[str]:
-    """Return on every rank the operators that rank 0 wants to time."""
-    if rank == 0:
-        try:
-            text = json.dumps(calls_of())
-        except AutoparError:
-            store.set("calls", "null")
-            raise
-        store.set("calls", text)
-    store.wait(["calls"], timedelta(seconds=IDLE_S))
-    calls: list[str] | None = json.loads(store.get("calls"))
-    if calls is None:
-        raise AutoparError(
-            "Rank 0 failed before it knew what to measure", where=f"rank {rank}", fix="See what rank 0 says"
-        )
-    return calls
+def _waited(store: Store, key: str) -> Any:
+    """Return a value of a store once it is there."""
+    store.wait([key], timedelta(seconds=IDLE_S))
+    return json.loads(store.get(key))
 
 
-def device_of(machine: MachineProfile) -> torch.device:
-    """Return the device on which the machine's operators can be timed.
+def device_of(machine: MachineProfile | None) -> torch.device:
+    """Return the device on which the machine's operators can be timed, made current; None is this machine.
 
     Raises:
         UsageError: the machine has GPUs, and this one has none.
     """
-    if machine.device.kind == "cuda" and not torch.cuda.is_available():
+    kind = "" if machine is None else machine.device.kind
+    if machine is not None and kind == "cuda" and not torch.cuda.is_available():
         raise UsageError(
             f"This machine has no CUDA device, and '{machine.device.name}' is one",
             fix="Run it on such a machine, or name a cluster of this one ('local')",
         )
-    return torch.device("cpu") if machine.device.kind == "cpu" else local_device()
+    return local_device(kind)
 
 
 def links_summary(output: Path, fitted: Links, points: LinkPoints) -> dict[str, Any]:

@@ -244,7 +244,8 @@ class Table:
         if get_origin(hint) in (tuple, list):
             return self._sequence(key, hint, positive)
         if get_origin(hint) is dict:
-            return dict(self.table(key)._data)
+            inner, (_, each) = self.table(key), get_args(hint)
+            return {name: inner._value(name, each) for name in inner.names()}
         if hint is Any:
             return self.raw(key)
         if hasattr(hint, "from_text"):
@@ -285,7 +286,8 @@ class Table:
 
     def _here(self, error: UsageError, key: Key | None) -> UsageError:
         """Return the error of a value of ``key``, or of this table, with its place."""
-        return error.within(f"{self.place(key)}: {dotted(self._keys if key is None else (*self._keys, key))}")
+        keys = dotted(self._keys if key is None else (*self._keys, key))
+        return error.within(self.place(key) + (f": {keys}" if keys else ""))
 
     def finish(self) -> None:
         """Check that all keys were read.

@@ -105,7 +105,7 @@ def _device(device: Device, by_name: Mapping[str, float], provenance: str) -> De
     return replace(
         device,
         matmul=tuple(_rate(rate, by_name, provenance) for rate in device.matmul),
-        provenance=tuple(notes.items()),
+        provenance=notes,
         **cast("dict[str, Any]", {name: by_name[name] for name in topics if name in by_name}),
     )
 

@@ -336,7 +336,8 @@ def _with_width(device: Device, width: float | None, num_runs: int) -> Device:
     """Return a device with the interval of peak memory."""
     if width is None:
         return device
-    notes = dict(device.provenance)
     text = f"fitted on: memory_fraction by {num_runs} measured peaks, of which 19 in 20 lie inside"
-    notes["uncertainty"] = free.noted(notes["uncertainty"], f"{text}; by autopar validate --calibrate")
-    return replace(device, memory_uncertainty=float(f"{width:.3g}"), provenance=tuple(notes.items()))
+    note = free.noted(device.provenance["uncertainty"], f"{text}; by autopar validate --calibrate")
+    return replace(
+        device, memory_uncertainty=float(f"{width:.3g}"), provenance={**device.provenance, "uncertainty": note}
+    )

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -159,14 +160,13 @@ def test_closed_pipe_is_no_error(plan_file: Path, checkout: Path) -> None:
 def test_doctor_names_what_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run("doctor", "--json").json
     assert found["ok"] is True
-    assert {"torch", "gloo (CPU runs)", "pipeline schedules", "spmd-types"} <= {
-        check["name"] for check in found["checks"]
-    }
-    monkeypatch.setattr("autopar.cli.machines._FEATURES", (("time travel", "torch", ("tardis",)),))
+    assert {"torch", "gpu", "gloo (CPU runs)", "NCCL (GPU runs)", "spmd-types"} <= {c["name"] for c in found["checks"]}
+    monkeypatch.setattr("autopar.cli.machines._PACKAGES", ("time-travel",))
+    monkeypatch.setattr("autopar.cli.machines._OLDEST_TORCH", "2.100")
     done = run("doctor")
     assert done.code == 1
-    assert "missing  time travel" in done.out
-    assert "not available; install torch 2.11 or later" in done.out
+    assert re.search(r"missing  time-travel +not installed; pip install time-travel", done.out)
+    assert re.search(r"missing  torch .*; install torch 2\.100 or later", done.out)
 
 
 def test_commands_are_those_of_the_contract_and_of_the_help(run: Run) -> None:

@@ -112,7 +112,7 @@ def test_memory_and_network_cards_can_be_stated_on_the_command_line() -> None:
     for text, num_bytes in sizes.items():
         device = Cluster.parse(f"cpu:1x4?memory={text}").devices[0]
         assert device.memory_bytes == num_bytes
-        assert dict(device.provenance)["memory"] == "stated by the user"
+        assert device.provenance["memory"] == "stated by the user"
     group = Cluster.parse("h100-sxm5-80gb:2x8?nics=4&nic_bandwidth=25GB").groups[0]
     assert (group.nics_per_node, group.nic.bandwidth_bytes_per_s) == (4, 25e9)
     known, stated = (Cluster.parse(f"h100-sxm5-80gb:1x8{more}").devices[0].host for more in ("", "?host_memory=64GiB"))

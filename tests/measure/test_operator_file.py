@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from autopar.errors import UsageError
+from autopar.hardware.read import load_profile
 from autopar.measure import operators as ops
+from autopar.measure.profiles import device_of
 
 CPU = torch.device("cpu")
 
@@ -83,3 +85,10 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     path.write_text("{", encoding="utf-8")
     with pytest.raises(UsageError, match=str(path)):
         ops.OperatorFile(path, "here")
+
+
+def test_operators_of_a_cpu_are_timed_in_one_thread() -> None:
+    """Times are those of the calling thread, which does a part of the work where torch has several."""
+    torch.set_num_threads(2)
+    assert device_of(load_profile("cpu")) == CPU
+    assert torch.get_num_threads() == 1

@@ -84,7 +84,7 @@ def test_calibrated_profiles_say_so_and_read_back(session: Session, tmp_path: Pa
     again = load_profile(str(tmp_path / "mine.toml"))
     assert as_table(again) == as_table(made)
     said = "fitted on: made (1) (2 runs), made (2) (1 runs), other (3 runs)"
-    assert said in dict(again.device.provenance)["bandwidth"]
+    assert said in again.device.provenance["bandwidth"]
     with pytest.raises(UsageError, match="nobody"):
         calibrate(session, ["nobody"])
     with pytest.raises(UsageError, match=r"2 runs of these sources are too few.* 4 timed runs"):
@@ -103,7 +103,7 @@ def test_the_width_of_memory_is_that_of_the_residuals(session: Session) -> None:
     device = calibrate(planted, ["all"])[0]["h100-sxm5-80gb"].device
     inside = memory_width(peaks, planted.predictions(calibrate(planted, ["all"])[1].values))
     assert device.memory_uncertainty == pytest.approx(inside, rel=0.01)
-    assert "memory_fraction by 6 measured peaks" in dict(device.provenance)["uncertainty"]
+    assert "memory_fraction by 6 measured peaks" in device.provenance["uncertainty"]
 
 
 def test_parameters_are_written_and_read_back() -> None:

@@ -101,7 +101,7 @@ class CollectiveModel:
 
     def _options(self, kind: str, shape: GroupShape) -> tuple[_Line, ...]:
         library = self.cluster.library
-        kind = dict(library.implemented_as).get(kind, kind)
+        kind = library.implemented_as.get(kind, kind)
         if kind not in KINDS:
             raise UsageError.unknown("collective", kind, KINDS)
         lines = [
