@@ -14,8 +14,8 @@ from autopar.rules import table as rules
 from autopar.rules.strategy import Strategy
 from tests.support.graphs_by_hand import graph_of_ops
 from tests.support.lower.chooser import named_typing
-from tests.support.lower.mlp import op, spec
 from tests.support.lower.models import plan_of
+from tests.support.planner.graphs import op, spec
 from tools.campaigns import program_types as check
 from tools.campaigns.program_types import typecheck
 
@@ -28,18 +28,17 @@ def graph(*, negated: bool) -> Graph:
 
     The checker does not know convolutions: one of a sum that is pending on another axis passes as the program states.
     """
-    shape = spec(SAMPLES, 4, 8, grad=True)
-    weight = spec(4, 4, 1, grad=True)
+    shape, weight = (SAMPLES, 4, 8), (4, 4, 1)
     ops = (
-        *((op("v", "aten.neg.default", Ref("w"), out=weight),) if negated else ()),
-        op("y", "aten.conv1d.default", Ref("x"), Ref("u"), out=shape),
-        op("z", "aten.conv1d.default", Ref("y"), Ref("v" if negated else "w"), out=shape),
-        op("square", "aten.mul.Tensor", Ref("z"), Ref("z"), out=shape),
-        op("loss", "aten.sum.default", Ref("square"), out=spec(grad=True)),
+        *((op("v", "aten.neg.default", (Ref("w"),), *weight),) if negated else ()),
+        op("y", "aten.conv1d.default", (Ref("x"), Ref("u")), *shape),
+        op("z", "aten.conv1d.default", (Ref("y"), Ref("v" if negated else "w")), *shape),
+        op("square", "aten.mul.Tensor", (Ref("z"), Ref("z")), *shape),
+        op("loss", "aten.sum.default", (Ref("square"),)),
     )
-    parameters = [Parameter(name=name, fqn=f"m.{name}", spec=weight) for name in ("u", "w")]
+    parameters = [Parameter(name=name, fqn=f"m.{name}", spec=spec(*weight)) for name in ("u", "w")]
     mixing = "z"  # values may change their type over data ranks
-    return graph_of_ops("convolution", ops, {"x": spec(SAMPLES, 4, 8)}, parameters, mixing=mixing)
+    return graph_of_ops("convolution", ops, {"x": spec(*shape, grad=False)}, parameters, mixing=mixing)
 
 
 def program(mesh: Mesh, *, negated: bool = False, **names: Names) -> Program:

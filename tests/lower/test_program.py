@@ -9,21 +9,38 @@ from autopar import nn as autopar_nn
 from autopar.errors import PlanError, RuleError, UsageError
 from autopar.graph.graph import Ref
 from autopar.lower.emit import str_name
-from autopar.lower.program import from_local_graph, lower
+from autopar.lower.program import lower
 from autopar.plan.mesh import Mesh, S
 from autopar.plan.plan import Plan
 from autopar.rules import apply
 from autopar.tracing.trace import trace
 from tests.support.distributed.plans import make_plan
-from tests.support.lower import chooser, mlp
+from tests.support.lower import chooser
 from tests.support.lower.models import plan_of, traced
 from tests.support.small_models import model_of
 
 
+def _kept(self: torch.nn.Module, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    for layer in self.layers:
+        x = x + layer(x)
+    return x.square().sum() / keep.ne(0).sum()
+
+
+MEGATRON = ("split n", "split x.2", "split x.2", "split k", "split x.1")
+"""Strategies of a layer: its hidden dim is split, and between layers the sequence."""
+
+
 def test_printed_code(golden: Callable[[str, str], None]) -> None:
-    graph, mesh = mlp.mlp_graph(dropout=0.1), Mesh(tp=2)
-    local = apply.shard(graph, chooser.batch_typing(graph, 2), global_batch_size=mlp.BATCH, micro_batch_size=2)
-    golden("mlp_tp2.py.txt", from_local_graph(plan_of(graph, mesh, 2), apply.shard(local, mlp.tensor_typing(2))).code)
+    parts = lambda: (torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Dropout(0.1), torch.nn.Linear(32, 16))
+    layers = torch.nn.ModuleList(torch.nn.Sequential(*parts()) for _ in range(2))
+    graph = trace(model_of(_kept, layers=layers), (torch.zeros(4, 8, 16), torch.ones(4, 8, dtype=torch.int64)))
+    batch = chooser.batch_typing(graph, 2)
+    local = apply.shard(graph, batch, global_batch_size=4, micro_batch_size=2)
+    strategies = zip(graph.ops, (*MEGATRON, *MEGATRON, "split x.1", "split d1", "linear 0"), strict=True)
+    tensor = chooser.named_typing(local, "tp", {op.name: strategy for op, strategy in strategies})
+    rests = {p.name: S(int("3" in p.fqn)) for p in graph.parameters if not p.fqn.endswith("3.bias")}
+    typings = batch, replace(tensor, parameters=rests)
+    golden("mlp_tp2.py.txt", lower(plan_of(graph, Mesh(tp=2), 2, typings, graphs=(graph, local)), graph).code)
 
 
 def _chosen(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -6,53 +7,55 @@ import torch
 from autopar.errors import InternalError, RuleError
 from autopar.graph.graph import Graph, Op, Ref, TensorSpec
 from autopar.graph.rewrites import signature
-from autopar.plan.mesh import P, R
+from autopar.plan.mesh import R
 from autopar.rules.apply import shard
-from autopar.rules.strategy import Typing
-from tests.support.lower import chooser, mlp
+from autopar.rules.strategy import Strategy, Typing
+from tests.support.lower.chooser import batch_typing, named_typing
+from tests.support.planner.graphs import mlp
+
+GRAPH = mlp(layers=2)
 
 
 def batch_graph() -> Graph:
-    graph = mlp.mlp_graph()
-    return shard(graph, chooser.batch_typing(graph, 2), global_batch_size=8, micro_batch_size=2)
+    return shard(GRAPH, batch_typing(GRAPH, 2), global_batch_size=8, micro_batch_size=2)
 
 
-def with_strategy(typing: Typing, **changed: object) -> Typing:
-    return replace(typing, strategies={**typing.strategies, **changed})
+def tensor_typing(**changed: str) -> Typing:
+    """The inner dim of each layer is split, and between layers the width."""
+    layers = {f"{name}{i}": how for i in range(2) for name, how in LAYER.items()}
+    return named_typing(GRAPH, "tp", {"start": "split n", **layers, "loss": "split d1", **changed})
+
+
+LAYER = {"a": "split n", "s": "split x.1", "b": "split k", "r": "split x.1"}
 
 
 def test_consumers_of_one_block_share_a_conversion_and_blocks_do_not() -> None:
-    typing = mlp.tensor_typing(2)
-    # both read the stream whole: the residual addition of layer 1 and the head
-    whole = with_strategy(
-        typing, r1=mlp.strategy("r", (R, R), R), square=mlp.strategy("s", (R, R), R), total=mlp.strategy("r", (R,), R),
-        loss=mlp.strategy("k", (P, R), P),
-    )  # fmt: skip
+    """The last layer's addition reads the stream whole, as its first product does; what every rank has is no loss."""
     with pytest.raises(InternalError, match="cannot become"):
-        shard(batch_graph(), with_strategy(whole, loss=mlp.strategy("r", (R, R), R)))
-    local = shard(batch_graph(), whole)
-    gathered = [op for op in local.block_ops(local.blocks[1]) if op.name.startswith("r0_tp_R")]
+        shard(batch_graph(), tensor_typing(r1="replicate", loss="replicate"))
+    local = shard(batch_graph(), tensor_typing(r1="replicate", loss="linear 0"))
+    gathered = [op for op in local.block_ops(local.blocks[2]) if op.name.startswith("r0_tp_R")]
     assert len(gathered) == 1
     assert sum(r == Ref("r0_tp_R") for op in local.ops for r in op.operands) == 2
 
 
 def test_statistics_over_the_batch_are_refused_by_name() -> None:
-    graph = mlp.mlp_graph()
-    typing = chooser.batch_typing(graph, 2)
+    typing = batch_typing(GRAPH, 2)
+    whole = Strategy(name="whole", inputs=(R,), outputs=(R,))
     with pytest.raises(RuleError, match="Samples of the batch depend on each other") as error:
-        shard(graph, with_strategy(typing, g0=mlp.strategy("whole", (R,), R)), micro_batch_size=2)
-    assert "g0 (aten.gelu.default)" in str(error.value)
+        shard(GRAPH, replace(typing, strategies={**typing.strategies, "s0": whole}), micro_batch_size=2)
+    assert "s0 (aten.silu.default)" in str(error.value)
 
 
 def test_a_dim_that_does_not_divide_is_refused() -> None:
     with pytest.raises(RuleError, match="the dim does not divide by tp=3"):
-        shard(batch_graph(), mlp.tensor_typing(3))
+        shard(batch_graph(), replace(tensor_typing(), size=Fraction(3)))
 
 
 def test_a_missing_strategy_is_refused() -> None:
-    typing = mlp.tensor_typing(2)
-    rest = {name: s for name, s in typing.strategies.items() if name != "g1"}
-    with pytest.raises(InternalError, match=r"g1 .* has no strategy on axis tp"):
+    typing = tensor_typing()
+    rest = {name: s for name, s in typing.strategies.items() if name != "s1"}
+    with pytest.raises(InternalError, match=r"s1 .* has no strategy on axis tp"):
         shard(batch_graph(), replace(typing, strategies=rest))
 
 

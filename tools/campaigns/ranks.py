@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 import types
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ from autopar.runtime import assemble
 from autopar.runtime.monitor import Monitor
 from autopar.runtime.step.runner import Pipeline, micro_batches
 from autopar.runtime.step.stage import StageModule
-from tests.support.lower.ranks import axis_group, run_sums, slice_of, these_meshes, this_mesh
+from tests.support.lower.ranks import axis_group, slice_of, these_meshes, this_mesh
 
 STEP = 7
 """Of training: random streams follow from it."""
@@ -47,7 +48,10 @@ class Result:
 
 
 def run_rank(program: Program, values: Mapping[str, Tensor], rank: int) -> Result:
-    """Loss and gradients of the global batch, micro-batch by micro-batch, data ranks included."""
+    """Loss and gradients of the global batch, micro-batch by micro-batch, data ranks included.
+
+    ``values``: inputs, buffers that steps change, and parameters as the plan lengthens them, all whole, by name.
+    """
     graph, mesh, plan = program.graph, program.mesh, program.plan
     count = plan.num_micro_batches
     samples = plan.micro_batch_size * count
@@ -55,12 +59,13 @@ def run_rank(program: Program, values: Mapping[str, Tensor], rank: int) -> Resul
     batch = {
         i.name: values[i.name] if i.batch_dim is None else values[i.name][first : first + samples] for i in graph.inputs
     }
-    totals = run_sums(program, list(micro_batches(batch, graph.inputs, count)), lambda value: _sum(value, DATA_AXES))
+    state = {buffer.name: values[buffer.name] for buffer in program.state}
+    totals = _totals(program, [{**state, **part} for part in micro_batches(batch, graph.inputs, count)])
     parts = {p.name: slice_of(values[p.name], p.layout, mesh, rank) for p in graph.parameters}
     own = [stage for stage in program.stages if stage.pp_rank == mesh.coordinate(rank)["pp"]]
     modules = [_module(stage, program, parts) for stage in own]
     for module in modules:
-        module.totals, module.seed = totals, STEP * (count + 1)
+        module.totals, module.state, module.seed = totals, state, STEP * (count + 1)
     if mesh.pp > 1:
         world: Any = types.SimpleNamespace(device_mesh=this_mesh(), device=torch.device("cpu"))
         monitor = Monitor(program.plan, world)
@@ -75,6 +80,21 @@ def run_rank(program: Program, values: Mapping[str, Tensor], rank: int) -> Resul
         for name, gradient in _gradients(module, program).items():
             gradients[name] = gradients[name] + gradient if name in gradients else gradient
     return Result(loss=loss, gradients=gradients, draws=_draws(own, count))
+
+
+def _totals(program: Program, batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Over micro-batches and data ranks."""
+    totals: dict[str, Tensor] = {}
+    for sums in program.sums:
+        found: dict[str, Tensor] = {}
+        for batch in batches:
+            given = {**batch, **totals, "batch_share": 1.0, "micro_batch_weight": 1.0}
+            for name, value in zip(sums.outputs, sums.module(*(given[n] for n in sums.inputs)), strict=True):
+                found[name] = found[name] + value if name in found else value
+        for value in found.values():
+            _sum(value, DATA_AXES)
+        totals |= found
+    return totals
 
 
 def _gradients(module: StageModule, program: Program) -> dict[str, Tensor]:
@@ -114,6 +134,8 @@ class _Body(nn.Module):
         self._code, self.graph = type(module).forward, module.graph
         self._parameters.update(parameters)  # type: ignore[arg-type]
         self._buffers.update(module._buffers)
+        for name, region in module.named_children():
+            self.add_module(name, copy.deepcopy(region))
 
     def forward(self, *values: Any) -> Any:
         return self._code(self, *values)
@@ -121,7 +143,8 @@ class _Body(nn.Module):
 
 def _module(stage: StageProgram, program: Program, parts: Mapping[str, Tensor]) -> StageModule:
     """A stage with parameters of its own, under FSDP where the plan shards them over data ranks."""
-    leaves = {name: nn.Parameter(parts[name].clone()) for name in stage.parameters}
+    learns = {p.name: p.spec.requires_grad for p in program.graph.parameters}
+    leaves = {name: nn.Parameter(parts[name].clone(), learns[name]) for name in stage.parameters}
     blocks = tuple(
         replace(block, module=_Body(block.module, {name: leaves[name] for name in block.parameters}))  # type: ignore[arg-type]
         for block in stage.blocks

@@ -1,11 +1,9 @@
-"""Test help: all ranks of a small mesh as threads of this process, and programs and graphs run on them."""
+"""Test help: all ranks of a small mesh as threads of this process, and graphs run on whole tensors."""
 
-import copy
 import itertools
 import threading
 import time
-import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,10 +18,9 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 )
 
 from autopar.graph import interpreter
-from autopar.graph.graph import Graph, Parameter, Ref
-from autopar.lower.program import Program
+from autopar.graph.graph import Graph, Ref
 from autopar.ops import collectives
-from autopar.plan.mesh import DATA_AXES, EXPERT_AXIS, EXPERT_MESH_AXES, MESH_AXES, Mesh
+from autopar.plan.mesh import EXPERT_AXIS, EXPERT_MESH_AXES, MESH_AXES, Mesh
 
 TIMEOUT_S = 60.0
 """For all ranks together."""
@@ -195,85 +192,3 @@ def slice_of(tensor: torch.Tensor, layout: Any, mesh: Mesh, rank: int) -> torch.
             here = {**mesh.coordinate(rank), "ep_data": mesh.data_index(rank) % mesh.ep_data}
             tensor = tensor.chunk(getattr(mesh, axis), kind.dim)[here[axis]]
     return tensor
-
-
-def call_block(module: torch.fx.GraphModule, parameters: Mapping[str, torch.Tensor], values: list[Any]) -> Any:
-    """A block's code on one rank's parameters: ranks are threads, which share the module but for the code of regions."""
-    regions = {name: copy.deepcopy(child) for name, child in module.named_children()}
-    return type(module).forward(types.SimpleNamespace(**module._buffers, **regions, **parameters), *values)
-
-
-def run_program(
-    program: Program,
-    parameters: Mapping[str, torch.Tensor],
-    batch: Mapping[str, torch.Tensor],
-    totals: Mapping[str, torch.Tensor],
-) -> torch.Tensor:
-    """The loss of all stages of a program for one micro-batch, in one process."""
-    live: dict[str, Any] = {}
-    for stage in program.stages:
-        received = {name: live[name] for name in stage.receives}
-        env: dict[str, Any] = {**received, "rng_seed": 0, "batch_share": 1.0, "micro_batch_weight": 1.0}
-        env |= {name: parameters[name] for name in stage.shared_parameters}
-        if stage.prelude is not None:
-            given = {**batch, **totals, "batch_share": 1.0, "micro_batch_weight": 1.0}
-            values = stage.prelude.module(*(given[name] for name in stage.prelude.inputs))
-            env |= dict(zip(stage.prelude.outputs, values, strict=True))
-        for block in stage.blocks:
-            values = call_block(block.module, parameters, [env[name] for name in block.inputs])
-            env |= dict(zip(block.outputs, values, strict=True))
-        live = {name: env[name] for name in (*stage.sends, *([program.loss] if stage.is_last else ()))}
-    return live[program.loss]
-
-
-def run_sums(
-    program: Program, batches: Sequence[Mapping[str, torch.Tensor]], total: Callable[[torch.Tensor], object]
-) -> dict[str, torch.Tensor]:
-    """Totals over micro-batches and data ranks, over which ``total`` sums in place."""
-    totals: dict[str, torch.Tensor] = {}
-    for sums in program.sums:
-        found: dict[str, torch.Tensor] = {}
-        for batch in batches:
-            given = {**batch, **totals, "batch_share": 1.0, "micro_batch_weight": 1.0}
-            for name, value in zip(sums.outputs, sums.module(*(given[n] for n in sums.inputs)), strict=True):
-                found[name] = found[name] + value if name in found else value
-        for value in found.values():
-            total(value)
-        totals |= found
-    return totals
-
-
-def sharded(
-    program: Program, tensors: Mapping[str, torch.Tensor], own: Callable[[Parameter], torch.Tensor], rank: int
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients of the global batch on one rank, micro-batch by micro-batch, data ranks included.
-
-    ``tensors``: inputs, and buffers that steps change, by name; ``own``: this rank's part of a parameter, of which a leaf is made.
-    """
-    graph, mesh = program.graph, program.mesh
-    size, count = program.plan.micro_batch_size, program.plan.num_micro_batches
-    first, inputs = mesh.data_index(rank) * count, {i.name for i in graph.inputs}
-    batches = [
-        {n: x[(first + m) * size : (first + m + 1) * size] if n in inputs else x for n, x in tensors.items()}
-        for m in range(count)
-    ]
-    totals = run_sums(program, batches, lambda value: _sum(value, DATA_AXES))
-    leaves = {p.name: own(p).detach().clone().requires_grad_(p.spec.requires_grad) for p in graph.parameters}
-    parts = []
-    for batch in batches:
-        part = run_program(program, leaves, batch, totals)
-        part.backward()
-        parts.append(part.detach())
-    loss = torch.stack(parts).sum()
-    _sum(loss, DATA_AXES)
-    gradients = {}
-    for parameter in graph.parameters:
-        leaf = leaves[parameter.name]
-        gradients[parameter.name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
-        _sum(gradients[parameter.name], (*DATA_AXES, *parameter.gradient_sum_axes))
-    return loss, gradients
-
-
-def _sum(value: torch.Tensor, axes: Iterable[str]) -> None:
-    for axis in axes:
-        dist.all_reduce(value, group=collectives.group(axis))
