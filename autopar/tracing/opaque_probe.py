@@ -81,13 +81,14 @@ def may_run(parameters: Sequence[Tensor]) -> bool:
     return sum(p.numel() * p.itemsize for p in parameters) <= MAX_BYTES
 
 
-def examine(subject: Subject, batch_size: int, known: dict[object, Samples]) -> Examined:
+def examine(subject: Subject, batch_size: int, known: dict[object, Samples], *, tries_samples: bool = True) -> Examined:
     """Return the complete region and an example of what it returns, whose tensors have no elements.
 
     Args:
         subject: the region and its tensors.
         batch_size: the number of samples in its inputs.
         known: earlier results of :func:`samples_apart`. It grows.
+        tries_samples: whether it is tried if the region keeps samples independent; otherwise it is not known to.
 
     Raises:
         Unclear: the region runs neither on random nor on fake tensors, or it changes its inputs, parameters or buffers.
@@ -101,6 +102,8 @@ def examine(subject: Subject, batch_size: int, known: dict[object, Samples]) -> 
         if subject.examples:
             raise Unclear(f"on its example inputs it raised {type(error).__name__}: {first_line(error)}") from error
         return _on_fake(subject, f"on random inputs it raised {type(error).__name__}: {first_line(error)}")
+    if not tries_samples:
+        return subject.region, _without_values(output)
     if subject.region.is_loss:
         return loss_apart(subject, batch_size), _with_loss_alone(subject)
     splits, why, is_linear = samples_apart(subject, batch_size, known)
@@ -445,7 +448,7 @@ def _check_numbers(subject: Subject, output: Any) -> None:
         Unclear: they do.
     """
     leaves = _non_tensors(output)
-    if numbers_of(output):
+    if any(isinstance(leaf, (bool, int, float)) for leaf in leaves):
         for number in range(1, DRAWS):
             inputs = subject.draw(number)
             inputs = [(10.0 ** (number % 4 - 1) * x).detach() if x.is_floating_point() else x for x in inputs]
@@ -454,11 +457,6 @@ def _check_numbers(subject: Subject, output: Any) -> None:
                 lengths = len(leaves), len(others)
                 a, b = next(((a, b) for a, b in zip(leaves, others, strict=False) if a != b), lengths)
                 raise Unclear(f"it returns numbers that depend on values ({a} and {b})")
-
-
-def numbers_of(output: Any) -> list[bool | int | float]:
-    """Return the numbers and truth values in what a region returns."""
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, (bool, int, float))]
 
 
 def _non_tensors(output: Any) -> list[Any]:

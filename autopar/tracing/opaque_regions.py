@@ -101,8 +101,7 @@ class Regions:
         modes: the function modes in which the caller has started the trace, such as one for float64. Regions are run in them.
         examples: the example inputs by name, with values, for a model that becomes a region as a whole.
         gives_loss: whether the model itself returns the loss, and not a ``loss_fn``.
-        known_at: for a pass that needs only the shapes of outputs, a smaller batch size at which the regions were examined, which
-            divides :attr:`batch_size`. None: regions are examined at :attr:`batch_size`.
+        tries_samples: whether it is tried if regions keep samples independent. A pass that needs only the shapes of outputs runs them once.
     """
 
     model: torch.nn.Module
@@ -111,7 +110,7 @@ class Regions:
     examples: Mapping[str, Any] = field(default_factory=dict)
     gives_loss: bool = True
     modes: list[TorchFunctionMode] = field(default_factory=_get_current_function_mode_stack)
-    known_at: int | None = None
+    tries_samples: bool = True
 
     def swap(self, copied: torch.nn.Module, paths: Sequence[str]) -> None:
         """Replace the forward of the modules at ``paths`` in ``copied``, the copy to export, by a call of the operator."""
@@ -219,24 +218,16 @@ class Regions:
         inputs: Sequence[torch.Tensor],
         examine: Callable[[Region, tuple[TensorSpec, ...]], Examined | None],
     ) -> Examined | None:
-        """Return what is known of a call at this batch size or, if there is one, at :attr:`known_at`; else what ``examine`` returns.
+        """Return what is known of a call at this batch size; else what ``examine`` returns.
 
         Args:
             code: identifies the code: the path of a module or the class of an autograd function.
             draft: describes the call.
             inputs: its tensors.
         """
-        regions, call = self.known.regions, (code, draft.tree, repr(draft.constants))
+        regions = self.known.regions
         specs = tuple(TensorSpec(shape=tuple(int(n) for n in t.shape), dtype=t.dtype) for t in inputs)
-        key = (call, specs, self.batch_size)
-        if key not in regions and self.known_at is not None:
-            times = self.batch_size // self.known_at
-            for (other, other_specs, samples), examined in regions.items():
-                if other == call and samples == self.known_at and _are_scaled(other_specs, specs, times):
-                    if examined is None:
-                        return None
-                    if not opaque_probe.numbers_of(examined[1]):  # numbers may count samples
-                        return _scaled(examined[0], self.known_at, times), examined[1]
+        key = (code, draft.tree, repr(draft.constants), specs, self.batch_size, self.tries_samples)
         if key not in regions:
             regions[key] = opaque_probe.apart_from_trace(partial(examine, draft, specs), self.modes)
         return regions[key]
@@ -248,7 +239,7 @@ class Regions:
         subject = opaque_trials.Subject(region=draft, call=of_function(cls), inputs=inputs, parameters=(), buffers=())
         if opaque_trials.has_usual_backward(cls, subject):
             return None
-        return opaque_probe.examine(subject, self.batch_size, self.known.samples)
+        return opaque_probe.examine(subject, self.batch_size, self.known.samples, tries_samples=self.tries_samples)
 
     def _examine_module(
         self,
@@ -272,35 +263,11 @@ class Regions:
             parameters=tuple(value(p).requires_grad_(p.requires_grad) for p in original.parameters()),
             buffers=tuple(map(value, original.buffers())),
         )
-        examined = opaque_probe.examine(subject, self.batch_size, self.known.samples)
+        examined = opaque_probe.examine(subject, self.batch_size, self.known.samples, tries_samples=self.tries_samples)
         attributes = changed(before, state_of(call.module))
         if attributes:
             raise opaque_trials.Unclear(f"it sets {', '.join(attributes[:3])}, which every rank would do by itself")
         return examined
-
-
-def _are_scaled(smaller: Sequence[TensorSpec], larger: Sequence[TensorSpec], times: int) -> bool:
-    """Return whether each dim of ``larger`` has the size of that in ``smaller`` or ``times`` that size, and all else is equal."""
-    return len(smaller) == len(larger) and all(
-        a.dtype == b.dtype
-        and len(a.shape) == len(b.shape)
-        and all(n in (m, m * times) for m, n in zip(a.shape, b.shape, strict=True))
-        for a, b in zip(smaller, larger, strict=True)
-    )
-
-
-def _scaled(region: Region, samples: int, times: int) -> Region:
-    """Return ``region`` with the shapes of its outputs for ``times`` as many samples.
-
-    Args:
-        samples: the number of samples now. In a region that mixes samples, outputs whose first dim has this size are taken to have them.
-    """
-    dims = [0 if shape[:1] == (samples,) else None for shape, _, _ in region.outputs]
-    outputs = tuple(
-        (tuple(n * times if d == dim else n for d, n in enumerate(shape)), dtype, flows)
-        for (shape, dtype, flows), dim in zip(region.outputs, region.splits[1] if region.splits else dims, strict=True)
-    )
-    return replace(region, outputs=outputs)
 
 
 def around(model: torch.nn.Module, path: str) -> str:

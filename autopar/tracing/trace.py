@@ -104,7 +104,8 @@ def trace(  # noqa: PLR0913  what a graph depends on
             where=type(model).__name__,
             fix="Return the loss that training minimises, and leave requires_grad on where it is to learn",
         )
-    if not exact and not repeats and not sample_counts.are_same(calls, _calls_at_twice(job)):
+    is_whole = "" in job.reasons  # the graph has one operator and numbers of its own only
+    if not exact and not repeats and not is_whole and not sample_counts.are_same(calls, _calls_at_twice(job)):
         sample_counts.check_numbers(graph, _larger(graph, job))
     notes = (*graph.notes, *notes_of_modes(model), *opaque_notes(graph, job.reasons))
     return replace(graph, exact=exact, pins=marks, notes=notes, outputs=_counted(graph, job, exact=exact))
@@ -273,7 +274,7 @@ def _with_place(graph: Graph, place: str) -> Graph:
 
 @contextmanager
 def _faked(
-    job: _Job, times: int, *, examines: bool = True
+    job: _Job, times: int, *, tries_samples: bool = True
 ) -> Iterator[tuple[ModelWithLoss, FakeTensorMode, dict[str, Any], int, Branches]]:
     """Enter a context in which the model of ``job`` can be exported or run on fake tensors.
 
@@ -281,12 +282,12 @@ def _faked(
     record of branches on values, which grows while the model runs.
 
     Args:
-        examines: opaque regions are examined at this batch size. Otherwise what was found at the example's size is used again.
+        tries_samples: whether it is tried if opaque regions keep samples independent.
     """
     mode = FakeTensorMode()
     batch, batch_size = fake_batch(job.batch, mode, times)
     wrapper = ModelWithLoss(fake_copy(job.model, mode), batch, job.loss_fn)
-    regions = Regions(job.model, batch_size, job.known, known_at=None if examines else batch_size // times,
+    regions = Regions(job.model, batch_size, job.known, tries_samples=tries_samples,
         examples=job.examples, gives_loss=job.loss_fn is None)  # fmt: skip
     regions.swap(wrapper.model, job.opaque)
     with (
@@ -319,7 +320,7 @@ def _larger(graph: Graph, job: _Job) -> Graph:
 
 def _calls_at_twice(job: _Job) -> Sequence[sample_counts.Call]:
     """Return the calls of a step at twice the batch size of the example, without an export; none if the model does not run that way."""
-    with _faked(job, times=2, examines=False) as (wrapper, mode, batch, _, branches), _quiet():
+    with _faked(job, times=2, tries_samples=False) as (wrapper, mode, batch, _, branches), _quiet():
         calls = repeated_steps.calls_of(wrapper, wrapper.model, mode, batch)
     return calls if branches.refused is None else ()
 
