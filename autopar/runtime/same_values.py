@@ -44,7 +44,8 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     count = max(max(len(parts), parts[0].numel()) for parts in chunks)
     weights = _weights(count, tensors[0].device)
     sums = [torch.stack([(part * weights[: len(part)]).sum() for part in parts]) for parts in chunks]
-    return torch.stack([(of_chunks * weights[: len(of_chunks)]).sum() for of_chunks in sums])  # modulo 2**64
+    squares = weights**2  # so that the same number in the other place of chunk and position counts otherwise
+    return torch.stack([(of_chunks * squares[: len(of_chunks)]).sum() for of_chunks in sums])  # modulo 2**64
 
 
 def events(tensors: Iterable[Tensor]) -> list[torch.cuda.Event]:
