@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-from autopar.planner.bounds.cascade import LEVELS
+from autopar.planner.bounds.cascade import COARSE, LEVELS
 from autopar.planner.bounds.chain_program import KEPT
 from autopar.planner.bounds.chain_proof import ChainProof, Key, key_of
 from autopar.planner.branch_and_bound.process_group import ProcessGroup
@@ -211,7 +211,20 @@ class Frontier:
             elif level == 0 and not self.group.is_forked:  # the next bound needs no layouts: all candidates at once
                 self._raise([k for members in self.parts.values() for k in members], level)
             else:
-                self._raise(self.parts[self.keys[i]], level)
+                yield from self._raised(self.keys[i], level)
+
+    def _raised(self, key: LayoutKey, level: int) -> Iterator[int]:
+        """Raise the bounds of all candidates that share a key, and yield their best one where it may improve the incumbent much.
+
+        Bounds take the longer the further the incumbent is above them. So where layouts have just been priced, the candidate of their least
+        bound is evaluated out of turn if that bound is below the incumbent by more than :data:`~autopar.planner.bounds.cascade.COARSE`.
+        """
+        self._raise(self.parts[key], level)
+        open_ = [k for k in self.parts[key] if self._level[k] == LAST_LEVEL and k not in self.visited]
+        first = min(open_, key=self._order, default=None)
+        if self.primal and first is not None and self.bounds[self.pool[first]] < self.cutoff_s() * (1 - COARSE):
+            self.visited.add(first)
+            yield first
 
     def _primal_heuristic(self) -> Iterator[int]:
         """Yield the candidates of a primal heuristic, which gives an early incumbent.
