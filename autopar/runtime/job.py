@@ -390,12 +390,5 @@ def command(
     place = ["--standalone"]
     if rendezvous is not None:
         place = [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={rendezvous}", "--rdzv-id=autopar"]
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *place,
-        f"--nproc-per-node={ranks // nodes}",
-        *restarts,
-        *script,
-    ]
+    per_node = f"--nproc-per-node={ranks // nodes}"
+    return [sys.executable, "-m", "torch.distributed.run", *place, per_node, *restarts, *script]

@@ -159,7 +159,6 @@ class LocalSteps:
         self._hosts: dict[int, HostCopy] = {}
         self._threads = threads
         self._undo = ExitStack()
-        self._plain: dict[int, tuple[Tensor, nn.Parameter]] = {}
         self._open: tuple[Optimizer, list[list[Tensor]], Any] | None = None
         self._hooks = (
             register_optimizer_step_pre_hook(self._before),
@@ -174,15 +173,11 @@ class LocalSteps:
     def plain(self, parameter: Tensor) -> nn.Parameter:
         """Return the plain parameter that optimizers see in place of a DTensor: on the same memory, or on the host."""
         local = _inside(parameter)
-        if self._on_host and parameter.requires_grad:
-            if id(parameter) not in self._hosts:
-                self._hosts[id(parameter)] = HostCopy(local)
-            return self._hosts[id(parameter)].parameter
-        known = self._plain.get(id(parameter))
-        if known is None or known[0] is not local:
-            known = local, nn.Parameter(local.detach(), parameter.requires_grad)
-            self._plain[id(parameter)] = known
-        return known[1]
+        if not (self._on_host and parameter.requires_grad):
+            return nn.Parameter(local.detach(), parameter.requires_grad)
+        if id(parameter) not in self._hosts:
+            self._hosts[id(parameter)] = HostCopy(local)
+        return self._hosts[id(parameter)].parameter
 
     def states(self) -> Iterator[Tensor]:
         """Yield the states of this model's parameters, of all optimizers that have stepped."""

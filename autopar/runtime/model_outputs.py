@@ -189,10 +189,7 @@ class ModelOutputs:
         names = frozenset(leaf.name for leaf in missing)
         if all(not names.isdisjoint(leaf.reads) for leaf in self._outputs.leaves if leaf.ref is not None):
             return batch, frozenset()  # no output could be computed: the input is required
-        samples = next(
-            (_samples(given[leaf.name], leaf) for leaf in inputs if leaf.name in given and leaf.batch_dim is not None),
-            None,
-        )
+        samples = num_samples(given, inputs)
         if samples is None:
             return batch, frozenset()
         return given | {leaf.name: _zeros(leaf, samples) for leaf in missing}, names
@@ -241,7 +238,7 @@ class ModelOutputs:
         if left:
             wanted, derived = [leaf for leaf in wanted if leaf not in left], []
         needed = ancestors(outputs.ops, [leaf.ref for leaf in derived if leaf.ref is not None])
-        complete, split = self._joined(wanted, needed, samples, partial, gather=gather, plain=not communicates)
+        complete, split = self._joined(wanted, needed, samples, gather=gather, plain=not communicates)
         env = complete | self._given(given, wanted, needed)
         if needed:
             env |= self._constants | self._trained_values(needed)
@@ -271,7 +268,6 @@ class ModelOutputs:
         wanted: Sequence[Leaf],
         needed: Sequence[Op],
         samples: Samples,
-        partial: PartialBatch | None,
         *,
         gather: bool,
         plain: bool,
@@ -279,7 +275,7 @@ class ModelOutputs:
         """Values of taps: complete ones (with ``plain`` also those that need no collective), and those that stay split."""
         read = {ref for op in needed for ref in op.operands}
         leaves = {leaf.ref for leaf in wanted}
-        count = self._plan.num_micro_batches if partial is None else len(partial.micro_batches)
+        count = self._plan.num_micro_batches if samples.partial is None else len(samples.partial.micro_batches)
         taken = {number: {ref: value for stage in self._stages if stage.taken for ref, value in stage.taken.get(number, {}).items()}
                  for number in range(count)}  # fmt: skip
         complete, split = dict[Ref, Tensor](), dict[Ref, Tensor]()
@@ -352,11 +348,6 @@ class ModelOutputs:
         if text not in self._told:
             self._told.add(text)
             _LOGGER.warning("an output of the model is None, %s", text)
-
-
-def _samples(value: Any, leaf: Input) -> int:
-    assert leaf.batch_dim is not None
-    return int(value.shape[leaf.batch_dim]) if isinstance(value, Tensor) and value.dim() > leaf.batch_dim else 0
 
 
 def _zeros(leaf: Input, samples: int) -> Tensor:

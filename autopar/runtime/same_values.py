@@ -8,7 +8,7 @@ differ by rounding, and the copies would drift apart for good. See docs/adr/0021
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -46,15 +46,6 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     sums = [torch.stack([(part * weights[: len(part)]).sum() for part in parts]) for parts in chunks]
     squares = weights**2  # so that the same number in the other place of chunk and position counts otherwise
     return torch.stack([(of_chunks * squares[: len(of_chunks)]).sum() for of_chunks in sums])  # modulo 2**64
-
-
-def events(tensors: Iterable[Tensor]) -> list[torch.cuda.Event]:
-    """Return an event on the current stream of each GPU that has some of the tensors; after it, copies launched until now are complete."""
-    recorded = []
-    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        recorded.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
-        recorded[-1].record(torch.cuda.current_stream(device))
-    return recorded
 
 
 def _bits(value: Tensor) -> Tensor:

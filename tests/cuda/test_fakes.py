@@ -105,8 +105,8 @@ def test_first_steps_are_compared_without_the_device(seen: Seen) -> None:
     assert any(row[0] == "measured" for row in seen("dense")["tp rank 0"]["seen"])
 
 
-def test_batches_on_the_device_are_compared_a_step_later(seen: Seen) -> None:
-    """Once for each batch of which the host has been told nothing: no value of it is read in its own step."""
+def test_batches_on_the_device_are_compared_by_checksums(seen: Seen) -> None:
+    """Nothing else of them is read, and nothing of batches on the host."""
     for group in PLANS:
         for name, case in seen(group).items():
             reads = [
@@ -116,7 +116,7 @@ def test_batches_on_the_device_are_compared_a_step_later(seen: Seen) -> None:
             ]
             assert len(reads) <= 1, name
     looked = [row for row in seen("dense")["tp rank 0"]["seen"] if "local_batch.py" in row[3]]
-    assert [row[:2] for row in looked] == [["batch on the device", "host waits"]]
+    assert [row[:2] for row in looked] == [["batch on the device", "copy that blocks"]]
 
 
 def test_faults_are_seen(seen: Seen) -> None:

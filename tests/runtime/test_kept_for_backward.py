@@ -231,7 +231,7 @@ def gradients(device: str, width: int, rows: int, *, moves: bool) -> tuple[list[
     """Of four blocks; the bytes that the device holds at the end of the forward of all of them."""
     torch.manual_seed(0)
     blocks = [Block(width).to(device) for _ in range(4)]
-    mover, scale = Mover(), torch.full((width,), 0.5, device=device)
+    mover, scale = Mover(device), torch.full((width,), 0.5, device=device)
     held = 0
     for seed in range(2):
         x = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)).to(device)
@@ -264,7 +264,7 @@ def few_objects() -> Iterator[None]:
 @pytest.mark.usefixtures("few_objects")
 def test_nothing_outlives_the_graph_that_kept_it() -> None:
     torch.manual_seed(0)
-    block, mover = Block(8), Mover()
+    block, mover = Block(8), Mover("cpu")
     x = torch.randn(4, 8)
     mover.begin([x])
     with mover.block(block.parameters()):

@@ -268,11 +268,17 @@ def dtype_of(name: str) -> torch.dtype:
     raise ValueError(f"{name!r} is no dtype")
 
 
+def as_bytes(value: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the host."""
+    array: Any = value.reshape(-1).view(torch.uint8).numpy()  # numpy knows fewer dtypes than torch
+    return memoryview(array)
+
+
 Tensors = dict[str, Tensor]
 
 
 def encode_state(value: Any, tensors: Tensors, prefix: str, *, where: str) -> Any:
-    """``value`` as JSON; its tensors are put into ``tensors`` under names that begin with ``prefix``.
+    """``value`` as JSON; its tensors are put into ``tensors`` under ``prefix`` and a hash of each, so that equal values are encoded alike.
 
     Args:
         where: the name of the value in errors.
@@ -281,8 +287,10 @@ def encode_state(value: Any, tensors: Tensors, prefix: str, *, where: str) -> An
         UsageError: it holds anything but numbers, texts, tensors and containers of them.
 
     >>> tensors = {}
-    >>> encode_state({"a": (1, 2.5), 3: None, "best": math.inf, "w": torch.ones(2)}, tensors, "x", where="")
-    {'$items': [['a', {'$tuple': [1, 2.5]}], [3, None], ['best', {'$float': 'inf'}], ['w', {'$tensor': 'x.0'}]]}
+    >>> encode_state({"a": (1, 2.5), 3: None, "best": math.inf}, tensors, "x", where="")
+    {'$items': [['a', {'$tuple': [1, 2.5]}], [3, None], ['best', {'$float': 'inf'}]]}
+    >>> encode_state(torch.ones(2), tensors, "x", where="")
+    {'$tensor': 'x.99748111b98573905cc1256b5995b879'}
     >>> decode_state(encode_state(Counter({30: 2}), tensors, "x", where=""), tensors.__getitem__)
     Counter({30: 2})
     """
@@ -293,8 +301,10 @@ def encode_state(value: Any, tensors: Tensors, prefix: str, *, where: str) -> An
     if isinstance(value, bytes | bytearray):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, Tensor | np.ndarray):
-        name = f"{prefix}.{len(tensors)}"
-        tensors[name] = _tensor(value, where)
+        copy = _tensor(value, where)
+        content = f"{copy.dtype} {tuple(copy.shape)} ".encode() + bytes(as_bytes(copy))
+        name = f"{prefix}.{hashlib.sha256(content).hexdigest()[:32]}"
+        tensors[name] = copy
         return {"$array" if isinstance(value, np.ndarray) else "$tensor": name}
     if isinstance(value, Mapping):
         return _mapping(value, lambda inner, place: encode_state(inner, tensors, prefix, where=f"{where}{place}"))

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from io import BufferedReader
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from autopar.errors import CheckpointError, reason
-from autopar.runtime.checkpoint.checkpoint_index import AGAIN, Entry, File, Piece, chunk_rows, read
+from autopar.runtime.checkpoint.checkpoint_index import AGAIN, Entry, File, Piece, as_bytes, chunk_rows, read
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -121,12 +121,6 @@ def _chunks(value: Tensor) -> Iterator[memoryview]:
     each = chunk_rows(tuple(value.shape), value.element_size())
     for first in range(0, rows.shape[0], each):
         yield as_bytes(rows[first : first + each].cpu().contiguous())
-
-
-def as_bytes(value: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the host."""
-    array: Any = value.reshape(-1).view(torch.uint8).numpy()  # numpy knows fewer dtypes than torch
-    return memoryview(array)
 
 
 class Folder:

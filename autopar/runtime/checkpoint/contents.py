@@ -1,19 +1,17 @@
 """A rank's part of a checkpoint: boxes of tensors, and the states of optimizers, schedulers, loaders and random number generators.
 
 Tensors are named ``model.KEY`` with ``Parameter.key``, which is the same in all plans, ``optimizer.KEY.STATE``, ``buffer.FQN``, and
-``state.KIND.OWNER.NUMBER`` for those of schedulers, loaders and generators. They do not include padding of a plan.
+``state.KIND.HASH`` for those of schedulers, loaders and generators. They do not include padding of a plan.
 """
 
 from __future__ import annotations
 
-import json
 import random
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, TypeGuard
-from zlib import crc32
 
 import numpy as np
 import torch
@@ -26,7 +24,7 @@ from torch.optim import Optimizer
 from autopar.errors import PlanError, UsageError
 from autopar.graph.graph import Graph, Padding
 from autopar.runtime.checkpoint.checkpoint_index import encode_state
-from autopar.runtime.checkpoint.chunk_files import Part, as_bytes
+from autopar.runtime.checkpoint.chunk_files import Part
 from autopar.runtime.step.gradients import RankParameter
 from autopar.runtime.world import Peers
 
@@ -148,29 +146,13 @@ class RankContents:
         parts: the boxes of tensors that this rank writes, in the memory of the job.
         settings: hyperparameters of each parameter's group, by its key.
         numbers: states of the optimizer that are not tensors, by parameter and name.
-        states: of schedulers, loaders and generators, by kind.
+        states: encoded states of schedulers, loaders and generators, by kind, each with the rank, or the data rank, that it belongs to.
     """
 
     parts: list[Part] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    states: dict[str, State] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """An encoded state of this rank.
-
-    Attributes:
-        owner: the rank, or the data rank, that it belongs to.
-        tensors: names of its tensors.
-        digest: equal for equal states.
-    """
-
-    owner: int
-    value: Any
-    tensors: tuple[str, ...]
-    digest: int
+    states: dict[str, tuple[int, Any]] = field(default_factory=dict)
 
 
 def local_box(value: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
@@ -253,12 +235,8 @@ def add_state(contents: RankContents, kind: str, owner: int, given: Any) -> None
         UsageError: the state has a value that a checkpoint cannot hold.
     """
     tensors: dict[str, Tensor] = {}
-    value = encode_state(given, tensors, f"state.{kind}.{owner}", where=f"the state of the {kind}")
+    contents.states[kind] = owner, encode_state(given, tensors, f"state.{kind}", where=f"the state of the {kind}")
     contents.parts += [part_of(name, tensor) for name, tensor in tensors.items()]
-    digest = crc32(json.dumps(encode_state(given, {}, "", where="")).encode())
-    for tensor in tensors.values():
-        digest = crc32(as_bytes(tensor), digest)
-    contents.states[kind] = State(owner=owner, value=value, tensors=tuple(tensors), digest=digest)
 
 
 def state_dicts(given: Any, what: str) -> Any:

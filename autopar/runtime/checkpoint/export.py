@@ -9,7 +9,7 @@ import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,7 +19,8 @@ import torch
 
 from autopar.errors import UsageError, first_line
 from autopar.runtime.checkpoint import write
-from autopar.runtime.checkpoint.chunk_files import as_bytes, header, new_file
+from autopar.runtime.checkpoint.checkpoint_index import as_bytes
+from autopar.runtime.checkpoint.chunk_files import header, new_file
 from autopar.runtime.checkpoint.contents import WholeTensors
 from autopar.runtime.checkpoint.write import Target
 from autopar.runtime.state_dict import Untrained
@@ -175,19 +176,8 @@ def _begun(place: Path) -> Target:
 
 def _commit(place: Path, target: Target) -> None:
     """Move the written files on rank 0 to their folder, where they replace older weights; an index of several files comes last."""
-    staged = write.staging_folder(place, target)
     with _as_usage_errors(place):
-        if not target.is_there:
-            staged.rename(place)
-            return
-        names = sorted((path.name for path in staged.iterdir()), key=lambda name: name == _INDEX)
-        for name in names:
-            (staged / name).replace(place / name)
-        staged.rmdir()
-    with suppress(OSError):
-        for path in place.iterdir():
-            if _WRITTEN.fullmatch(path.name) and path.name not in names:
-                path.unlink()
+        write.commit(place, target, (_INDEX,), _WRITTEN)
 
 
 def _as_usage_errors(place: Path) -> AbstractContextManager[None]:

@@ -382,15 +382,13 @@ class Checkpoints:
 
     def _complete(self) -> list[Path]:
         """Return the checkpoints that are complete, as far as their indexes and the lengths of their files show."""
-        return [path for path in self._all() if path not in self._damaged and _is_complete(path)]
-
-
-def _is_complete(path: Path) -> bool:
-    try:
-        Folder(path).check_files()
-    except AutoparError:
-        return False
-    return True
+        complete = []
+        for path in self._all():
+            if path not in self._damaged:
+                with suppress(AutoparError):
+                    Folder(path).check_files()
+                    complete.append(path)
+        return complete
 
 
 def _remove(path: Path) -> None:

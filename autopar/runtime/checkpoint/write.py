@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from torch import Tensor
 from autopar.errors import UsageError, reason
 from autopar.runtime.checkpoint.checkpoint_index import FILE, NAME, PLAN, Entry, File, Index, Piece, encode
 from autopar.runtime.checkpoint.chunk_files import Part, new_file, write
-from autopar.runtime.checkpoint.contents import RankContents, State, with_elements
+from autopar.runtime.checkpoint.contents import RankContents, with_elements
 from autopar.runtime.world import Peers
 from autopar.util.files import dumps
 
@@ -107,11 +108,15 @@ def write_synced(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def commit(folder: Path, target: Target) -> None:
-    """Make the written files the checkpoint of the folder; called by rank 0 after all ranks have written.
+def commit(folder: Path, target: Target, last: Sequence[str], ours: re.Pattern[str]) -> None:
+    """Make the written files the contents of the folder; called by rank 0 after all ranks have written.
+
+    Args:
+        last: names of files that are moved after all others, in this order: an index comes after what it names.
+        ours: names of the files of earlier saves, which are removed.
 
     Raises:
-        OSError: it cannot; the previous checkpoint is unchanged.
+        OSError: it cannot; what the index in the folder names is unchanged.
     """
     place = staging_folder(folder, target)
     _sync(place)
@@ -120,15 +125,14 @@ def commit(folder: Path, target: Target) -> None:
         _sync(folder.parent)
         return
     names = {path.name for path in place.iterdir()}
-    for name in sorted(names - {NAME, PLAN}):
-        (place / name).rename(folder / name)
+    for name in (*sorted(names.difference(last)), *(name for name in last if name in names)):
+        if name in last:
+            _sync(folder)
+        (place / name).replace(folder / name)
     _sync(folder)
-    (place / NAME).replace(folder / NAME)
-    _sync(folder)
-    with suppress(OSError):  # the checkpoint is complete without that: its index has the plan, too
-        (place / PLAN).replace(folder / PLAN)
+    with suppress(OSError):  # it is complete without that
         for path in folder.iterdir():
-            if FILE.fullmatch(path.name) and path.name not in names:
+            if ours.fullmatch(path.name) and path.name not in names:
                 path.unlink()
         place.rmdir()
 
@@ -197,10 +201,9 @@ class Save:
     def _commit(self, written: Sequence[_Written]) -> None:
         """Write the index and commit, on rank 0, after all ranks have written."""
         place, contents = staging_folder(self.folder, self._target), [of_rank for _, _, of_rank in written]
-        states, dropped = _states(contents)
         tensors = _joined(pieces for _, pieces, _ in written)
-        tensors = {name: entry for name, entry in tensors.items() if name not in dropped}
-        values = {**self._values, "optimizer": self._values["optimizer"] | _optimizer(contents), "states": states}
+        optimizer = self._values["optimizer"] | _optimizer(contents)
+        values = {**self._values, "optimizer": optimizer, "states": _states(contents)}
         files = {file.name: file for file, _, _ in written if file is not None}
         with self._as_usage_errors():
             for rank, (file, _, _) in enumerate(written):
@@ -208,7 +211,7 @@ class Save:
                     raise FileNotFoundError(f"what rank {rank} wrote is not in the folder that rank 0 sees")
             write_synced(place / PLAN, (dumps(values["plan"]) + "\n").encode())
             write_synced(place / NAME, encode(Index(files=files, tensors=tensors, values=values)))
-            commit(self.folder, self._target)
+            commit(self.folder, self._target, (NAME, PLAN), FILE)
 
     def _as_usage_errors(self) -> AbstractContextManager[None]:
         return as_usage_errors(f"the checkpoint {self.folder}", ". A checkpoint that was there is unchanged")
@@ -274,20 +277,13 @@ def _optimizer(contents: Sequence[RankContents]) -> dict[str, Any]:
     return {"settings": [json.loads(text) for text in sets], "of": of, "numbers": dict(sorted(numbers.items()))}
 
 
-def _states(contents: Sequence[RankContents]) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return the states by kind and owner, one if all owners have equal states, and the names of the tensors that are not saved then."""
+def _states(contents: Sequence[RankContents]) -> dict[str, Any]:
+    """Return the states by kind and owner; one, with a count of 0, if all owners have equal states."""
     states: dict[str, Any] = {}
-    kept: set[str] = set()
     for kind in sorted({kind for of_rank in contents for kind in of_rank.states}):
-        of_owner: dict[int, State] = {}
-        for of_rank in contents:
-            if kind in of_rank.states:
-                of_owner.setdefault(of_rank.states[kind].owner, of_rank.states[kind])
-        is_shared = len({state.digest for state in of_owner.values()}) == 1
-        first = of_owner[min(of_owner)]
-        wanted = {first.owner: first} if is_shared else of_owner
-        count = 0 if is_shared else len(of_owner)
-        states[kind] = {"count": count, "of": {str(owner): state.value for owner, state in sorted(wanted.items())}}
-        kept |= {name for state in wanted.values() for name in state.tensors}
-    every = {name for of_rank in contents for state in of_rank.states.values() for name in state.tensors}
-    return states, frozenset(every - kept)
+        of_owner = dict(of_rank.states[kind] for of_rank in contents if kind in of_rank.states)
+        first, count = min(of_owner), len(of_owner)
+        if len({json.dumps(value) for value in of_owner.values()}) == 1:
+            of_owner, count = {first: of_owner[first]}, 0
+        states[kind] = {"count": count, "of": {str(owner): value for owner, value in sorted(of_owner.items())}}
+    return states

@@ -227,9 +227,11 @@ class ParallelScaler(GradScaler):
         return super().scale(self._one) if self.is_enabled() else None
 
     def of(self, loss: Tensor) -> Tensor:
-        """Return the unchanged loss, whose backward starts from the scale."""
+        """Return the loss, whose value is unchanged and not rounded again, and whose backward starts from the scale."""
         factor = self.factor
-        return loss if factor is None else cast("Tensor", _Scaled.apply(loss, factor))  # type: ignore[no-untyped-call]
+        if factor is not None:
+            loss.register_hook(lambda gradient: (gradient * factor).to(gradient.dtype))  # type: ignore[no-untyped-call]
+        return loss
 
     def done(self) -> None:
         """Note after the backward of a step that its gradients are those of the scaled loss."""
@@ -331,19 +333,6 @@ class ParallelScaler(GradScaler):
             if self._group is not None:
                 dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=self._group)
         return {found_inf.device: found_inf}
-
-
-class _Scaled(torch.autograd.Function):
-    """Forward returns the loss unchanged, so that the reported loss is not rounded again; backward multiplies by the scale."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, factor: Tensor) -> Tensor:
-        ctx.factor = factor
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return (gradients[0] * ctx.factor).to(gradients[0].dtype), None
 
 
 class StepLoss(Tensor):

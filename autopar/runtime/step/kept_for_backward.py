@@ -39,13 +39,14 @@ class _Packed:
 
 
 class Mover:
-    """Offloads what the blocks of one stage keep.
+    """Offloads what the blocks of one stage keep on devices of a type (``cuda``; ``cpu`` for ranks on CPUs).
 
     Attributes:
         offloaded_bytes, reloaded_bytes: bytes copied to the host and back so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
         self.offloaded_bytes = self.reloaded_bytes = 0
         self.stream: Any = None
         self._resident: frozenset[int] = frozenset()
@@ -83,14 +84,12 @@ class _Saved:
         self._slots: dict[int, int] = {}
         self._on_device: list[Tensor] = []  # kept until it is copied, so that no other storage gets its address
         self._on_host: list[Tensor] = []
-        self._devices: list[torch.device] = []
-        # the GPU of those on one: an operator may also keep tensors of the host
-        self._device: torch.device | None = None
         self._offloaded: Any = None
         self._reloaded: Any = None
 
     def pack(self, tensor: Tensor) -> Tensor | _Packed:
-        if isinstance(tensor, DTensor):  # a shared parameter, which recompute passes as an input
+        # a DTensor is a shared parameter, which recompute passes as an input; beside a GPU operators may also keep tensors of the host
+        if isinstance(tensor, DTensor) or tensor.device.type != self._mover.device_type:
             return tensor
         storage = tensor.untyped_storage()
         if storage.data_ptr() in self._resident or not storage.nbytes():
@@ -98,7 +97,6 @@ class _Saved:
         slot = self._slots.setdefault(storage.data_ptr(), len(self._on_device))
         if slot == len(self._on_device):
             self._on_device.append(_as_bytes(storage, tensor.device))
-            self._devices.append(tensor.device)
         return _Packed(slot, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, packed: Tensor | _Packed) -> Tensor:
@@ -117,19 +115,17 @@ class _Saved:
         """Start the copies to the host; on a CPU, copies."""
         self._slots.clear()
         self._mover.offloaded_bytes += sum(tensor.numel() for tensor in self._on_device)
-        cuda = [tensor for tensor in self._on_device if tensor.is_cuda]
-        if not cuda:
+        if self._mover.device_type == "cpu":
             self._on_host = [tensor.clone() for tensor in self._on_device]
             self._on_device = []
             return
-        self._device = cuda[0].device
         if self._mover.stream is None:
-            self._mover.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._mover.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream = self._mover.stream
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for tensor in self._on_device:
-                on_host = torch.empty(tensor.shape, dtype=torch.uint8, pin_memory=tensor.is_cuda)
+                on_host = torch.empty(tensor.shape, dtype=torch.uint8, pin_memory=True)
                 self._on_host.append(on_host.copy_(tensor, non_blocking=True))
             self._offloaded = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._offloaded.record(stream)
@@ -137,7 +133,7 @@ class _Saved:
     def release(self) -> None:
         """Free the device memory of what is copied; the computation that follows waits for the copies."""
         if self._offloaded is not None and self._on_device:
-            torch.cuda.current_stream(self._device).wait_event(self._offloaded)
+            torch.cuda.current_stream().wait_event(self._offloaded)
             self._on_device = []
 
     def reload(self) -> None:
@@ -147,22 +143,21 @@ class _Saved:
         on_host, self._on_host = self._on_host, []
         self._mover.reloaded_bytes += sum(tensor.numel() for tensor in on_host)
         stream = self._mover.stream
-        if self._device is None:
+        if stream is None:
             self._on_device = [tensor.clone() for tensor in on_host]
             return
-        current = torch.cuda.current_stream(self._device)
+        current = torch.cuda.current_stream()
         with torch.cuda.stream(stream):
-            for tensor, device in zip(on_host, self._devices, strict=True):
-                on_device = torch.empty(tensor.shape, dtype=torch.uint8, device=device)
+            for tensor in on_host:
+                on_device = torch.empty(tensor.shape, dtype=torch.uint8, device="cuda")
                 self._on_device.append(on_device.copy_(tensor, non_blocking=True))
-                if on_device.is_cuda:
-                    on_device.record_stream(current)
+                on_device.record_stream(current)
             self._reloaded = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._reloaded.record(stream)
 
     def _arrived(self, slot: int) -> Tensor:
         if self._reloaded is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._reloaded)
+            torch.cuda.current_stream().wait_event(self._reloaded)
             self._reloaded = None
         return self._on_device[slot]
 
@@ -195,17 +190,9 @@ class _Part:
     requires_grad: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """An operand of a call that is kept, without its autograd history."""
-
-    tensor: Tensor
-    requires_grad: bool
-
-
 @dataclass(slots=True)
 class _Call:
-    """A cheap operator: its operands, as :class:`_Part` or :class:`_Kept`, and which of its tensors backward will need.
+    """A cheap operator: its operands, as :class:`_Part` or kept without autograd history, and which of its tensors backward will need.
 
     Attributes:
         packed: number of tensors that autograd has saved while it ran.
@@ -262,7 +249,7 @@ class Tape:
             if not isinstance(x, Tensor):
                 return x
             read.add(_storage(x))
-            return self._part(x, x.requires_grad) or _Kept(x.detach(), x.requires_grad)
+            return self._part(x, x.requires_grad) or x.detach().requires_grad_(x.requires_grad)
 
         call = _Call(function, _map_leaves(operand, args), _map_leaves(operand, kwargs))
         self._calls[number], self._running = call, (number, call, read)
@@ -335,8 +322,8 @@ class Tape:
                 del self._recomputed[key]
 
     def _value(self, operand: object) -> object:
-        if isinstance(operand, _Kept):
-            return operand.tensor.detach().requires_grad_(operand.requires_grad)
+        if isinstance(operand, Tensor):
+            return operand.detach().requires_grad_(operand.requires_grad)
         if isinstance(operand, _Part):
             output = self._recomputed[operand.call, "output", operand.output]
             return _view(output, operand).detach().requires_grad_(operand.requires_grad)

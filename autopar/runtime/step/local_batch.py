@@ -24,7 +24,7 @@ from autopar.plan.mesh import DATA_AXES
 from autopar.plan.plan import Plan
 from autopar.runtime.failure_watch import Alarm, Calls
 from autopar.runtime.job import FAKE
-from autopar.runtime.same_values import checksums, events
+from autopar.runtime.same_values import checksums
 from autopar.runtime.step.other_runs import BatchSizes, PartialBatch, partial_of
 from autopar.runtime.step.runner import Batch, micro_batches
 from autopar.runtime.world import World
@@ -33,7 +33,9 @@ from autopar.tracing.batch import named_inputs
 _LOGGER = logging.getLogger("autopar")
 
 EVERY = 32
-"""One of so many steps is checked, beginning with the first that is not refused (which is not timed)."""
+"""One of so many steps is checked, beginning with the first that is not refused (which is not timed).
+
+The host waits for a batch on the device there, and so for the step before."""
 
 _ELEMENTS = 1 << 16
 """At most so many elements of an input are compared: two batches differ nearly everywhere."""
@@ -47,14 +49,10 @@ class SharedSamples:
         self._data_index = [world.mesh.data_index(rank) for rank in range(world.mesh.world_size)]
         self._inputs = tuple(inputs)
         self._calls, self._has_warned = 0, False
-        self._pending: _Checksums | None = None
         self._is_alone = len(self._data_index) == 1 or dist.get_backend() == FAKE
 
     def check(self, given: Mapping[str, Tensor], local: Mapping[str, Tensor], own: range, alarm: Alarm) -> None:
-        """Compare samples before a step; all ranks call it, and all raise the same error.
-
-        Batches of the first step are compared in it. For a later one checksums are launched on the device, and compared before the step
-        after it, so that the host does not wait for work that is queued on the device.
+        """Compare samples before one step in :data:`EVERY`; all ranks call it, and all raise the same error.
 
         Logs a warning, once, if data ranks were given different global batches, of which each takes its part.
 
@@ -69,32 +67,36 @@ class SharedSamples:
         """
         if self._is_alone:
             return
-        pending, self._pending = self._pending, None
-        number, self._calls = self._calls, self._calls + 1
-        if number % EVERY == 0:
-            self._pending = _Checksums(self._inputs, given, local, own)
-            if number == 0:
-                pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        alarm.runs()
-        marks = _gather_numbers(pending.read(), len(self._data_index), self._group)
-        alarm.met()
-        self._calls = 0  # if the comparison raises, the next step is a first one again
-        for place, leaf in enumerate(self._inputs):
-            self._compare(leaf, [row[0][place] for row in marks])
-        self._calls = number + 1
-        self._warn_of_other_batches([row[1] for row in marks])
+        if self._calls % EVERY == 0:
+            rows = self._checksums_of_ranks(given, local, own, alarm)
+            for place, leaf in enumerate(self._inputs):
+                self._compare(leaf, [row[0][place] for row in rows])
+            self._warn_of_other_batches([row[1] for row in rows])
+        self._calls += 1  # not if the comparison raises: the next step is compared then
 
     def are_equal(self, given: Mapping[str, Tensor], alarm: Alarm) -> bool:
         """Return whether all ranks were given the same samples; all ranks call it."""
         if self._is_alone:
             return False
-        numbers = _Checksums(self._inputs, given, given, range(0)).read()
+        rows = self._checksums_of_ranks(given, given, range(0), alarm)
+        return all(row == rows[0] for row in rows)
+
+    def _checksums_of_ranks(
+        self, given: Mapping[str, Tensor], local: Mapping[str, Tensor], own: range, alarm: Alarm
+    ) -> list[Any]:
+        """Return for every rank the checksums of each input of its samples, and of the complete global batch (0 if it was not given)."""
+        numbers = torch.zeros(2, len(self._inputs), dtype=torch.int64)
+        for place, leaf in enumerate(self._inputs):
+            value, dim = given[leaf.name].to(local[leaf.name].dtype), leaf.batch_dim
+            is_whole = dim is not None and value.shape[dim] != local[leaf.name].shape[dim]
+            if is_whole:
+                numbers[1, place].copy_(_checksum(value))
+            part = value.narrow(dim, own.start, len(own)) if is_whole and dim is not None else value
+            numbers[0, place].copy_(_checksum(part))
         alarm.runs()
         rows = _gather_numbers(numbers, len(self._data_index), self._group)
         alarm.met()
-        return all(row == rows[0] for row in rows)
+        return rows
 
     def _compare(self, leaf: Input, marks: Sequence[int]) -> None:
         first: dict[int, int] = {}
@@ -119,34 +121,6 @@ class SharedSamples:
                 "never; shuffle and draw with a seed that is the same on all ranks, or give each rank its own samples "
                 "(DistributedSampler(data, num_replicas=par.data_size, rank=par.data_rank))"
             )
-
-
-class _Checksums:
-    """Checksums of each input, on their way to the host from the device of the input.
-
-    Args:
-        inputs, given, local, own: see :meth:`SharedSamples.check`.
-    """
-
-    def __init__(
-        self, inputs: Sequence[Input], given: Mapping[str, Tensor], local: Mapping[str, Tensor], own: range
-    ) -> None:
-        is_pinned = any(given[leaf.name].is_cuda for leaf in inputs)
-        self._numbers = torch.zeros(2, len(inputs), dtype=torch.int64, pin_memory=is_pinned)
-        for place, leaf in enumerate(inputs):
-            value, dim = given[leaf.name].to(local[leaf.name].dtype), leaf.batch_dim
-            is_whole = dim is not None and value.shape[dim] != local[leaf.name].shape[dim]
-            if is_whole:
-                self._numbers[1, place].copy_(_checksum(value), non_blocking=True)
-            part = value.narrow(dim, own.start, len(own)) if is_whole and dim is not None else value
-            self._numbers[0, place].copy_(_checksum(part), non_blocking=True)
-        self._events = events(given[leaf.name] for leaf in inputs)
-
-    def read(self) -> Tensor:
-        """[2, inputs]: checksums of this rank's samples, and of the complete global batch (0 if it was not given)."""
-        for event in self._events:
-            event.synchronize()
-        return self._numbers
 
 
 def _checksum(value: Tensor) -> Tensor:

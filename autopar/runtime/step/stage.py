@@ -137,7 +137,7 @@ class StageModule(nn.Module):
         self.passed_in = passed_of(full_program, program.receives)
         self.passed_on = passed_of(full_program, (full_program.loss,) if program.is_last else program.sends)
         self._is_whole = len(full_program.stages) == 1
-        self.mover = mover = Mover() if any(block.offload for block in program.blocks) else None
+        self.mover = mover = Mover(meshes[-1].device_type) if any(b.offload for b in program.blocks) else None
         modules = (BlockModule(block, meshes, mover if block.offload else None) for block in program.blocks)
         self.blocks = cast("Sequence[BlockModule]", nn.ModuleList(modules))
         self.prelude = None if program.prelude is None else program.prelude.module
