@@ -319,12 +319,7 @@ def _precision_of(plan: Plan) -> PrecisionName:
     )
 
 
-def _graph_of(
-    plan: Plan,
-    model: torch.nn.Module,
-    example_inputs: Inputs | None,
-    loss_fn: LossFunction | None,
-) -> Graph:
+def _graph_of(plan: Plan, model: torch.nn.Module, example_inputs: Inputs | None, loss_fn: LossFunction | None) -> Graph:
     """Return the graph that a plan is for. The plan's typing of axis ``batch`` shows whether samples are independent, without a planner."""
     from autopar.lower.read_plan import check_batch_typing
     from autopar.models.graph_for_plan import trace_model
@@ -332,9 +327,8 @@ def _graph_of(
     def samples_apart(graph: Graph) -> None:
         try:
             check_batch_typing(plan, graph)
-        except (
-            AutoparError
-        ):  # the plan is for another model, or samples depend on each other; the planner finds out where
+        except AutoparError:
+            # the plan is for another model, or samples depend on each other; the planner finds out where
             from autopar.planner.sharding.input_axes import samples_apart as check_samples_apart
 
             check_samples_apart(graph)

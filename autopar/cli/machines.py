@@ -51,26 +51,17 @@ def pins(as_json: Json = False) -> None:
 app = typer.Typer(help="Measure operators and links of a cluster.", no_args_is_help=True, rich_markup_mode=None)
 
 Output = Annotated[Path, typer.Option("-o", "--output", metavar="FILE.toml", help="Write the profile here.")]
-Batch = Annotated[
-    int | None,
-    typer.Option("--global-batch", min=1, metavar="N", help="Samples of a step; 8 for each rank if not given."),
-]
+Batch = Annotated[int | None, typer.Option(min=1, metavar="N", help="Samples of a step; 8 for each rank if not given.")]
 Ranks = Annotated[
     int | None,
     typer.Option(
-        "--ranks",
-        min=2,
-        metavar="N",
-        help="Local ranks without torchrun; if not given, one for each GPU or core (at least 2).",
+        min=2, metavar="N", help="Local ranks without torchrun; if not given, one for each GPU or core (at least 2)."
     ),
 ]
-Budget = Annotated[float, typer.Option("--budget", min=1, metavar="S", help="Seconds for measuring all collectives.")]
-Largest = Annotated[int, typer.Option("--max-bytes", min=1024, metavar="N", help="Bytes of the largest collective.")]
-Timeout = Annotated[
-    float,
-    typer.Option("--collective-timeout", min=1, metavar="S", help="Seconds after which a collective counts as failed."),
-]
-Nics = Annotated[int | None, typer.Option("--nics", min=1, metavar="N", help="Network cards of a node.")]
+Budget = Annotated[float, typer.Option(min=1, metavar="S", help="Seconds for measuring all collectives.")]
+Largest = Annotated[int, typer.Option(min=1024, metavar="N", help="Bytes of the largest collective.")]
+Timeout = Annotated[float, typer.Option(min=1, metavar="S", help="Seconds after which a collective counts as failed.")]
+Nics = Annotated[int | None, typer.Option(min=1, metavar="N", help="Network cards of a node.")]
 
 
 MEASURED: dict[str, Any] = {

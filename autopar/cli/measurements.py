@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,11 +34,10 @@ def root() -> None:
     """Run plans and compare them with their predictions."""
 
 
-Ranks = Annotated[int, typer.Option("--ranks", min=1, metavar="N", help="Processes on this machine (CPU).")]
+Ranks = Annotated[int, typer.Option(min=1, metavar="N", help="Processes on this machine (CPU).")]
 AsRank = Annotated[
     int | None,
     typer.Option(
-        "--as-rank",
         min=0,
         metavar="R",
         help="Run only this rank of plans for N ranks, to measure compute and memory; collectives move no data.",
@@ -45,10 +45,9 @@ AsRank = Annotated[
 ]
 Space = Annotated[str, typer.Option(metavar="NAME|FILE", help="Search space: default, quick or a TOML file.")]
 Sample = Annotated[
-    int | None,
-    typer.Option("--sample", min=1, metavar="N", help="Number of candidates, drawn at random; all if not given."),
+    int | None, typer.Option(min=1, metavar="N", help="Number of candidates, drawn at random; all if not given.")
 ]
-SampleSeed = Annotated[int, typer.Option("--sample-seed", metavar="N", help="Seed of the drawn candidates.")]
+SampleSeed = Annotated[int, typer.Option(metavar="N", help="Seed of the drawn candidates.")]
 Rounds = Annotated[int, typer.Option(min=1, metavar="N", help="Number of times that each plan runs.")]
 Steps = Annotated[int, typer.Option(min=1, metavar="N", help="Timed steps of each run of a plan.")]
 Fresh = Annotated[
@@ -57,9 +56,7 @@ Fresh = Annotated[
         "--fresh", help="Measure the speed of this machine now, not only if the last time was over 6 hours ago."
     ),
 ]
-RunTimeout = Annotated[
-    float, typer.Option("--run-timeout", min=1, metavar="S", help="Seconds after which a batch of plans is killed.")
-]
+RunTimeout = Annotated[float, typer.Option(min=1, metavar="S", help="Seconds after which a batch of plans is killed.")]
 Output = Annotated[
     Path | None,
     typer.Option(
@@ -126,15 +123,13 @@ Files = Annotated[
     list[Path] | None, typer.Argument(metavar="RUNS.csv...", help="Measured runs; see docs/evidence/accuracy.md.")
 ]
 FromRun = Annotated[
-    Path | None,
-    typer.Option("--from-run", metavar="DIR", help="The log_dir of a run of autopar.parallelize, instead of RUNS.csv."),
+    Path | None, typer.Option(metavar="DIR", help="The log_dir of a run of autopar.parallelize, instead of RUNS.csv.")
 ]
 LeaveOneOut = Annotated[
     bool, typer.Option("--leave-one-out", help="Predict each source with parameters fitted on the others.")
 ]
 Calibrate = Annotated[
-    list[str] | None,
-    typer.Option("--calibrate", metavar="SOURCE", help="Fit the profiles' free parameters to these sources, or all."),
+    list[str] | None, typer.Option(metavar="SOURCE", help="Fit the profiles' free parameters to these sources, or all.")
 ]
 Out = Annotated[
     Path | None,
@@ -168,11 +163,11 @@ def validate(
 
     with progress("reading runs") as advance:
         report = validated(files, sources=calibrate or (), leave_one_out=leave_one_out, progress=advance)
-    for path in report.write_profiles(out) if out is not None else ():
-        warn(f"wrote {path}")
-    print_result(
-        as_json, lambda: report.to_dict(with_profiles=out is None), lambda: report.text(with_profiles=out is None)
-    )
+    if out is not None:
+        for path in report.write_profiles(out):
+            warn(f"wrote {path}")
+        report = replace(report, profiles={})
+    print_result(as_json, report.to_dict, report.text)
     if report.outcome.failed:
         raise typer.Exit(1)
 

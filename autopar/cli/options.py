@@ -120,56 +120,40 @@ Model = Annotated[
     ),
 ]
 ClusterOption = Annotated[
-    str,
-    typer.Option(
-        "--cluster", metavar="CLUSTER", help="DEVICE:NODESxPER_NODE (h100-sxm5-80gb:4x8), local or a TOML file."
-    ),
+    str, typer.Option(metavar="CLUSTER", help="DEVICE:NODESxPER_NODE (h100-sxm5-80gb:4x8), local or a TOML file.")
 ]
-GlobalBatch = Annotated[
-    int, typer.Option("--global-batch", min=1, metavar="N", help="Samples of one optimizer step, over all ranks.")
-]
+GlobalBatch = Annotated[int, typer.Option(min=1, metavar="N", help="Samples of one optimizer step, over all ranks.")]
 Sequence_ = Annotated[
-    int | None,
-    typer.Option("--seq", min=1, metavar="N", help="Tokens of a sample; the length of the model if not given."),
+    int | None, typer.Option(min=1, metavar="N", help="Tokens of a sample; the length of the model if not given.")
 ]
 PrecisionOption = Annotated[
     str,
     typer.Option(
-        "--precision",
-        help="fp32, tf32 (products of fp32, on GPUs), bf16, fp16 (with a loss scaler) or fp64; fp8 can only be planned.",
+        help="fp32, tf32 (products of fp32, on GPUs), bf16, fp16 (with a loss scaler) or fp64; fp8 can only be planned."
     ),
 ]
 Optimizer = Annotated[
-    str,
-    typer.Option(
-        "--optimizer", help="Optimizer, for memory and time: adamw, momentum, sgd, adafactor or adamw:bytes=2."
-    ),
+    str, typer.Option(help="Optimizer, for memory and time: adamw, momentum, sgd, adafactor or adamw:bytes=2.")
 ]
 Pin = Annotated[
     list[str] | None,
     typer.Option(
-        "--pin",
         metavar="K=V",
         help="A constraint, repeatable: tp<=4, zero=1, recompute=full ('autopar pins' lists them); @FILE has one in each line.",
     ),
 ]
 Opaque = Annotated[
     list[str] | None,
-    typer.Option(
-        "--opaque",
-        metavar="NAME",
-        help="A module that is not traced, by its path, a pattern or a class; repeatable.",
-    ),
+    typer.Option(metavar="NAME", help="A module that is not traced, by its path, a pattern or a class; repeatable."),
 ]
 Space = Annotated[
     str, typer.Option(metavar="NAME|FILE", help="Search space: quick, default, wide, exhaustive or a TOML file.")
 ]
 MaxStepTime = Annotated[
-    float | None,
-    typer.Option("--max-step-time", min=0, metavar="S", help="Longest step in seconds; slower plans are excluded."),
+    float | None, typer.Option(min=0, metavar="S", help="Longest step in seconds; slower plans are excluded.")
 ]
 ModelOfPlan = Annotated[
-    str | None, typer.Option("--model", metavar="MODEL", help="The MODEL of a PLAN whose name does not say it.")
+    str | None, typer.Option(metavar="MODEL", help="The MODEL of a PLAN whose name does not say it.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan here.")]

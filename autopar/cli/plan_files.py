@@ -108,23 +108,17 @@ def run(
 
 
 Target = Annotated[str, typer.Argument(metavar="PLAN|MODEL", help="A plan file, or a MODEL as in search.")]
-VerifiedCluster = Annotated[str | None, typer.Option("--cluster", metavar="CLUSTER", help="For a MODEL: cpu:1xRANKS.")]
+VerifiedCluster = Annotated[str | None, typer.Option(metavar="CLUSTER", help="For a MODEL: cpu:1xRANKS.")]
 VerifiedBatch = Annotated[
-    int | None,
-    typer.Option(
-        "--global-batch", min=1, metavar="N", help="For a MODEL: samples of a step; 4 for each rank if not given."
-    ),
+    int | None, typer.Option(min=1, metavar="N", help="For a MODEL: samples of a step; 4 for each rank if not given.")
 ]
-Steps = Annotated[int, typer.Option("--steps", min=1, metavar="N", help="AdamW steps to compare.")]
-RunTimeout = Annotated[
-    float, typer.Option("--run-timeout", min=1, metavar="S", help="Seconds after which the processes are killed.")
-]
+Steps = Annotated[int, typer.Option(min=1, metavar="N", help="AdamW steps to compare.")]
+RunTimeout = Annotated[float, typer.Option(min=1, metavar="S", help="Seconds after which the processes are killed.")]
 Bisect = Annotated[
     bool, typer.Option("--bisect", help="Look for the first operator that differs even if no result does.")
 ]
 CompareIn = Annotated[
-    Literal["fp32", "fp64"],
-    typer.Option("--compare-in", help="fp32 (and fp64 if its limits are exceeded), or only fp64."),
+    Literal["fp32", "fp64"], typer.Option(help="fp32 (and fp64 if its limits are exceeded), or only fp64.")
 ]
 
 
@@ -184,7 +178,7 @@ def trace(
     model: Model,
     seq: Sequence_ = None,
     batch: Annotated[
-        int | None, typer.Option("--batch", min=1, metavar="N", help="Samples in the traced batch; 2 if not given.")
+        int | None, typer.Option(min=1, metavar="N", help="Samples in the traced batch; 2 if not given.")
     ] = None,
     opaque: Opaque = None,
     as_json: Json = False,

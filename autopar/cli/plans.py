@@ -105,9 +105,7 @@ Storage = Annotated[
 ]
 StudyName = Annotated[
     str | None,
-    typer.Option(
-        "--study-name", metavar="NAME", help="Name of the study in --storage; made from what is searched if not given."
-    ),
+    typer.Option(metavar="NAME", help="Name of the study in --storage; made from what is searched if not given."),
 ]
 Workers = Annotated[
     int | None,
@@ -124,7 +122,7 @@ Sampler = Annotated[
         help="Sample the candidates by tpe, cmaes or nsga2, or never (none); if not given, as the space says.",
     ),
 ]
-SamplerSeed = Annotated[int, typer.Option("--sampler-seed", min=0, metavar="N", help="Seed of the sampler.")]
+SamplerSeed = Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the sampler.")]
 
 
 @takes_plan_options()
@@ -167,8 +165,7 @@ def estimate(plan_options: PlanOptions) -> None:
 def explain(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
     why_not: Annotated[
-        list[str] | None,
-        typer.Option("--why-not", metavar="K=V,...", help="Compare with the best plan under these pins."),
+        list[str] | None, typer.Option(metavar="K=V,...", help="Compare with the best plan under these pins.")
     ] = None,
     model: ModelOfPlan = None,
     as_json: Json = False,
@@ -214,11 +211,9 @@ def explain(
 
 
 LargestCluster = Annotated[
-    str, typer.Option("--cluster", metavar="CLUSTER", help="The largest cluster to consider: DEVICE:NODESxPER_NODE.")
+    str, typer.Option(metavar="CLUSTER", help="The largest cluster to consider: DEVICE:NODESxPER_NODE.")
 ]
-LargestBatch = Annotated[
-    int, typer.Option("--global-batch", min=1, metavar="N", help="The largest batch to consider, in samples.")
-]
+LargestBatch = Annotated[int, typer.Option(min=1, metavar="N", help="The largest batch to consider, in samples.")]
 Price = Annotated[
     list[str] | None,
     typer.Option(metavar="DEVICE=P", help="Price of one device for an hour; repeatable, for each kind of device."),
@@ -236,8 +231,7 @@ Scale = Annotated[
     ),
 ]
 Objectives = Annotated[
-    str,
-    typer.Option(metavar="A,B,...", help="Two or more of time, memory (left over), devices, price (with --price)."),
+    str, typer.Option(metavar="A,B,...", help="Two or more of time, memory (left over), devices, price (with --price).")
 ]
 Step = Annotated[int, typer.Option(min=1, metavar="N", help="Step between sequence lengths, in tokens.")]
 

@@ -29,7 +29,6 @@ TOPICS: dict[str, dict[str, str]] = {
 }
 """The topics of a device's scalar numbers: each is a table of its profile with its own provenance, and maps keys to fields."""
 
-
 ALIGNED_ELEMENTS = 8
 """Elements of half precision that matrix units load at once: 16 bytes (NVIDIA, Matrix Multiplication Background User's Guide)."""
 
@@ -235,11 +234,6 @@ class Overheads:
         if virtual_stages > 1 and self.interleaved_action_s:
             return self.interleaved_action_s, self.interleaved_message_s
         return self.action_s, self.message_s
-
-    def scaled(self, factor: float, note: str) -> Overheads:
-        """Return the overheads times ``factor``."""
-        times = {name: getattr(self, name) * factor for name in self.__slots__ if name != "provenance"}
-        return Overheads(**times, provenance=self.provenance + note)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

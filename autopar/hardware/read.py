@@ -118,7 +118,8 @@ def slowed(device: Device, share: float, why: str = "the cores that each rank ha
         replace(times(rate, share, "ceiling_flops_per_s", "datasheet_flops_per_s"), provenance=rate.provenance + note)
         for rate in device.matmul
     )
-    table = device.operators
+    table, overheads = device.operators, device.overheads
+    numbers = [name for name in overheads.__slots__ if name != "provenance"]
     notes = {key: text + note if key in ("bandwidth", "launch") else text for key, text in device.provenance.items()}
     return replace(
         device,
@@ -130,7 +131,7 @@ def slowed(device: Device, share: float, why: str = "the cores that each rank ha
             replace(rate, forward_s=rate.forward_s / share, backward_s=rate.backward_s / share)
             for rate in device.functions
         ),
-        overheads=device.overheads.scaled(1 / share, note),
+        overheads=replace(times(overheads, 1 / share, *numbers), provenance=overheads.provenance + note),
         provenance=notes,
     )
 

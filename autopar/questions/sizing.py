@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -342,13 +343,6 @@ def largest_batch(ask: Ask) -> Answer:
     return _largest(ask, at, "samples", samples, most=most, limit=limit)
 
 
-def _missing(ask: Ask, cluster: Cluster) -> str:
-    """Return why there is no plan; empty if there is one."""
-    has_no_limit = ask.max_step_time_s is None
-    has_plan = _fits(ask.planner(cluster)) if has_no_limit else ask.fastest(cluster) is not None
-    return "" if has_plan else _none_within(ask)
-
-
 def _fits(planner: Planner) -> bool:
     """Return whether some plan fits in memory, however slow it is. Candidates that need the least memory are tried first."""
     evaluator = planner.evaluator
@@ -379,7 +373,10 @@ def _largest(
     def tried(n: int) -> bool:
         ask.say(f"trying {size(n)}")
         try:
-            trials[n] = _missing(at(n), cluster)
+            asked = at(n)
+            has_limit = asked.max_step_time_s is not None
+            fits = asked.fastest(cluster) is not None if has_limit else _fits(asked.planner(cluster))
+            trials[n] = "" if fits else _none_within(asked)
         except UsageError:  # the model has fewer positions
             if n == 1 or unit != "tokens":
                 raise
@@ -389,9 +386,7 @@ def _largest(
     low, high = 0, 1
     while high <= most and tried(high):
         low, high = high, min(2 * high, most) if high < most else most + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if tried(middle) else (low, middle)
+    low += bisect_left(range(low + 1, high), True, key=lambda n: not tried(n))
     if low == 0:
         raise InfeasibleError(
             f"No plan fits {size(1)} on {ask.cluster}{ask.within}", fix="Take more devices, or drop a pin"
@@ -399,12 +394,7 @@ def _largest(
     plan = at(low).fastest(cluster)
     assert plan is not None
     listed = (
-        Trial(
-            value=size(n),
-            num_devices=cluster.world_size,
-            plan=plan if n == low else None,
-            missing=trials[n],
-        )
+        Trial(value=size(n), num_devices=cluster.world_size, plan=plan if n == low else None, missing=trials[n])
         for n in sorted(trials)
         if n == low or trials[n]
     )

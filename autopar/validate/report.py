@@ -106,13 +106,13 @@ class Validation:
     fit: Fit | None = None
     profiles: Mapping[str, MachineProfile] = field(default_factory=dict)
 
-    def to_dict(self, *, with_profiles: bool) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
         fitted = {name: as_table(profile) for name, profile in self.profiles.items()}
-        return self.outcome.to_dict(self.session) | ({"profiles": fitted} if with_profiles and fitted else {})
+        return self.outcome.to_dict(self.session) | ({"profiles": fitted} if fitted else {})
 
-    def text(self, *, with_profiles: bool) -> str:
-        """Return scores, fitted parameters, the largest errors, failed rows, and with ``with_profiles`` the fitted profiles as TOML."""
+    def text(self) -> str:
+        """Return scores, fitted parameters, the largest errors, failed rows, and the fitted profiles as TOML."""
         sections = [markdown(self.outcome.scores)]
         if self.fit is not None:
             sections.append(parameters_table(self.fit.values, self.session.start, self.fit.num_seen))
@@ -121,8 +121,7 @@ class Validation:
         )
         missing = failures(self.outcome.failed, len(self.session.runs) + len(self.outcome.failed))
         sections += ["\n".join(missing)] if missing else []
-        if with_profiles:
-            sections += [as_toml(as_table(p), comment=f"{name}.toml") for name, p in self.profiles.items()]
+        sections += [as_toml(as_table(p), comment=f"{name}.toml") for name, p in self.profiles.items()]
         return "\n\n".join(sections)
 
     def write_profiles(self, folder: Path) -> list[Path]:

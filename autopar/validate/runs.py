@@ -228,27 +228,23 @@ def _check(run: Run, row: _Row) -> None:
     for column in COLUMNS:
         if isinstance(value := getattr(run, column, None), int) and value > MOST:
             raise row.wrong(column, f"at most {MOST:,}", value)
-    if run.tp * run.pp * run.cp * run.dp != run.devices:
-        raise row.wrong("devices", f"tp * pp * cp * dp = {run.tp * run.pp * run.cp * run.dp}", row.raw("devices"))
-    if run.devices % min(run.devices, run.devices_per_node):
-        raise row.wrong(
+    ranks, samples, stages = run.tp * run.pp * run.cp * run.dp, run.dp * run.micro_batch, run.pp * run.virtual_stages
+    faults: tuple[tuple[str, object, str], ...] = (
+        ("devices", ranks != run.devices, f"tp * pp * cp * dp = {ranks}"),
+        (
             "devices_per_node",
+            run.devices % min(run.devices, run.devices_per_node),
             f"a divisor of the {run.devices} devices, as nodes are full",
-            row.raw("devices_per_node"),
-        )
-    if run.virtual_stages > 1 and run.pp == 1:
-        raise row.wrong("virtual_stages", "1 without a pipeline (pp=1)", row.raw("virtual_stages"))
-    if run.hidden % run.heads:
-        raise row.wrong("heads", f"a divisor of the hidden size {run.hidden}", row.raw("heads"))
-    if run.heads % run.kv_heads:
-        raise row.wrong("kv_heads", f"a divisor of the {run.heads} heads", row.raw("kv_heads"))
-    for column, size in (("tp", run.heads), ("tp", run.ffn), ("cp", run.seq)):
-        if size % getattr(run, column):
-            raise row.wrong(column, f"a divisor of heads, ffn or sequence {size}", row.raw(column))
-    if run.global_batch % (run.dp * run.micro_batch):
-        raise row.wrong(
-            "global_batch", f"a multiple of dp * micro_batch = {run.dp * run.micro_batch}", row.raw("global_batch")
-        )
-    if run.layers + 2 < run.pp * run.virtual_stages:
-        stages = run.pp * run.virtual_stages
-        raise row.wrong("layers", f"a layer, the embedding or the head for each of {stages} stages", row.raw("layers"))
+        ),
+        ("virtual_stages", run.virtual_stages > 1 and run.pp == 1, "1 without a pipeline (pp=1)"),
+        ("heads", run.hidden % run.heads, f"a divisor of the hidden size {run.hidden}"),
+        ("kv_heads", run.heads % run.kv_heads, f"a divisor of the {run.heads} heads"),
+        ("tp", run.heads % run.tp, f"a divisor of the {run.heads} heads"),
+        ("tp", run.ffn % run.tp, f"a divisor of ffn {run.ffn}"),
+        ("cp", run.seq % run.cp, f"a divisor of the sequence {run.seq}"),
+        ("global_batch", run.global_batch % samples, f"a multiple of dp * micro_batch = {samples}"),
+        ("layers", run.layers + 2 < stages, f"a layer, the embedding or the head for each of {stages} stages"),
+    )
+    for column, is_wrong, expected in faults:
+        if is_wrong:
+            raise row.wrong(column, expected, row.raw(column))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 
@@ -107,7 +108,9 @@ class Session:
 
     def under(self, profiles: Mapping[str, MachineProfile]) -> Session:
         """Return the same runs and layouts under other profiles of some devices; layouts are not chosen again."""
-        return self.keeping(dict(enumerate(self.structures)), profiles)
+        session = self.keeping(dict(enumerate(self.structures)))
+        session.profiles = {**self.profiles, **profiles}
+        return session
 
     @cached_property
     def structures(self) -> tuple[tuple[Structure, ...], ...]:
@@ -133,19 +136,14 @@ class Session:
                 fix="Correct the row",
             ) from error
 
-    def keeping(
-        self, structures: Mapping[int, tuple[Structure, ...]], profiles: Mapping[str, MachineProfile] | None = None
-    ) -> Session:
-        """Return a session of some runs, by index, in given layouts.
-
-        Args:
-            structures: layouts by index.
-            profiles: replace the profiles of some devices.
-        """
-        merged = {**self.profiles, **(profiles or {})}
-        session = Session([self.runs[i] for i in structures], place=self.place, profiles=merged, progress=self.progress)
-        session.sites = tuple([self.sites[i] for i in structures])
-        session.__dict__["structures"] = tuple(structures.values())
+    def keeping(self, structures: Mapping[int, tuple[Structure, ...]]) -> Session:
+        """Return a session of some runs, which are given by index with their layouts."""
+        session = copy(self)
+        session.runs, session.sites = (
+            tuple(self.runs[i] for i in structures),
+            tuple(self.sites[i] for i in structures),
+        )
+        session.structures = tuple(structures.values())
         return session
 
     # --- predictions

@@ -128,6 +128,9 @@ def test_memory_and_network_cards_can_be_stated_on_the_command_line() -> None:
         ("local:1x2", "local?ranks=2"),
         ("cpu:1x4?memroy=1e9", "Did you mean 'memory'"),
         ("cpu:1x4?memory=much", "number of bytes"),
+        ("cpu:1x4?memory=1.2.3", "number of bytes"),
+        ("cpu:1x4?memory=1e999", "number of bytes"),
+        ("cpu:1x4?memory=.", "number of bytes"),
         ("cpu:1x4?cores=0", "whole number from 1"),
     ],
 )
