@@ -12,6 +12,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16
 from autopar.planner.bounds.instance import are_inside, at_both_ends, least_sums_s, tie_s
+from tests.support import blocks_by_hand
 from tests.support.clusters import with_device
 
 CLUSTER = Cluster.parse("h100-sxm5-80gb:2x8")
@@ -28,19 +29,12 @@ def parameter(chance: random.Random, name: str) -> ParameterCost:
 
 def block(chance: random.Random, name: str) -> BlockCost:
     times = [chance.choice([0.0, 1e-4, 1e-2]) for _ in range(2)]
-    return BlockCost(
-        key=name, forward_s=times[0], backward_s=times[1], communication_forward_s=0.0, communication_backward_s=0.0,
-        saved_bytes=0, input_bytes=0, saved_input_bytes=0, prelude=(), forward_transient_bytes=0,
-        backward_transient_bytes=0, sends=(), send_gradients=(), flops=0.0, backward_flops=0.0, messages=(),
-        parameters=tuple(parameter(chance, f"{name}.{i}") for i in range(chance.randrange(3))),
-    )  # fmt: skip
+    parameters = tuple(parameter(chance, f"{name}.{i}") for i in range(chance.randrange(3)))
+    return blocks_by_hand.block(name, forward_s=times[0], backward_s=times[1], parameters=parameters)
 
 
 def step(mesh: Mesh) -> Step:
-    return Step(
-        mesh=mesh, schedule="1F1B", num_micro_batches=4, zero_stage=1, global_batch_size=16, flops_per_sample=1.0,
-        tokens_per_sample=1, adds_gradients=True,
-    )  # fmt: skip
+    return replace(blocks_by_hand.step(mesh, schedule="1F1B", zero=1), adds_gradients=True)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -58,27 +58,6 @@ def test_practice_is_among_them() -> None:
     assert {c.mesh.tp for c in most} == {1, 2, 4, 8, 16}, "groups of tp may span nodes where the space says so"
 
 
-@pytest.mark.parametrize(
-    ("pins", "world", "expected"),
-    [
-        (["tp=3"], 32, {"tp=3", "32 devices = pp * dp_replicate * dp_shard * cp * tp"}),
-        (["tp=4", "pp=4"], 8, {"tp=4", "pp=4", "8 devices = pp * dp_replicate * dp_shard * cp * tp"}),
-        (["zero=2", "pp=2"], 8, {"zero=2", "pp=2", "zero=2 has pp=1"}),
-        (["tp<=2", "tp>=4", "pp=1"], 8, {"tp<=2", "tp>=4"}),
-        (["zero=7"], 8, {"zero=7", "zero is 0, 1, 2 or 3"}),
-        (
-            ["schedule=1F1B", "pp=1"],
-            8,
-            {"schedule=1F1B", "pp=1", "a pipeline (pp > 1) has a schedule, and one stage has none"},
-        ),
-    ],
-)
-def test_the_smallest_conflict_is_named(pins: list[str], world: int, expected: set[str]) -> None:
-    problem = replace(PROBLEM, world_size=world, global_batch_size=96)
-    assert candidates(problem, Pins.parse(pins)) == []
-    assert set(conflict(problem, Pins.parse(pins))) == expected
-
-
 def test_heads_of_attention_are_no_law_of_tp() -> None:
     """Blocks whose heads it does not divide split something else, or nothing."""
     problem = replace(PROBLEM, heads=(1, 2, 5))

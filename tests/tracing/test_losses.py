@@ -176,13 +176,16 @@ WEIGHTED: dict[str, Loss] = {
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float64, 1e-6)], ids=str)
 @pytest.mark.parametrize("name", WEIGHTED)
-def test_weights_in_single_precision_fit_other_logits(name: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_weights_in_single_precision_fit_other_logits(
+    name: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are buffers as a rule, which stay as they are; fake tensors take the pair, kernels do not."""
     given = {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch().items()}
     model = Model(WEIGHTED[name])
     expected = model(**batch())
     wanted = torch.autograd.grad(expected, list(model.parameters()))
     model = model.to(dtype)
+    monkeypatch.setitem(globals(), "WEIGHTS", WEIGHTS.float())
     parameters = dict(model.named_parameters())
     found = evaluate(trace(model, (), given), given, parameters, {})
     got = torch.autograd.grad(found, list(parameters.values()))
