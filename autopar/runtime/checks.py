@@ -7,6 +7,7 @@ from numbers import Integral, Real
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autopar.errors import OutOfMemoryError, RuntimeMismatchError, UsageError
@@ -66,13 +67,25 @@ def check_counts(**counts: object) -> None:
             raise UsageError(f"The number {name} is {count!r}", fix="Give 1 or more, as a whole number")
 
 
+def check_model(par: object, of: str) -> None:
+    """Check the model that a function takes.
+
+    Raises:
+        UsageError: it is not parallel.
+    """
+    if not hasattr(type(par), "full_state_dict"):
+        fix = "Pass what autopar.parallelize(model, ...) returns"
+        raise UsageError(f"The model of {of} is a {type(par).__name__}", fix=fix)
+
+
 def check_max_norm(max_norm: object) -> None:
     """Check the norm to which gradients are clipped.
 
     Raises:
         UsageError: it is no number, or a negative one.
     """
-    if not isinstance(max_norm, Tensor) and not (isinstance(max_norm, Real) and float(max_norm) >= 0):
+    is_number = not isinstance(max_norm, bool) and isinstance(max_norm, Real) and float(max_norm) >= 0
+    if not is_number and not (isinstance(max_norm, Tensor) and max_norm.dim() == 0):
         raise UsageError(f"The max_norm is {max_norm!r}", fix="Write for example max_norm=1.0")
 
 
@@ -162,6 +175,27 @@ class Parameters:
             fix="Write p.data.copy_(value) instead, with a DTensor of the same mesh: "
             "torch.distributed.tensor.distribute_tensor(tensor, p.device_mesh, p.placements) makes one",
         )
+
+    def versions(self) -> list[int]:
+        """Return how often each parameter has been written: as a DTensor, or this rank's part of it."""
+        parameters = [h.parameter for h in self._held]
+        return [p._version + (p._local_tensor._version if isinstance(p, DTensor) else 0) for p in parameters]
+
+    def check_unwritten(self, versions: Sequence[int]) -> None:
+        """Check before a backward that parameters are those of its forward, as torch does for one device.
+
+        Args:
+            versions: the result of :meth:`versions` at the forward.
+
+        Raises:
+            UsageError: some were written since.
+        """
+        now = zip(self._held, versions, self.versions(), strict=True)
+        if written := [h.key for h, before, after in now if before != after]:
+            raise UsageError(
+                f"{some(written)} written between par(**batch) and the backward() of its loss: its gradient would mix old and new weights",
+                fix="Call backward() before optimizer.step() and par.load(...), or compute the loss again",
+            )
 
     def check(self) -> None:
         """Check parameters before a step. They may be frozen and unfrozen at any time, but what the plan has as frozen has no backward.

@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 from autopar.errors import UsageError
 from autopar.plan.plan import Plan
@@ -251,6 +251,11 @@ def planned_loader(  # noqa: PLR0913  keywords of the public call
         UsageError: a batch is larger than the plan's, smaller than 1, or has a number of samples that cannot be computed; a stream is to be
             shuffled, or its worker processes are to persist between epochs.
     """
+    if isinstance(dataset, DataLoader) or not (hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")):
+        raise UsageError(
+            f"The dataset of par.dataloader is a {type(dataset).__name__}",
+            fix="Pass the samples: a data set with a length and indices (loader.dataset of a DataLoader), or a stream",
+        )
     size = plan.global_batch_size if batch_size is None else batch_size
     check_counts(batch_size=size)
     if size > plan.global_batch_size:

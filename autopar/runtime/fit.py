@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from autopar.errors import NonFiniteError, UsageError
 from autopar.runtime.checkpoint.series import Checkpoints
-from autopar.runtime.checks import check_counts, check_max_norm, is_out_of_memory
+from autopar.runtime.checks import check_counts, check_max_norm, check_model, is_out_of_memory
 from autopar.runtime.job import on_sigterm
 from autopar.runtime.step.gradients import clip
 from autopar.runtime.step.runner import Batch
@@ -123,11 +123,9 @@ def _check_parts(par: Any, optimizer: Any, batches: Any, scheduler: Any, checkpo
     Raises:
         UsageError: one of them is of another kind, or the optimizer is of another model.
     """
-    from autopar.runtime.parallel_model import ParallelModel
-
+    check_model(par, "fit")
     steps = callable(getattr(scheduler, "step", None)) and not isinstance(scheduler, ReduceLROnPlateau)
     wrong = (
-        (not isinstance(par, ParallelModel), "model", par, "Pass what autopar.parallelize(model, ...) returns"),
         (not hasattr(optimizer, "param_groups"), "optimizer", optimizer, "Give one of torch.optim"),
         (not hasattr(batches, "__iter__"), "batches", batches, "Give par.dataloader(dataset), or a list of batches"),
         (

@@ -258,11 +258,17 @@ class PlannedModule(nn.Module):
         if name in _MANAGED:
             raise _wrapped("FullyShardedDataParallel")
         if isinstance(value, nn.Module | nn.Parameter):
-            raise UsageError(
-                f"A {type(value).__name__} cannot be put into a parallel model as par.{name}: no step would run or train it",
-                fix="Make it a part of the model before autopar.parallelize",
-            )
+            self._no_parts(name, value)
         object.__setattr__(self, name, value)
+
+    def _no_parts(self, *given: Any, **named: Any) -> NoReturn:
+        name, value = *given, *named.values()
+        raise UsageError(
+            f"A {type(value).__name__} cannot be put into a parallel model as par.{name}: no step would run or train it",
+            fix="Make it a part of the model before autopar.parallelize",
+        )
+
+    add_module = register_module = register_parameter = _no_parts
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -270,7 +271,8 @@ class TrainedModule(PlannedModule):
         self._commit()
         if loss.requires_grad:
             self.step_count += 1
-        return self._loss.called(loss, self._begin_backward, self._finish_backward, self.parameters()), partial
+        begin = functools.partial(self._begin_backward, self._parameter_checks.versions())
+        return self._loss.called(loss, begin, self._finish_backward, self.parameters()), partial
 
     def grad_scaler(self, **options: Any) -> ParallelScaler:
         """Return the ``torch.amp.GradScaler`` of this model, made once; it is disabled unless the plan is in fp16.
@@ -288,16 +290,20 @@ class TrainedModule(PlannedModule):
         """
         return self._scaler.make(**options)
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their 2-norm over the complete model is at most ``max_norm``; return the norm.
 
         Torch's function of this name computes the norm of one rank's parameters: with pipeline stages, or experts split over data ranks,
         ranks would scale by different norms.
 
         Raises:
-            UsageError: gradients are still those of a scaled loss, or the norm is no number from 0.
+            UsageError: gradients are still those of a scaled loss, or the norm is no number from 0 or another than the 2-norm.
         """
         check_max_norm(max_norm)
+        if norm_type != 2:
+            raise UsageError.unsupported(
+                f"A clipping by norm_type={norm_type!r}", instead="Leave it out for the 2-norm"
+            )
         norm = self._norm_of("clip_grad_norm_")
         clip(self._assembly.held, norm, max_norm)
         return norm
@@ -337,9 +343,10 @@ class TrainedModule(PlannedModule):
             stage.share = 1.0 if partial is None else partial.share
             stage.weights = None if partial is None else partial.weights
 
-    def _begin_backward(self) -> None:
-        """Begin a backward that the user called on a loss of :meth:`forward`."""
+    def _begin_backward(self, versions: Sequence[int]) -> None:
+        """Begin a backward that the user called on a loss of :meth:`forward`, at which parameters had these versions."""
         self._scaler.check_called()
+        self._parameter_checks.check_unwritten(versions)
         if not self._gradients.is_open:
             self._alarm.begin("backward")
         self._gradients.begin(1)

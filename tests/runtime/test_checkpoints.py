@@ -379,6 +379,8 @@ def test_the_newest_are_kept_and_found(tmp_path: Path, caplog: pytest.LogCapture
             Checkpoints(tmp_path, keep=keep)
     with pytest.raises(UsageError, match="root takes a path, but got 3"):
         Checkpoints(3)
+    with pytest.raises(UsageError, match=r"The model of a checkpoint is a int"):
+        Checkpoints(tmp_path).save(3)
 
 
 def test_what_is_written_beside_training_is_what_a_save_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,6 +177,9 @@ def test_what_cannot_be_loaded_is_refused(plans: dict[str, Plan]) -> None:
     ):
         with pytest.raises(UsageError, match=said):
             make(plans["dp2"], **options)
+    for given in (None, DataLoader([1])):
+        with pytest.raises(UsageError, match=rf"The dataset of par.dataloader is a {type(given).__name__}"):
+            planned_loader(plans["one"], 0, given)
     (loader,) = loaders(plans["one"])
     with pytest.raises(UsageError, match="Expected 30 samples, got 27"):
         loader.load_state_dict({"epoch": 0, "samples": 8, "num_samples": 30})

@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,9 +165,14 @@ def test_what_cannot_be_is_refused_in_one_sentence(parallel: ParallelModel) -> N
     for value in (nn.Linear(1, 1), nn.Parameter(torch.ones(1))):
         with pytest.raises(UsageError, match=r"cannot be put into a parallel model as par\.head"):
             parallel.head = value
-    for norm in ("1", None, -1.0, math.nan):
-        with pytest.raises(UsageError, match=rf"The max_norm is {norm!r}\. Write for example max_norm=1\.0"):
-            parallel.clip_grad_norm_(norm)
+    for add in (parallel.add_module, parallel.register_parameter):
+        with pytest.raises(UsageError, match=r"A Linear cannot be put into a parallel model as par\.head"):
+            add("head", nn.Linear(1, 1))
+    for norm in ("1", None, -1.0, math.nan, True, torch.ones(3), parallel.parameters()):
+        with pytest.raises(UsageError, match=re.escape(f"The max_norm is {norm!r}. Write for example max_norm=1.0")):
+            parallel.clip_grad_norm_(norm, 2.0)
+    with pytest.raises(UsageError, match=r"A clipping by norm_type=inf is not supported"):
+        parallel.clip_grad_norm_(1.0, norm_type=math.inf)
     with pytest.raises(AttributeError, match=r"no attribute 'generate'\. Instead: put par\.full_state_dict\(\)"):
         parallel.generate()
     assert not hasattr(parallel, "anything")

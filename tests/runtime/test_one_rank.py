@@ -160,6 +160,16 @@ def test_gradients_of_steps_add_up_without_those_that_failed(parallel: ParallelM
         assert_close(tensor, 2 * once[name], place=name)
 
 
+def test_weights_that_change_before_a_backward_are_refused(parallel: ParallelModel, batch: Batch) -> None:
+    parallel.train_step(batch)
+    loss = parallel(**batch).loss
+    parallel.train_step(batch)
+    adamw(parallel.parameters()).step()
+    with pytest.raises(UsageError, match=r"more written between par\(\*\*batch\) and the backward\(\)"):
+        loss.backward()
+    parallel(**batch).loss.backward()
+
+
 def test_backward_after_a_train_step_is_refused_by_name(parallel: ParallelModel, batch: Batch) -> None:
     loss = parallel.train_step(batch)
     with pytest.raises(UsageError, match=r"loss.backward\(\) was called after.*Leave backward\(\) out"):

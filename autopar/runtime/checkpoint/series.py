@@ -22,7 +22,7 @@ from autopar.runtime.checkpoint.chunk_files import Folder
 from autopar.runtime.checkpoint.contents import RankContents, Settings, part_of
 from autopar.runtime.checkpoint.load import Loading, saved_state
 from autopar.runtime.checkpoint.write import Save, copied_to_host
-from autopar.runtime.checks import check_counts
+from autopar.runtime.checks import check_counts, check_model
 from autopar.runtime.state_dict import State, Untrained
 from autopar.runtime.step.gradients import RankParameter
 from autopar.runtime.world import DISKS, Peers, World
@@ -279,6 +279,7 @@ class Checkpoints:
             UsageError: the folder cannot be written, or the previous save in the background failed.
         """
         self.wait()
+        check_model(par, "a checkpoint")
         path = self.root / f"step-{par.step_count:08d}"
         given = {SCHEDULER: scheduler, LOADER: dataloader, EXTRA: extra}
         peers = self._get_peers()
@@ -329,6 +330,7 @@ class Checkpoints:
             PlanError: the newest undamaged one is of another model, optimizer or number of data ranks.
         """
         self.wait()
+        check_model(par, "a checkpoint")
         failure: CheckpointError | None = None
         for path in self._get_peers().from_first_rank(self._all):
             if path in self._damaged:
