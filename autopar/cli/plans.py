@@ -183,7 +183,7 @@ def explain(
             lambda: "\n".join(plan.search.reasons) or "the plan records no reasons",
         )
         return
-    from autopar.models.graph_for_plan import model_of, sequence_of
+    from autopar.models.resolve import model_of, sequence_of
     from autopar.planner.space.pins import replaced
 
     pins = split_pins(why_not)
@@ -257,7 +257,7 @@ def cheapest_cluster(plan_options: PlanOptions, price: Price = None, or_cluster:
 @takes_plan_options(without=("seq",))
 def longest_sequence(plan_options: PlanOptions, step: Step = 1024) -> None:
     """Find the longest sequence with a plan, in multiples of --step tokens."""
-    from autopar.models.graph_for_plan import is_factory
+    from autopar.models.resolve import is_factory
     from autopar.questions.sizing import longest_sequence as longest
 
     if is_factory(plan_options.model):

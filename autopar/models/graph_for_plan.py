@@ -28,14 +28,13 @@ from torch.utils import _pytree as pytree
 from autopar.errors import RuleError, TraceError, UsageError
 from autopar.graph.graph import Graph
 from autopar.ops.opaque import deep_copy
-from autopar.plan.plan import PRECISIONS, Plan, Precision
+from autopar.plan.plan import PRECISIONS, Precision
 from autopar.rules.missing import complete
 from autopar.rules.sample_order import by_sample
 from autopar.tracing.batch import size_of
 from autopar.tracing.failures import EXPORTS, FAILURES, not_copied
-from autopar.tracing.model_with_loss import LossFunction
+from autopar.tracing.model_with_loss import LossFunction, check_memory
 from autopar.tracing.sample_counts import CountError
-from autopar.tracing.side_effects import check_memory
 from autopar.tracing.trace import trace
 from autopar.util.files import sources
 
@@ -279,38 +278,6 @@ def on_meta(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
         raise not_copied(error, model) from error
 
 
-def is_factory(model: str) -> bool:
-    """Return whether a MODEL description is ``package.module:factory``; a factory decides the sequence length itself.
-
-    >>> is_factory("my.models:net"), is_factory("hf:gpt2")
-    (True, False)
-    """
-    from autopar.models.specs import FAMILIES  # slow to import
-
-    return model.partition(":")[0] not in ("hf", *FAMILIES)
-
-
-def model_of(plan: Plan, file: Path) -> str:
-    """Return the MODEL description from which a plan was made, which is the name of its model.
-
-    Raises:
-        UsageError: the plan was made in Python, for a model whose name is not a description.
-    """
-    if ":" not in plan.model.name:
-        raise UsageError(
-            f"The plan's model '{plan.model.name}' is no MODEL of the command line",
-            where=str(file),
-            fix="Say which model with --model",
-        )
-    return plan.model.name
-
-
-def sequence_of(plan: Plan, model: str) -> int | None:
-    """Return the sequence length of a plan's model in tokens; None for a factory and for a model that takes no tokens."""
-    tokens = plan.model.tokens_per_sample
-    return None if is_factory(model) or tokens < 2 else tokens
-
-
 MAX_FILES = 64
 """The number of graphs in the cache; the least recently used ones are removed. A graph takes about a megabyte."""
 
@@ -364,10 +331,10 @@ def traced(
 
 def _is_cacheable(model: str) -> bool:
     """Return whether a description determines the model: it is a family or a model type, not a factory or a folder."""
-    from autopar.models.specs import FAMILIES
+    from autopar.models.resolve import is_factory
 
     kind, _, rest = model.partition(":")
-    return kind in FAMILIES or (kind == "hf" and not Path(rest.partition("?")[0]).exists())
+    return not is_factory(model) and not (kind == "hf" and Path(rest.partition("?")[0]).exists())
 
 
 def _file_name(model: str, options: str) -> str:

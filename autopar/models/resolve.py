@@ -7,7 +7,6 @@ The forms are ``package.module:factory``, ``hf:DIR_OR_TYPE?key=value&...`` and `
 
 from __future__ import annotations
 
-import copy
 import difflib
 import importlib
 import inspect
@@ -26,6 +25,8 @@ from autopar.errors import UsageError
 from autopar.graph.graph import Graph
 from autopar.models.inputs import Field, example_of, fields_of_config, fields_of_examples, random_batch
 from autopar.models.specs import FAMILIES, MeanSquareLoss, family_model, hugging_face, quiet_transformers
+from autopar.ops.opaque import without_dropout
+from autopar.plan.plan import Plan
 from autopar.tracing.batch import named_batch
 from autopar.tracing.failures import FAILURES
 from autopar.tracing.trace import trace
@@ -183,32 +184,34 @@ _HEADS = {
 """The head of a Hugging Face model, by the last part of the name of its class."""
 
 
-def without_dropout(model: torch.nn.Module) -> None:
-    """Set all dropout probabilities and the noise of routers to 0, in modules, in their attributes and in their configs.
+def is_factory(model: str) -> bool:
+    """Return whether a MODEL description is ``package.module:factory``; a factory decides the sequence length itself.
 
-    Configs are replaced by copies, as forward may read them or make further modules from them; the user's config is not changed.
+    >>> is_factory("my.models:net"), is_factory("hf:gpt2")
+    (True, False)
     """
-    configs: dict[int, tuple[Any, Any]] = {}  # each original with its copy; holding the original keeps its id unique
-    for module in model.modules():
-        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-        _drop_nothing(module)
-        config = vars(module).get("config")
-        if hasattr(config, "__dict__"):
-            if id(config) not in configs:
-                configs[id(config)] = config, copy.copy(config)
-                _drop_nothing(configs[id(config)][1])
-            module.config = configs[id(config)][1]
+    return model.partition(":")[0] not in ("hf", *FAMILIES)
 
 
-def _drop_nothing(holder: Any) -> None:
-    for name, value in list(vars(holder).items()):
-        if isinstance(value, float) and any(word in name for word in _DROPPING):
-            setattr(holder, name, 0.0)
+def model_of(plan: Plan, file: Path) -> str:
+    """Return the MODEL description from which a plan was made, which is the name of its model.
+
+    Raises:
+        UsageError: the plan was made in Python, for a model whose name is not a description.
+    """
+    if ":" not in plan.model.name:
+        raise UsageError(
+            f"The plan's model '{plan.model.name}' is no MODEL of the command line",
+            where=str(file),
+            fix="Say which model with --model",
+        )
+    return plan.model.name
 
 
-_DROPPING = ("dropout", "pdrop", "drop_prob", "drop_path", "layerdrop", "jitter_noise")
-"""Parts of the names of attributes with the probability of dropping elements, branches of a sample or layers, or a router's noise."""
+def sequence_of(plan: Plan, model: str) -> int | None:
+    """Return the sequence length of a plan's model in tokens; None for a factory and for a model that takes no tokens."""
+    tokens = plan.model.tokens_per_sample
+    return None if is_factory(model) or tokens < 2 else tokens
 
 
 # --- factories ------------------------------------------------------------------------------------

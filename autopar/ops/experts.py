@@ -289,8 +289,7 @@ def _is_grouped(weight: Tensor) -> bool:
     strides = sorted(weight.stride()[1:])
     is_aligned = strides[0] == 1 and not any(n % _GROUPED_ALIGNMENT for n in (*weight.shape[1:], strides[1]))
     return (
-        hasattr(torch, "_grouped_mm")
-        and is_aligned
+        is_aligned
         and weight.storage_offset() % _GROUPED_ALIGNMENT == 0
         and weight.shape[0] <= _MOST_GROUPS
         and torch.cuda.get_device_capability(weight.device)[0] in _GROUPED_MAJORS

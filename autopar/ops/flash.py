@@ -10,14 +10,12 @@ Shapes: q [batch, heads, rows, width]; k and v [batch, key heads, columns, width
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-import spmd_types
 import torch
 from torch import Tensor
 
 from autopar.ops.kernels import takes_shapes
-from autopar.ops.plain import wide
 
 RngState: TypeAlias = tuple[Tensor, ...]
 """The state of a generator, which the backward of the kernels for GPUs requires, although nothing was drawn from it."""
@@ -35,12 +33,12 @@ Heads wider than the first number are refused, except those wider than the secon
 
 
 def takes(q: Tensor, v: Tensor, *, drops: bool = False) -> bool:
-    """Return whether there is a fused kernel for these tensors on their device, with dropout (on GPUs only) or without."""
+    """Return whether there is a fused kernel for these tensors on their device; ``drops``: they have dropout, which GPUs only take here."""
     width = q.shape[-1]
     if q.ndim != 4 or not takes_shapes(q.device.type, q.dtype, width, v.shape[-1]):
         return False
     if q.device.type == "cpu":
-        return not drops
+        return True
     capability = torch.cuda.get_device_capability(q.device)
     is_small = capability in _SMALL and width > _WIDEST_ON_SMALL and (width <= _WIDEST_BUT_DROPPED or drops)
     return capability[0] >= _FIRST_MAJOR and not is_small
@@ -128,39 +126,3 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, block_lse: Tensor) -> None:
     """Merge one more block of the same rows into ``out`` and the log-sum-exp ``lse``, in place."""
     out.lerp_(part.to(out.dtype), torch.sigmoid(block_lse - lse).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, block_lse))
-
-
-class RowsAfter(torch.autograd.Function):
-    """:func:`rows_after` on CPUs: attention to all columns before the rows and, under a causal mask, to those of the rows.
-
-    The kernel for CPUs takes "causal" for the upper left triangle, so that the two are separate blocks.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        ctx.scale, first = scale, key.shape[-2] - query.shape[-2]
-        out, lse, rng_state = forward(query, key[..., first:, :], value[..., first:, :], scale, is_causal=True)
-        if first:
-            part, block_lse, _ = forward(query, key[..., :first, :], value[..., :first, :], scale, is_causal=False)
-            merged, lse = wide(out), lse.clone()
-            merge(merged, lse, part, block_lse)
-            out = merged.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, lse, *rng_state)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        query, key, value, out, lse, *rng_state = ctx.saved_tensors
-        first = key.shape[-2] - query.shape[-2]
-        blocks = [(slice(first, None), True)] + ([(slice(0, first), False)] if first else [])
-        dq, dk, dv = torch.zeros_like(wide(query)), torch.empty_like(key), torch.empty_like(value)
-        for part, is_causal in blocks:
-            block = (key[..., part, :], value[..., part, :])
-            gq, dk[..., part, :], dv[..., part, :] = backward(
-                gradients[0], query, *block, out, lse, tuple(rng_state), ctx.scale, is_causal=is_causal
-            )
-            dq.add_(gq)
-        return dq.to(query.dtype), dk, dv, None
-
-
-spmd_types.register_local_autograd_function(RowsAfter)

@@ -107,6 +107,34 @@ def trained_copy(
     return copied if model.training else copied.train()
 
 
+def without_dropout(model: nn.Module) -> None:
+    """Set all dropout probabilities and the noise of routers to 0, in modules, in their attributes and in their configs.
+
+    Configs are replaced by copies, as forward may read them or make further modules from them; the user's config is not changed.
+    """
+    configs: dict[int, tuple[Any, Any]] = {}  # each original with its copy; holding the original keeps its id unique
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        _drop_nothing(module)
+        config = vars(module).get("config")
+        if hasattr(config, "__dict__"):
+            if id(config) not in configs:
+                configs[id(config)] = config, copy.copy(config)
+                _drop_nothing(configs[id(config)][1])
+            module.config = configs[id(config)][1]
+
+
+def _drop_nothing(holder: Any) -> None:
+    for name, value in list(vars(holder).items()):
+        if isinstance(value, float) and any(word in name for word in _DROPPING):
+            setattr(holder, name, 0.0)
+
+
+_DROPPING = ("dropout", "pdrop", "drop_prob", "drop_path", "layerdrop", "jitter_noise")
+"""Parts of the names of attributes with the probability of dropping elements, branches of a sample or layers, or a router's noise."""
+
+
 def notes_of(model: nn.Module) -> tuple[str, ...]:
     """Return a sentence that names the outermost modules in ``eval()`` of a model in ``train()``, if there are any."""
     outermost: list[str] = []

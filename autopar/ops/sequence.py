@@ -55,12 +55,9 @@ def attention_gathered(  # noqa: PLR0913  the signature of scaled_dot_product_at
     first_row = collectives.group(axis).rank() * rows
     num_seen = first_row + rows  # no row of this rank attends to later keys
     k, v = key.narrow(-2, 0, num_seen), value.narrow(-2, 0, num_seen)
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
     if query.is_cuda and flash.takes(query, value, drops=dropout_p > 0.0):
         with seeded.drawing(query.device, salt, seed, axes) if dropout_p else nullcontext():
-            return flash.rows_after(query, k, v, factor, dropout_p)
-    if not dropout_p and flash.takes(query, value):
-        return flash.RowsAfter.apply(query, k, v, factor)  # type: ignore[no-untyped-call, no-any-return]
+            return flash.rows_after(query, k, v, query.shape[-1] ** -0.5 if scale is None else scale, dropout_p)
     if enable_gqa:  # with a mask, the only kernel that shares heads keeps all scores
         repeats = query.shape[1] // key.shape[1]
         k, v, enable_gqa = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1), False

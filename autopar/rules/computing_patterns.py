@@ -17,7 +17,7 @@ from autopar.rules.moving_patterns import NAMES, Specs, aligned, argument, dims_
 
 
 def cast_dtype(op: Op, operands: Specs) -> Pattern:
-    """to.dtype, _to_copy: linear unless the cast rounds, because rounded summands would not add up to the rounded sum."""
+    """to.dtype: linear unless the cast rounds, because rounded summands would not add up to the rounded sum."""
     source, target = operands[0].dtype, op.spec.dtype
     exact = source == target or (
         target.is_floating_point and (not source.is_floating_point or target.itemsize >= source.itemsize)
@@ -102,22 +102,12 @@ def attention(op: Op, operands: Specs) -> Pattern:
 
 
 def convolution(op: Op, operands: Specs) -> Pattern:
-    """conv1d, conv2d, conv3d, their transposes, and convolution if it is not transposed.
+    """conv1d, conv2d, conv3d and their transposes.
 
     The batch is split, and input and output channels unless they are grouped. The weight is [out, in / groups, *window], or
     [in, out / groups, *window] if transposed.
-
-    Raises:
-        RuleError: the call is ``aten.convolution`` and transposed.
     """
-    is_general = op.target == "aten.convolution.default"
-    groups = integer(op, 8 if is_general else 6, "groups", 1)
-    if is_general and argument(op, 6, "transposed", False):
-        raise RuleError.unsupported(
-            f"Splitting the transposed {op.target}",
-            where=op.name,
-            instead="Make the module that calls it opaque (opaque=[...])",
-        )
+    groups = integer(op, 6, "groups", 1)
     num_space = len(operands[1].shape) - 2
     window = tuple(f"w{i}" for i in range(num_space))
     kernel = tuple(f"k{i}" for i in range(num_space))
@@ -167,14 +157,12 @@ def embedding_bag_ragged(op: Op, operands: Specs) -> Pattern:
 
 
 def layer_norm(op: Op, operands: Specs) -> Pattern:
-    """Layer norm, native or not, and RMS norm: normalised dims are not split."""
-    rank = len(operands[0].shape)
-    num_outer = rank - len(cast("tuple[int, ...]", argument(op, 1, "normalized_shape")))
-    labels = NAMES[:rank]
-    statistics = (*labels[:num_outer], *("",) * (rank - num_outer))
+    """Layer norm and RMS norm: normalised dims are not split."""
+    labels = NAMES[: len(operands[0].shape)]
+    num_outer = len(labels) - len(cast("tuple[int, ...]", argument(op, 1, "normalized_shape")))
     return Pattern(
         inputs=(labels, *(labels[num_outer:] for _ in operands[1:])),
-        outputs=(labels, *(statistics for _ in op.outputs[1:])),
+        outputs=(labels,),
         frozen=frozenset(labels[num_outer:]),
     )
 
@@ -226,6 +214,7 @@ def histogram(op: Op, operands: Specs) -> Pattern:
 
 
 # --- losses --------------------------------------------------------------------------------------
+
 
 _ELEMENTWISE_LOSSES = {
     "aten.mse_loss.default": 2,

@@ -64,11 +64,6 @@ def _slice(op: Op, strategy: Strategy, local: Local) -> Op:
     return replace(op, args=(op.args[0], dim, 0, after, 1), kwargs=())
 
 
-def _as_view(op: Op, strategy: Strategy, local: Local) -> Op:
-    """Give the local shape of the output: a dim of length one may be so only on this rank, and given sizes are of the full shape."""
-    return replace(op, target="aten.view.default", args=(op.args[0], local.outputs[0].shape), kwargs=())
-
-
 def _embedding_vocabulary(op: Op, strategy: Strategy, local: Local) -> Op:
     """Pass the axis over which the rows of the table are split."""
     padding = argument(op, 2, "padding_idx", -1)
@@ -130,7 +125,7 @@ def _batch_norm(op: Op, strategy: Strategy, local: Local) -> Op:
 _BY_LITERAL: dict[str, Localizer] = {
     **dict.fromkeys(
         aten_targets(
-            "view.default _unsafe_view.default reshape.default expand.default new_zeros.default new_ones.default"
+            "view.default expand.default new_zeros.default new_ones.default"
             " new_full.default new_empty.default randint.default"
         ),
         _shape_at(1, "size"),
@@ -140,9 +135,6 @@ _BY_LITERAL: dict[str, Localizer] = {
         _shape_at(0, "size"),
     ),
     **dict.fromkeys(aten_targets("randint.low normal.float_float"), _shape_at(2, "size")),
-    **dict.fromkeys(
-        aten_targets("squeeze.default squeeze.dim squeeze.dims flatten.using_ints unflatten.int"), _as_view
-    ),
     "autopar.scatter_sum": _shape_at(3, "shape"),
     "aten.slice.Tensor": _slice,
 }

@@ -188,7 +188,7 @@ def complete(graph: Graph, *, table: RuleTable | None = None) -> tuple[Found, ..
         if key in found:
             continue
         key_with_lengths = f"{key} {digest(repr(_small_shapes(operands)))}"
-        entry = by_call.by_lengths.get(key_with_lengths) or by_call.adopted(key) or _find(op, operands, key)
+        entry = by_call.by_lengths.get(key_with_lengths) or _find(op, operands, key)
         found[key] = entry
         if by_call.found.get(key) != entry:
             rules = _RulesByCall({**by_call.found, key: entry}, {**by_call.by_lengths, key_with_lengths: entry})
@@ -197,22 +197,14 @@ def complete(graph: Graph, *, table: RuleTable | None = None) -> tuple[Found, ..
 
 
 def extra_rules(graph: Graph, *, table: RuleTable | None = None) -> dict[str, Rule]:
-    """Return the rules of a graph's operators that are not shipped, by target: those that a user declared, or that execution found."""
+    """Return the rules that a user declared for operators of a graph, by target. Each process finds the others by :func:`complete`."""
     rules, shipped = (table or default_table()).rules, torch_rules()
-    calls: dict[str, set[str]] = {}
-    for op in (*graph.prelude, *graph.ops):
-        calls.setdefault(op.target, set()).add(key_of(op, tuple(graph.spec(ref) for ref in op.operands)))
-    extra: dict[str, Rule] = {}
-    for target in sorted(calls):
-        rule = rules.get(target)
-        if rule is not None and isinstance(rule.make, _RulesByCall):
-            entries = rule.make.found
-            extra[target] = replace(
-                rule, make=_RulesByCall({key: entries[key] for key in sorted(entries) if key in calls[target]})
-            )
-        elif rule is not None and rule.line and (target not in shipped or shipped[target].line != rule.line):
-            extra[target] = rule
-    return extra
+    lines = {op.target: rules[op.target].line for op in (*graph.prelude, *graph.ops) if op.target in rules}
+    return {
+        target: rules[target]
+        for target, line in sorted(lines.items())
+        if line and (target not in shipped or shipped[target].line != line)
+    }
 
 
 def adopt(rules: Mapping[str, Rule], *, table: RuleTable | None = None) -> None:
@@ -240,10 +232,6 @@ class _RulesByCall:
 
     found: dict[str, Found] = field(default_factory=dict)
     by_lengths: dict[str, Found] = field(default_factory=dict)
-
-    def adopted(self, key: str) -> Found | None:
-        """Return the entry of another process for a kind of call; None if there is none."""
-        return None if any(full.startswith(key) for full in self.by_lengths) else self.found.get(key)
 
     def __call__(self, op: Op, operands: tuple[TensorSpec, ...]) -> Pattern:
         entry = self.found.get(key_of(op, operands))

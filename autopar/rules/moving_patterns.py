@@ -79,7 +79,7 @@ def aligned(labels: Labels, shape: tuple[int, ...]) -> Labels:
 
 
 def view(op: Op, operands: Specs) -> Pattern:
-    """View, reshape, flatten, squeeze, unsqueeze: dims fall into groups of equal products.
+    """View and unsqueeze: dims fall into groups of equal products.
 
     Of each group only the outermost dim larger than one is split, on both sides.
     """
@@ -101,7 +101,7 @@ def permute(op: Op, operands: Specs) -> Pattern:
     if op.target.startswith("aten.permute"):
         order = list(dims_of(op, 1, "dims", rank))
     elif rank > 1:
-        a, b = (0, 1) if op.target == "aten.t.default" else (integer(op, 1, "dim0"), integer(op, 2, "dim1"))
+        a, b = integer(op, 1, "dim0"), integer(op, 2, "dim1")
         order[a], order[b] = order[b], order[a]
     return Pattern(inputs=(NAMES[:rank],), outputs=(tuple(NAMES[i] for i in order),), linear=((0,),))
 
@@ -153,7 +153,7 @@ def recurrent(op: Op, operands: Specs) -> Pattern:
 
 
 def take(op: Op, operands: Specs) -> Pattern:
-    """slice(x, dim, start, end, step), select(x, dim, index), narrow: ``dim`` is not split unless a slice takes all of it."""
+    """slice(x, dim, start, end, step), select(x, dim, index): ``dim`` is not split unless a slice takes all of it."""
     before, after = operands[0].shape, op.spec.shape
     dim = integer(op, 1, "dim") % len(before)
     if before == after:
@@ -161,15 +161,6 @@ def take(op: Op, operands: Specs) -> Pattern:
     pattern = same_dims(op, operands, (dim,))
     labels = pattern.inputs[0]
     return pattern if len(after) == len(before) else replace(pattern, outputs=(labels[:dim] + labels[dim + 1 :],))
-
-
-def divide(op: Op, operands: Specs) -> Pattern:
-    """split, split_with_sizes, chunk, unbind: several outputs along a dim that is not split."""
-    unbind = op.target.startswith("aten.unbind")
-    dim = integer(op, 1 if unbind else 2, "dim") % len(operands[0].shape)
-    pattern = same_dims(op, operands, (dim,))
-    labels = pattern.inputs[0]
-    return replace(pattern, outputs=(labels[:dim] + labels[dim + 1 :],) * len(op.outputs)) if unbind else pattern
 
 
 def cat(op: Op, operands: Specs) -> Pattern:

@@ -23,7 +23,7 @@ from autopar.ops.kernels import aten_targets
 from autopar.rules.grammar import Pattern
 from autopar.rules.table import default_table
 from autopar.tracing.blocks import find_blocks
-from autopar.tracing.finish import alive
+from autopar.tracing.finish import alive, split_prelude
 from autopar.tracing.outputs import rows_restored
 
 _SYMMETRIC = aten_targets(
@@ -68,7 +68,7 @@ class _Ordering:
         samples: the number of samples.
         rows: where the samples of each value lie that depends on samples in a known way. A value keeps its name and its shape.
         specs, producers: the specs and producers of the values so far.
-        prelude, ops: the new operators.
+        ops: the new operators.
         done: conversions that operators share, by value and order.
         read: the values that an operator has read so far.
         changes: what was changed, and what was found out about each view and slice of joined rows.
@@ -79,7 +79,6 @@ class _Ordering:
     rows: dict[Ref, Rows] = field(default_factory=dict)
     specs: dict[Ref, TensorSpec] = field(default_factory=dict)
     producers: dict[str, Op] = field(default_factory=dict)
-    prelude: list[Op] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
     done: dict[object, Ref] = field(default_factory=dict)
     read: set[Ref] = field(default_factory=set)
@@ -113,12 +112,11 @@ class _Ordering:
         rows = {ref: self.rows[ref] for ref in taps if ref in self.rows}
         moved = {ref: (r.dim, r.outer, r.inner) for ref, r in rows.items() if r.outer > 1}
         roots = (graph.loss, *(m.value for m in mutations), *taps)
-        kept = alive((*self.prelude, *self.ops), roots)
-        names = {op.name for op in self.prelude}
-        live = [op for op in kept if op.name not in names]
+        free = {leaf.name for leaf in graph.inputs} | {leaf.name for leaf in graph.buffers}
+        prelude, live = split_prelude(alive(self.ops, roots), free)
         return replace(
             graph,
-            prelude=tuple(op for op in kept if op.name in names),
+            prelude=tuple(prelude),
             ops=tuple(live),
             blocks=find_blocks(live, self.specs, frozenset(p.name for p in graph.parameters), graph.loss),
             mutations=mutations,
@@ -128,18 +126,10 @@ class _Ordering:
     # --- new operators
 
     def _put(self, op: Op) -> None:
-        """Append an operator to the prelude if the original graph has it, or the only value that it reads, there."""
-        own = op.name if op.name in self.graph._index.made else op.operands[0].name
-        (self.prelude if self._is_free(own) else self.ops).append(op)
+        """Append an operator and register its outputs."""
+        self.ops.append(op)
         self.producers[op.name] = op
         self.specs |= {Ref(op.name, i): spec for i, spec in enumerate(op.outputs)}
-
-    def _is_free(self, name: str) -> bool:
-        """Return whether the prelude makes a value of this name, or it is a leaf that depends on no parameter."""
-        producer = self.producers.get(name)
-        if name in self.graph._index.made or producer is None:
-            return self.graph.is_prelude(Ref(name))
-        return self._is_free(producer.operands[0].name)
 
     def _emit(self, like: Op, target: str, args: tuple[Argument, ...], shape: Sequence[int], name: str = "") -> Ref:
         """Append an operator that moves the elements of ``args[0]``, on behalf of ``like``, and return its value."""
@@ -170,11 +160,11 @@ class _Ordering:
         shape[dim], shape[dim + 1] = shape[dim + 1], shape[dim]
         return self._emit(like, "aten.transpose.int", (source, dim, dim + 1), shape)
 
-    def _reordered(self, like: Op, source: Ref, dim: int, sizes: tuple[int, int, int], name: str = "") -> Ref:
+    def _reordered(self, like: Op, source: Ref, dim: int, sizes: tuple[int, int, int]) -> Ref:
         """Return ``source``, whose dim ``dim`` has elements by the three ``sizes``, with the first two of these in each other's place."""
         shape = self.specs[source].shape
         split = self._view(like, source, (*shape[:dim], *sizes, *shape[dim + 1 :]))
-        return self._view(like, self._swapped(like, split, dim), shape, name)
+        return self._view(like, self._swapped(like, split, dim), shape)
 
     # --- orders
 
@@ -195,10 +185,9 @@ class _Ordering:
             return self._as_traced(like, ref)
         if self.rows.get(ref) == rows:
             return ref
-        if self._is_uniform(ref, rows.dim):
-            return ref
-        if self._is_drawn(ref, rows.dim):
-            self.rows[ref] = rows
+        if self._takes_any_order(ref, rows.dim):
+            if self.producers[ref.name].target in _RANDOM_FACTORIES:
+                self.rows[ref] = rows
             return ref
         if (ref, rows) not in self.done:
             constant = self._constant(like, ref, rows)
@@ -206,22 +195,15 @@ class _Ordering:
             self.done[ref, rows] = constant or self._reordered(like, self._as_traced(like, ref), rows.dim, sizes)
         return self.done[ref, rows]
 
-    def _is_uniform(self, ref: Ref, dim: int) -> bool:
-        """Return whether all elements along a dim are equal, as an expansion or a factory has made them."""
-        producer = self.producers.get(ref.name)
-        if producer is None or producer.target in _RANDOM_FACTORIES:
-            return False
-        return self._is_free_label(producer, ref, dim)
+    def _takes_any_order(self, ref: Ref, dim: int) -> bool:
+        """Return whether any order of the elements along a dim will do.
 
-    def _is_drawn(self, ref: Ref, dim: int) -> bool:
-        """Return whether elements along a dim are drawn independently, and no operator has read them yet, so that any order will do."""
+        They are equal, as an expansion or a factory has made them, or drawn independently and not read by an operator yet. The dim then
+        has a label that may be split and that no operand of the producer has.
+        """
         producer = self.producers.get(ref.name)
-        if producer is None or producer.target not in _RANDOM_FACTORIES or ref in self.read:
+        if producer is None or (producer.target in _RANDOM_FACTORIES and ref in self.read):
             return False
-        return self._is_free_label(producer, ref, dim)
-
-    def _is_free_label(self, producer: Op, ref: Ref, dim: int) -> bool:
-        """Return whether an output's dim has a label that may be split and that no operand has."""
         pattern = self._pattern(producer)
         label = "" if pattern is None else pattern.outputs[ref.index][dim]
         return bool(label) and pattern is not None and label not in {*pattern.frozen, *sum(pattern.inputs, ())}
@@ -323,8 +305,7 @@ class _Ordering:
         full = (*shape[:dim], self.samples, rows.outer, inner, *shape[dim + 1 :])
         new = replace(op, name=self._unique(f"{op.name}_by_sample"), args=(tuple(pieces), dim + 1),
                       outputs=(replace(op.spec, shape=full),))  # fmt: skip
-        (self.prelude if self._is_free(op.name) else self.ops).append(new)
-        self.producers[new.name], self.specs[Ref(new.name)] = new, new.spec
+        self._put(new)
         self._view(op, Ref(new.name), shape, op.name)
         self._note(op, Ref(op.name), rows, "join")
         return True
@@ -343,13 +324,9 @@ class _Ordering:
             return len(op.args) == 4 and all(cast("int", n) % (self.samples * rows.inner) == 0 for n in op.args[2:])
         if op.target == "aten.view.default":
             return self._seen(op, rows) is not None
-        try:
-            specs = tuple(self.graph.spec(ref) for ref in op.operands)
-            pattern = default_table().pattern(op, specs)
-        except RuleError:
-            return False
-        label = pattern.inputs[operand][rows.dim]
-        return bool(label) and self._is_alike(op, pattern, label)
+        pattern = self._pattern(op)
+        label = "" if pattern is None else pattern.inputs[operand][rows.dim]
+        return pattern is not None and bool(label) and self._is_alike(op, pattern, label)
 
     def _part(self, op: Op) -> bool:
         """Take some of the joined batches, or each ``step``-th row of each sample, by a selection along the inner dim."""

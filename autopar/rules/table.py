@@ -168,10 +168,10 @@ _RANDOM = (
     " normal_functional normal.Tensor_float normal.float_Tensor cauchy log_normal geometric random random.to"
     " poisson _standard_gamma rrelu"
 )
-_LINEAR_UNARY = "neg clone contiguous detach alias lift_fresh_copy positive mul.Scalar div.Scalar real"
+_LINEAR_UNARY = "neg clone detach positive mul.Scalar div.Scalar real"
 _BINARY = (
     "pow.Tensor_Tensor atan2 maximum minimum remainder.Tensor fmod.Tensor floor_divide bitwise_and.Tensor"
-    " bitwise_or.Tensor bitwise_xor.Tensor __and__.Tensor __or__.Tensor __xor__.Tensor logical_and logical_or"
+    " bitwise_or.Tensor bitwise_xor.Tensor __xor__.Tensor logical_and logical_or"
     " logical_xor eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor div.Tensor_mode hypot logaddexp"
     " clamp_min.Tensor clamp_max.Tensor isclose xlogy.Tensor bitwise_left_shift.Tensor"
 )
@@ -231,14 +231,13 @@ def _lines() -> dict[str, str]:
 
 
 _OPERATORS_OF: dict[PatternMaker, str] = {
-    moving.view: "view _unsafe_view reshape flatten.using_ints unflatten.int squeeze squeeze.dim squeeze.dims unsqueeze",
-    moving.permute: "transpose.int t permute",
+    moving.view: "view unsqueeze",
+    moving.permute: "transpose.int permute",
     moving.expand: "expand",
     moving.repeat: "repeat",
     moving.one_hot: "one_hot",
     moving.repeat_interleave: "repeat_interleave.self_int",
-    moving.take: "slice.Tensor select.int narrow",
-    moving.divide: "split.Tensor split_with_sizes split.sizes chunk unbind.int tensor_split.sections",
+    moving.take: "slice.Tensor select.int",
     moving.cat: "cat",
     moving.stack: "stack",
     moving.pad: "pad constant_pad_nd",
@@ -257,18 +256,18 @@ _OPERATORS_OF: dict[PatternMaker, str] = {
     moving.random_order: "randperm",
     moving.recurrent: "lstm.input gru.input rnn_tanh.input rnn_relu.input",
     moving.whole_factory: "arange arange.start arange.start_step eye eye.m linspace",
-    computing.cast_dtype: "to.dtype _to_copy to.dtype_layout",
+    computing.cast_dtype: "to.dtype",
     computing.fill: "masked_fill.Scalar where.ScalarOther where.ScalarSelf",
     computing.matmul: "matmul mv dot",
     computing.einsum: "einsum",
     computing.attention: "scaled_dot_product_attention autopar.attention autopar.attention_gathered autopar.attention_ring",
-    computing.convolution: "conv1d conv2d conv3d convolution conv1d.padding conv2d.padding conv3d.padding"
+    computing.convolution: "conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding"
     " conv_transpose1d conv_transpose2d.input conv_transpose3d.input",
     computing.histogram: "histc",
     computing.embedding: "embedding",
     computing.embedding_bag: "autopar.embedding_bag",
     computing.embedding_bag_ragged: "autopar.embedding_bag_ragged",
-    computing.layer_norm: "layer_norm native_layer_norm rms_norm",
+    computing.layer_norm: "layer_norm rms_norm",
     computing.reduction: "sum sum.dim_IntList mean mean.dim autopar.partial_mean count_nonzero count_nonzero.dim_IntList"
     " amax amin max min max.dim min.dim argmax argmin any any.dim any.dims all all.dim all.dims prod prod.dim_int logsumexp"
     " var.correction var.dim std.correction std.dim var_mean.correction median norm.ScalarOpt_dim linalg_vector_norm",
@@ -277,7 +276,10 @@ _OPERATORS_OF: dict[PatternMaker, str] = {
     moving.same_dims: "pixel_shuffle pixel_unshuffle autopar.total",
     computing.cross_entropy: "cross_entropy_loss",
 }
-"""The operators whose calls each function reads: names of torch's operators without ``aten.``, those of autopar in full."""
+"""The operators whose calls each function reads: names of torch's operators without ``aten.``, those of autopar in full.
+
+Operators that tracing replaces by others, such as ``reshape``, ``squeeze``, ``split`` and ``chunk``, are in no graph and have no rules.
+"""
 
 
 def _functions() -> dict[str, PatternMaker]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -17,11 +18,11 @@ from autopar.errors import TraceError, first_line
 from autopar.graph.graph import Argument, Ref, TensorSpec
 from autopar.graph.operator_kinds import OPAQUE, draws_random
 from autopar.ops.kernels import region_of
-from autopar.tracing.builder import Builder, Call, Value
+from autopar.tracing.builder import FOLD_LIMIT, Builder, Call, Value
 from autopar.tracing.constants import fold, hint
 from autopar.tracing.failures import FAILURES, NO_VALUES, in_autocast, source_of
-from autopar.tracing.forms.basic import COMPOSITES, HANDLERS, generic
-from autopar.tracing.forms.layers import LAYERS, random_call, strided
+from autopar.tracing.forms.basic import COMPOSITES, HANDLERS, generic, view_to
+from autopar.tracing.forms.layers import LAYERS, random_call
 from autopar.tracing.forms.losses import LOSSES
 
 _ALL_HANDLERS = HANDLERS | LAYERS | LOSSES
@@ -36,12 +37,10 @@ class Converter:
     """Adds the operators of an exported program to ``builder``.
 
     Attributes:
-        env: The value of each fx node of the program by its name.
         module: The path of the module whose call is being converted. After an error it tells where the error occurred.
     """
 
     builder: Builder
-    env: dict[str, Value] = field(default_factory=dict)
     module: str = ""
 
     def run(self, owner: fx.GraphModule, env: dict[str, Value], *, grad: bool) -> list[Value]:
@@ -116,7 +115,7 @@ class Converter:
         try:
             if call.target == "aten.as_strided.default":
                 (source, *_) = node.all_input_nodes
-                return strided(self.builder, call, source.meta["val"])
+                return _strided(self.builder, call, source.meta["val"])
             return _apply(self.builder, call)
         except FAILURES as error:
             raise TraceError(
@@ -177,6 +176,49 @@ def _opaque(builder: Builder, call: Call) -> Value:
     result = builder.emit(call, OPAQUE, args)
     builder.stop_gradient(result, *(i for i, (_, _, flows) in enumerate(region.outputs) if not flows))
     return tuple(Ref(result.name, i) for i in range(len(region.outputs)))
+
+
+def _strided(builder: Builder, call: Call, traced: torch.Tensor) -> Value:
+    """Return ``x.as_strided(...)`` as an index of constant positions: in a program, x may lie in memory in another way.
+
+    Args:
+        traced: x as it lay in memory where it was traced.
+
+    Raises:
+        TraceError: it reads memory that is not x's, or too much of it.
+    """
+    given: dict[str, Any] = call.bound()
+    source, size, stride, start = (given[key] for key in ("self", "size", "stride", "storage_offset"))
+    first = traced.storage_offset() if start is None else start
+    layouts = ((size, stride, first), (traced.shape, traced.stride(), traced.storage_offset()))
+    length = 1 + max(at + sum((n - 1) * step for n, step in zip(*dims, strict=True)) for *dims, at in layouts)
+    if length > FOLD_LIMIT or not call.spec.numel:
+        raise TraceError(
+            f"A call of as_strided over {length} elements is not supported",
+            where=call.source or call.name,
+            fix=_NO_STRIDES,
+        )
+    elements = torch.full((length,), -1)  # the element of x at each place of the memory
+    numbers = torch.arange(traced.numel()).view(traced.shape)
+    elements.as_strided(*layouts[1]).copy_(numbers)
+    read = elements.as_strided(size, stride, first)
+    if (read < 0).any():
+        raise TraceError(
+            "A call of as_strided reads memory that is not the tensor's",
+            where=call.source or call.name,
+            fix=_NO_STRIDES,
+        )
+    samples = traced.shape[0]
+    of_each = numbers.flatten()[:: traced.numel() // samples].view(-1, *(1,) * (read.dim() - 1))
+    if len(read) == samples and torch.equal(read, read[:1] + of_each):
+        rows, read = view_to(builder, call, source, (samples, traced.numel() // samples)), read[0]
+    else:
+        rows = view_to(builder, call, source, (traced.numel(),))
+    positions = builder.constant(call, read, TensorSpec.of(read))
+    return builder.emit(call, "aten.index.Tensor", (rows, (*(None,) * (len(builder.shape(rows)) - 1), positions)))
+
+
+_NO_STRIDES = "Use unfold, or slices, in its place"
 
 
 def needs_decomposition(module: fx.GraphModule, needed: Collection[str]) -> bool:

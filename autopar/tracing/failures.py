@@ -7,10 +7,15 @@
 from __future__ import annotations
 
 import inspect
+import io
 import linecache
+import logging
 import re
 import sysconfig
 import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +56,32 @@ _DEPENDENT = (
 """Parts of messages by which an exception says that it needs the values of tensors."""
 _SKIPS_LAYERS = "Set layerdrop to 0 (in transformers: config.layerdrop, encoder_layerdrop and decoder_layerdrop), so that no layer is skipped at random"
 _FACTORY = "a factory `package.module:factory` that returns (model, example inputs)"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress warnings, logs and prints of an export, which writes unfinished graphs to stderr, and of the model that it runs."""
+    names = (
+        "torch.export",
+        "torch.fx",
+        "torch._dynamo",
+        "torch.fx.experimental",
+        "torch._subclasses.fake_tensor",
+        "transformers",
+    )
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
+    for logger in levels:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            warnings.filterwarnings(
+                "error", f".*{NO_AUTOCAST}", UserWarning
+            )  # a device of the plan would not disable it
+            yield
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def not_copied(error: BaseException, model: torch.nn.Module) -> TraceError:

@@ -67,7 +67,7 @@ def finish(
     ops, mutations = _with_totals(builder, ops, mutations, {i.name for i in inputs}, {b.name for b in buffers})
     ops, constants, mutations = _with_constants(builder, ops, mutations)
     free = {i.name for i in inputs} | {b.name for b in (*buffers, *constants)}
-    prelude, live = _split_prelude(ops, free)
+    prelude, live = split_prelude(ops, free)
     prelude, live, mutations = _merged(prelude, live, mutations)
     roots = frozenset((loss, *(m.value for m in mutations)))
     prelude = alive((*prelude, *live), roots)[: -len(live) or None]
@@ -185,7 +185,7 @@ def alive(ops: Iterable[Op], roots: Iterable[Ref]) -> list[Op]:
     return kept[::-1]
 
 
-def _split_prelude(ops: Iterable[Op], free: set[str]) -> tuple[list[Op], list[Op]]:
+def split_prelude(ops: Iterable[Op], free: set[str]) -> tuple[list[Op], list[Op]]:
     """Return the operators of the prelude, which only depend on the inputs and buffers ``free``, and all others.
 
     An operator that draws random numbers is never one of the prelude.

@@ -1,4 +1,4 @@
-"""The module that is exported: a copy of the user's model on fake tensors, in which experts are one operator, and which returns its loss first.
+"""The module that is exported: a copy of the user's model on fake tensors, which returns its loss first. Experts in it are one operator.
 
 :func:`fake_copy` makes the copy, and :class:`ModelWithLoss` calls it and its ``loss_fn`` on a batch whose entries come by name.
 """
@@ -13,7 +13,11 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import is_lazy
 
 from autopar import nn
 from autopar.errors import TraceError
@@ -21,9 +25,9 @@ from autopar.ops.kernels import Form
 from autopar.ops.opaque import pick_loss, trained_copy
 from autopar.tracing.batch import arguments
 from autopar.tracing.failures import FAILURES, not_copied
-from autopar.tracing.forms.layers import swap_norms
 from autopar.tracing.modes import for_products
-from autopar.tracing.program_ends import Kept, written_back
+from autopar.tracing.program_ends import Kept
+from autopar.tracing.side_effects import written_back
 
 LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]
 """``loss_fn(output, batch)`` gives the scalar loss from what a model returns and from the batch by name."""
@@ -64,6 +68,69 @@ class ModelWithLoss(torch.nn.Module):
         """Return what ``loss_fn`` returns. :func:`autopar.tracing.failures.explained` knows its errors by the name of this function."""
         assert self.loss_fn is not None
         return self.loss_fn(output, batch)
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Check that a graph can represent ``model``.
+
+    Raises:
+        TraceError: it has parameters without a shape or in shared memory, quantized or scripted modules, or hooks on parameters.
+    """
+    for path, module in model.named_modules():
+        kind = f"{path or 'the model'} ({type(module).__name__})"
+        if any(is_lazy(p) for p in (*module._parameters.values(), *module._buffers.values()) if p is not None):
+            raise TraceError(
+                "A lazy parameter has no shape yet",
+                where=kind,
+                fix="Run the model on one batch first, or give the sizes to its layers",
+            )
+        has_script_object = any(isinstance(value, torch.ScriptObject) for value in vars(module).values())
+        if has_script_object or isinstance(module, torch.jit.ScriptModule):
+            raise TraceError.unsupported(
+                "A quantized or scripted module",
+                where=kind,
+                instead="Plan for the float model in Python, and quantize or script what was trained",
+            )
+    check_memory(model)
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise TraceError.unsupported(
+                "A hook on a parameter",
+                where=name,
+                instead="Remove it, and change gradients between train_step and optimizer.step",
+            )
+
+
+def check_memory(model: torch.nn.Module) -> None:
+    """Check that no two tensors of ``model`` share memory of which one is trained: one device would train both through either name.
+
+    Raises:
+        TraceError: a parameter that is trained begins at the address of another parameter or buffer.
+    """
+    seen: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if (
+            type(tensor) not in (torch.nn.Parameter, torch.Tensor)
+            or tensor.is_meta
+            or tensor.layout is not torch.strided
+        ):
+            continue
+        first, other = seen.setdefault(tensor.data_ptr(), (name, tensor)) if tensor.data_ptr() else (name, tensor)
+        if other is not tensor and (other.requires_grad or tensor.requires_grad):
+            raise TraceError(
+                f"{first} and {name} lie in the same memory, and are two tensors",
+                where=type(model).__name__,
+                fix="Tie them by b.weight = a.weight, without .data, or take a clone()",
+            )
+
+
+def with_backward_hooks(model: torch.nn.Module) -> tuple[str, ...]:
+    """Return the paths of the modules that have hooks on gradients, which a trace would lose."""
+    return tuple(
+        path
+        for path, module in model.named_modules()
+        if path and (module._backward_hooks or module._backward_pre_hooks)
+    )
 
 
 def check_loss_function(loss_fn: LossFunction | None) -> None:
@@ -116,6 +183,59 @@ def fake_copy(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
     swap_experts(copied)
     swap_norms(copied)
     return copied
+
+
+# --- norms ----------------------------------------------------------------------------------------
+
+
+def swap_norms(model: torch.nn.Module) -> None:
+    """Replace the forward of norms that cannot be traced as they are; ``model`` is a copy made for tracing.
+
+    - Instance norms write running statistics, which the schema of their operator does not declare.
+    - Batch norms with ``momentum=None`` divide by a number of batches, which is stored in a tensor.
+    - ``SyncBatchNorm`` requires a GPU. It becomes a batch norm, because in a plan each batch norm has the statistics of the whole batch.
+    """
+    for module in model.modules():
+        changed: Any = module
+        if isinstance(module, _InstanceNorm) and module.training and module.track_running_stats:
+            changed.forward = partial(_instance_norm, module)
+        if not isinstance(module, _BatchNorm):
+            continue
+        if type(module).forward is SyncBatchNorm.forward:
+            changed.forward = partial(_BatchNorm.forward, module)
+        is_usual = type(module).forward in (_BatchNorm.forward, SyncBatchNorm.forward)
+        counts = module.training and module.track_running_stats and module.num_batches_tracked is not None
+        if is_usual and module.momentum is None and counts:
+            changed.forward = partial(_cumulative, module)
+
+
+def _cumulative(norm: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
+    """Return the forward of a batch norm with ``momentum=None``, whose running statistics are the mean of those of all batches."""
+    norm._check_input_dim(x)  # type: ignore[no-untyped-call]
+    running = norm.running_mean, norm.running_var
+    assert norm.num_batches_tracked is not None
+    norm.num_batches_tracked.add_(1)
+    before = [value.clone() for value in running if value is not None]
+    # A momentum of 1 replaces the running statistics by those of this batch.
+    y = F.batch_norm(x, *running, norm.weight, norm.bias, training=True, momentum=1.0, eps=norm.eps)
+    for value, old in zip(running, before, strict=True):
+        if value is not None:
+            value.copy_(old + (value - old) / norm.num_batches_tracked)
+    return y
+
+
+def _instance_norm(norm: _InstanceNorm, x: torch.Tensor) -> torch.Tensor:
+    """Return the forward of an instance norm in training.
+
+    Each sample is normalised by its statistics. The running statistics are moving averages of the mean of these over the samples.
+    """
+    norm._check_input_dim(x)  # type: ignore[no-untyped-call]
+    dims, momentum = tuple(range(2, x.dim())), norm.momentum or 0.0
+    with torch.no_grad():
+        for running, statistic in ((norm.running_mean, x.mean(dims)), (norm.running_var, x.var(dims))):
+            if running is not None:
+                running.copy_((1.0 - momentum) * running + momentum * statistic.mean(0))
+    return F.instance_norm(x, None, None, norm.weight, norm.bias, use_input_stats=True, momentum=momentum, eps=norm.eps)
 
 
 # --- experts of transformers ----------------------------------------------------------------------

@@ -6,13 +6,17 @@
   precision (decompositions, Fourier transforms, distances) take and return float32, also as under ``torch.autocast``.
 - :class:`Selections` traces losses of the elements that a boolean mask selects, and CTC losses.
 - :func:`in_double` runs a model in float64.
+
+:func:`apart_from_trace` runs code outside of the modes of a trace.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -293,7 +297,7 @@ class _Doubled(TorchFunctionMode):
         args, named = pytree.tree_map(
             lambda value: torch.float64 if value is torch.float32 else value, (args, dict(kwargs or {}))
         )
-        if func is getattr(torch, "_grouped_mm", None) and [x.ndim for x in args] == [2, 3]:
+        if func is torch._grouped_mm and [x.ndim for x in args] == [2, 3]:
             func = _grouped_mm
         return func(*args, **named)
 
@@ -324,3 +328,28 @@ def in_double() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+def apart_from_trace(function: Callable[[], Any], modes: Sequence[TorchFunctionMode]) -> Any:
+    """Return what ``function`` returns, run where the tracer does not see it.
+
+    The modes of torch belong to a thread, so that those of the trace do not hold in another one. The flags of an export are off while
+    ``function`` runs, and its random numbers do not change the state of the generator.
+
+    Args:
+        function: runs in a thread of its own.
+        modes: function modes in which the caller has started the trace. The user's code runs in them too.
+    """
+
+    def under_modes() -> Any:
+        with torch.random.fork_rng(devices=[]), ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            return function()
+
+    with (
+        mock.patch.object(torch.compiler, "_is_exporting_flag", new=False),
+        mock.patch.object(torch.compiler, "_is_compiling_flag", new=False),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        return pool.submit(under_modes).result()

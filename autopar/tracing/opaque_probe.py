@@ -7,17 +7,14 @@ such changes would be lost: a call in a program gets tensors that ranks have put
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, TypeAlias, cast
-from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -49,31 +46,6 @@ Examined: TypeAlias = tuple[Region, Any]
 
 MAX_BYTES = 2**32
 """The largest size of the parameters of a region that is run while tracing, in bytes (4 GiB)."""
-
-
-def apart_from_trace(function: Callable[[], Any], modes: Sequence[TorchFunctionMode]) -> Any:
-    """Return what ``function`` returns, run where the tracer does not see it.
-
-    The modes of torch belong to a thread, so that those of the trace do not hold in another one. The flags of an export are off while
-    ``function`` runs, and its random numbers do not change the state of the generator.
-
-    Args:
-        function: runs in a thread of its own.
-        modes: function modes in which the caller has started the trace. The user's code runs in them too.
-    """
-
-    def under_modes() -> Any:
-        with torch.random.fork_rng(devices=[]), ExitStack() as stack:
-            for mode in modes:
-                stack.enter_context(mode)
-            return function()
-
-    with (
-        mock.patch.object(torch.compiler, "_is_exporting_flag", new=False),
-        mock.patch.object(torch.compiler, "_is_compiling_flag", new=False),
-        ThreadPoolExecutor(1) as pool,
-    ):
-        return pool.submit(under_modes).result()
 
 
 def may_run(parameters: Sequence[Tensor]) -> bool:

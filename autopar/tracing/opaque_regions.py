@@ -25,10 +25,11 @@ from torch.utils.checkpoint import CheckpointFunction
 from autopar.errors import AutoparError, TraceError, UsageError
 from autopar.graph.graph import TensorSpec
 from autopar.ops.kernels import FUNCTION, MODULE, Region
-from autopar.ops.opaque import load_function, of_function, stateless
+from autopar.ops.opaque import load_function, of_function, stateless, without_dropout
 from autopar.tracing import opaque_probe, opaque_trials
 from autopar.tracing.batch import arguments
 from autopar.tracing.failures import FAILURES
+from autopar.tracing.modes import apart_from_trace
 from autopar.tracing.opaque_probe import Examined
 from autopar.tracing.opaque_trials import Samples
 from autopar.tracing.side_effects import changed, state_of
@@ -225,11 +226,13 @@ class Regions:
             draft: describes the call.
             inputs: its tensors.
         """
-        regions = self.known.regions
+        regions, call = self.known.regions, (code, draft.tree, repr(draft.constants))
         specs = tuple(TensorSpec(shape=tuple(int(n) for n in t.shape), dtype=t.dtype) for t in inputs)
-        key = (code, draft.tree, repr(draft.constants), specs, self.batch_size, self.tries_samples)
+        key = (call, specs, self.batch_size, self.tries_samples)
+        if not self.tries_samples and any(known[0] == call and regions[known] is None for known in regions):
+            return None  # a backward that is the usual one for the batch of the trace is so for a larger one
         if key not in regions:
-            regions[key] = opaque_probe.apart_from_trace(partial(examine, draft, specs), self.modes)
+            regions[key] = apart_from_trace(partial(examine, draft, specs), self.modes)
         return regions[key]
 
     def _examine_function(
@@ -251,7 +254,7 @@ class Regions:
         """Return the complete region of a module of the user's model. This must not run in the modes of the trace."""
         torch.default_generator.manual_seed(0)
         call = stateless(original, self.model)
-        _switch_dropout_off(call.module)
+        without_dropout(call.module)  # random numbers would differ between a batch and its halves
         before = state_of(call.module)
         # A region that is not run needs no copies of values, which may be those of nearly all of a large model.
         value = _value if opaque_probe.may_run(tuple(original.parameters())) else torch.Tensor.detach
@@ -348,16 +351,6 @@ def _value(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_floating_point():
         return torch.rand(tensor.shape, dtype=torch.float32).mul(0.5).add(0.1).to(tensor.dtype)
     return torch.zeros(tensor.shape, dtype=tensor.dtype)
-
-
-def _switch_dropout_off(module: torch.nn.Module) -> None:
-    """Set the probabilities of dropout in ``module``, a copy, to zero: random numbers would differ between a batch and its halves."""
-    for inner in module.modules():
-        if isinstance(inner, torch.nn.modules.dropout._DropoutNd):
-            inner.p = 0.0
-        for name, value in vars(inner).items():
-            if isinstance(value, float) and ("dropout" in name or "pdrop" in name):
-                setattr(inner, name, 0.0)
 
 
 def _refused(path: str, module: torch.nn.Module, error: BaseException) -> RegionError:

@@ -7,8 +7,7 @@ training step changes, the loss, and the other tensors that the model returns.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -140,35 +139,6 @@ def loss_output(outputs: list[Value], builder: Builder) -> Ref:
     if isinstance(loss, Ref) and loss not in builder.values and loss not in builder.lazies:
         return loss
     raise TraceError("The loss is a constant", fix="Return a loss that is computed from the parameters")
-
-
-@contextmanager
-def written_back(model: torch.nn.Module) -> Iterator[None]:
-    """Enter a context in which a buffer that forward replaces (``self.mean = new``) is written in place, because export ignores replacements.
-
-    Raises:
-        TraceError: Forward removes a buffer, or replaces it by one of another shape.
-    """
-    before = [(path, module, dict(module._buffers)) for path, module in model.named_modules()]
-    yield
-    for path, module, buffers in before:
-        for name, old in buffers.items():
-            new = module._buffers.get(name)
-            if new is old:
-                continue
-            if old is None or new is None or new.shape != old.shape:
-                raise TraceError(
-                    f"The buffer changes its shape in training, from {_shape(old)} to {_shape(new)}",
-                    where=f"{path}.{name}" if path else name,
-                    fix="Make it in __init__ with the shape that it has in training",
-                )
-            with torch.no_grad():
-                old.copy_(new)
-            module._buffers[name] = old
-
-
-def _shape(buffer: torch.Tensor | None) -> str:
-    return "None" if buffer is None else str(tuple(buffer.shape))
 
 
 def mutations_of(

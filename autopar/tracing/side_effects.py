@@ -19,7 +19,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx
-from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import TraceError
@@ -64,65 +63,6 @@ def _plain(value: object, depth: int) -> object:
 def changed(before: State, after: State) -> tuple[str, ...]:
     """Return the names of attributes that are new in ``after`` or have another value."""
     return tuple(name for name in after if name not in before or before[name] != after[name])
-
-
-def check_model(model: torch.nn.Module) -> None:
-    """Check that a graph can represent ``model``.
-
-    Raises:
-        TraceError: it has parameters without a shape or in shared memory, quantized or scripted modules, or hooks on parameters.
-    """
-    for path, module in model.named_modules():
-        kind = f"{path or 'the model'} ({type(module).__name__})"
-        if any(is_lazy(p) for p in (*module._parameters.values(), *module._buffers.values()) if p is not None):
-            raise TraceError(
-                "A lazy parameter has no shape yet",
-                where=kind,
-                fix="Run the model on one batch first, or give the sizes to its layers",
-            )
-        has_script_object = any(isinstance(value, torch.ScriptObject) for value in vars(module).values())
-        if has_script_object or isinstance(module, torch.jit.ScriptModule):
-            raise TraceError.unsupported(
-                "A quantized or scripted module",
-                where=kind,
-                instead="Plan for the float model in Python, and quantize or script what was trained",
-            )
-    check_memory(model)
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise TraceError.unsupported(
-                "A hook on a parameter",
-                where=name,
-                instead="Remove it, and change gradients between train_step and optimizer.step",
-            )
-
-
-def check_memory(model: torch.nn.Module) -> None:
-    """Check that no two tensors of ``model`` share memory of which one is trained: one device would train both through either name.
-
-    Raises:
-        TraceError: a parameter that is trained begins at the address of another parameter or buffer.
-    """
-    seen: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if type(tensor) not in (torch.nn.Parameter, Tensor) or tensor.is_meta or tensor.layout is not torch.strided:
-            continue
-        first, other = seen.setdefault(tensor.data_ptr(), (name, tensor)) if tensor.data_ptr() else (name, tensor)
-        if other is not tensor and (other.requires_grad or tensor.requires_grad):
-            raise TraceError(
-                f"{first} and {name} lie in the same memory, and are two tensors",
-                where=type(model).__name__,
-                fix="Tie them by b.weight = a.weight, without .data, or take a clone()",
-            )
-
-
-def with_backward_hooks(model: torch.nn.Module) -> tuple[str, ...]:
-    """Return the paths of the modules that have hooks on gradients, which a trace would lose."""
-    return tuple(
-        path
-        for path, module in model.named_modules()
-        if path and (module._backward_hooks or module._backward_pre_hooks)
-    )
 
 
 @contextmanager
@@ -194,6 +134,35 @@ def inference_as_no_grad() -> Iterator[None]:
         mock.patch.object(torch.inference_mode, "__exit__", leave),
     ):
         yield
+
+
+@contextmanager
+def written_back(model: torch.nn.Module) -> Iterator[None]:
+    """Enter a context in which a buffer that forward replaces (``self.mean = new``) is written in place, because export ignores replacements.
+
+    Raises:
+        TraceError: Forward removes a buffer, or replaces it by one of another shape.
+    """
+    before = [(path, module, dict(module._buffers)) for path, module in model.named_modules()]
+    yield
+    for path, module, buffers in before:
+        for name, old in buffers.items():
+            new = module._buffers.get(name)
+            if new is old:
+                continue
+            if old is None or new is None or new.shape != old.shape:
+                raise TraceError(
+                    f"The buffer changes its shape in training, from {_shape(old)} to {_shape(new)}",
+                    where=f"{path}.{name}" if path else name,
+                    fix="Make it in __init__ with the shape that it has in training",
+                )
+            with torch.no_grad():
+                old.copy_(new)
+            module._buffers[name] = old
+
+
+def _shape(buffer: torch.Tensor | None) -> str:
+    return "None" if buffer is None else str(tuple(buffer.shape))
 
 
 class ParametersKept(TorchFunctionMode):

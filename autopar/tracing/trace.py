@@ -7,11 +7,8 @@ earlier ones and that no number in the graph counts samples (:mod:`autopar.traci
 
 from __future__ import annotations
 
-import io
-import logging
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,21 +24,28 @@ from autopar.ops.opaque import notes_of as notes_of_modes
 from autopar.pins.on_modules import pins_of
 from autopar.tracing import repeated_steps, sample_counts, side_effects, value_branches
 from autopar.tracing.batch import fake_batch, inputs_of, named_batch
-from autopar.tracing.builder import Builder
+from autopar.tracing.builder import Builder, Value
 from autopar.tracing.convert import Converter, needs_decomposition
 from autopar.tracing.failures import (
     EXPORTS,
     FAILURES,
-    NO_AUTOCAST,
     NO_VALUES,
     defined_at,
     explained,
     module_of_failure,
+    quiet,
     user_line,
 )
 from autopar.tracing.finish import finish
 from autopar.tracing.forms.losses import over_samples
-from autopar.tracing.model_with_loss import LossFunction, ModelWithLoss, check_loss_function, fake_copy
+from autopar.tracing.model_with_loss import (
+    LossFunction,
+    ModelWithLoss,
+    check_loss_function,
+    check_model,
+    fake_copy,
+    with_backward_hooks,
+)
 from autopar.tracing.modes import Selections
 from autopar.tracing.opaque_regions import KnownRegions, RegionError, Regions, around, outermost, paths_of
 from autopar.tracing.outputs import Calls, calls_of, counts_samples, cut, kept, needed_nodes, with_counts
@@ -92,9 +96,9 @@ def trace(  # noqa: PLR0913  what a graph depends on
     given = {} if examples is None else examples
     values = named_batch(model, *(((), given) if isinstance(given, Mapping) else (tuple(given), {}))) or batch
     paths = paths_of(model, opaque)
-    side_effects.check_model(model)
+    check_model(model)
     check_loss_function(loss_fn)
-    hooked = dict.fromkeys(side_effects.with_backward_hooks(model), "a hook on gradients, which a trace would lose")
+    hooked = dict.fromkeys(with_backward_hooks(model), "a hook on gradients, which a trace would lose")
     reasons = hooked | dict.fromkeys(paths, "it was named so")
     job = _Job(model=model, batch=batch, name=name, loss_fn=loss_fn, reasons=reasons, repeats=repeats, examples=values)
     graph, calls, job = _with_fallback(job)
@@ -235,15 +239,15 @@ def _traced(job: _Job, times: int = 1) -> tuple[Graph, Sequence[sample_counts.Ca
         if branches.refused is not None:  # the model caught the error and went on as no step would
             raise _within(explained(branches.refused, model), module_of_failure(branches.refused, wrapper.model))
         is_checked = times == 1 and not job.repeats
-        with _quiet():
+        with quiet():
             notes, calls = repeated_steps.check(wrapper, wrapper.model, mode, batch) if is_checked else ((), ())
         calls = calls if branches.refused is None else ()
-    builder = Builder()
+    builder, env = Builder(), dict[str, Value]()
     converter = Converter(builder)
     inputs = inputs_of(batch, batch_size)
-    parameters, buffers = declare(builder, converter.env, program, model, inputs, batch)
+    parameters, buffers = declare(builder, env, program, model, inputs, batch)
     try:
-        outputs = converter.run(program.graph_module, converter.env, grad=True)
+        outputs = converter.run(program.graph_module, env, grad=True)
     except TraceError as error:
         raise _within(error, converter.module) from error
     loss = over_samples(builder, loss_output(outputs, builder), inputs, batch_size)
@@ -255,11 +259,11 @@ def _traced(job: _Job, times: int = 1) -> tuple[Graph, Sequence[sample_counts.Ca
         parameters=parameters,
         buffers=buffers,
         loss=loss,
-        mutations=mutations_of(program, outputs, converter.env),
+        mutations=mutations_of(program, outputs, env),
     )
     if job.loss_fn is not None:
         graph = _with_place(graph, defined_at(job.loss_fn))
-    extra = kept(graph, builder, program_calls, wrapper.kept, env=converter.env, declared=(*parameters, *buffers))
+    extra = kept(graph, builder, program_calls, wrapper.kept, env=env, declared=(*parameters, *buffers))
     return replace(graph, notes=(*graph.notes, *notes, *value_branches.notes_of(branches)), outputs=extra), calls
 
 
@@ -320,7 +324,7 @@ def _larger(graph: Graph, job: _Job) -> Graph:
 
 def _calls_at_twice(job: _Job) -> Sequence[sample_counts.Call]:
     """Return the calls of a step at twice the batch size of the example, without an export; none if the model does not run that way."""
-    with _faked(job, times=2, tries_samples=False) as (wrapper, mode, batch, _, branches), _quiet():
+    with _faked(job, times=2, tries_samples=False) as (wrapper, mode, batch, _, branches), quiet():
         calls = repeated_steps.calls_of(wrapper, wrapper.model, mode, batch)
     return calls if branches.refused is None else ()
 
@@ -355,7 +359,7 @@ def _export(
         TraceError: the model cannot be exported. The error names the line of the user's code.
     """
     with (
-        _quiet(),
+        quiet(),
         side_effects.casts_that_change_nothing(),
         side_effects.inference_as_no_grad(),
         side_effects.ParametersKept(),
@@ -377,29 +381,3 @@ def _export(
             raise error.becoming(TraceError, where=user_line(error, model)[0]) from error
         except FAILURES as error:
             raise _within(explained(error, model), module_of_failure(error, wrapper.model)) from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress warnings, logs and prints of an export, which writes unfinished graphs to stderr, and of the model that it runs."""
-    names = (
-        "torch.export",
-        "torch.fx",
-        "torch._dynamo",
-        "torch.fx.experimental",
-        "torch._subclasses.fake_tensor",
-        "transformers",
-    )
-    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
-    for logger in levels:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            warnings.filterwarnings(
-                "error", f".*{NO_AUTOCAST}", UserWarning
-            )  # a device of the plan would not disable it
-            yield
-    finally:
-        for logger, level in levels.items():
-            logger.setLevel(level)

@@ -22,10 +22,10 @@ from autopar.errors import InternalError, UsageError, reason
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.describe import with_free_links
-from autopar.models.graph_for_plan import is_factory, model_of, samples_of, sequence_of, trace_model
+from autopar.models.graph_for_plan import samples_of, trace_model
 from autopar.models.inputs import order_of_samples
-from autopar.models.resolve import random_example_for, resolve_model, without_dropout
-from autopar.ops.opaque import deep_copy
+from autopar.models.resolve import is_factory, model_of, random_example_for, resolve_model, sequence_of
+from autopar.ops.opaque import deep_copy, without_dropout
 from autopar.plan.check import check_model
 from autopar.plan.plan import FP32, Plan, Precision
 from autopar.request import Request

@@ -15,6 +15,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.ops import collectives, flash
 from autopar.ops import sequence as sequence_ops
 from autopar.ops.kernels import takes_shapes
+from autopar.ops.plain import wide
 
 DTYPES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -35,6 +36,29 @@ def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor
 
 def assert_near(found: Tensor, wanted: Tensor, within: float) -> None:
     assert (found.double() - wanted.double()).abs().max() <= within * wanted.double().abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+@pytest.mark.parametrize("cuts", [(0, 24), (0, 5, 24), (0, 8, 9, 24)])
+def test_blocks_merge_to_the_whole(dtype: torch.dtype, key_heads: int, cuts: tuple[int, ...]) -> None:
+    q, k, v = drawn(dtype, 7, 24, key_heads=key_heads)
+    wanted = dense(q, k, v)
+    weights = torch.linspace(-1, 1, q.numel()).view(q.shape).to(dtype)
+    wanted.backward(weights.double())
+    blocks = [slice(a, b) for a, b in itertools.pairwise(cuts)]
+    there = [(k[..., part, :].detach(), v[..., part, :].detach()) for part in blocks]
+    found = [flash.forward(q.detach(), *block, 0.3, is_causal=False) for block in there]
+    out, total = wide(found[0][0]).clone(), found[0][1].clone()
+    for one, statistic, _ in found[1:]:
+        flash.merge(out, total, one, statistic)
+    assert_near(out, wanted, DTYPES[dtype])
+    result = out.to(dtype)
+    made = [flash.backward(weights, q.detach(), *block, result, total, (), 0.3, is_causal=False) for block in there]
+    assert_near(sum((wide(gq) for gq, _, _ in made), torch.zeros(())), q.grad, 2 * DTYPES[dtype])
+    for (_, gk, gv), part in zip(made, blocks, strict=True):
+        assert_near(gk, k.grad[..., part, :], 2 * DTYPES[dtype])
+        assert_near(gv, v.grad[..., part, :], 2 * DTYPES[dtype])
 
 
 @pytest.mark.parametrize(
@@ -58,29 +82,11 @@ def test_as_many_rows_as_columns_under_a_causal_mask() -> None:
     flash.forward(q, k, v, 0.3, is_causal=False)
     with pytest.raises(ValueError, match="shapes of queries, keys and values of one attention disagree"):
         flash.forward(q, k, v, 0.3, is_causal=True)
-    with pytest.raises(ValueError, match="shapes of queries, keys and values of one attention disagree"):
-        flash.RowsAfter.apply(q, k, v, 0.3)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("columns", [6, 7, 18])
-@pytest.mark.parametrize("key_heads", [1, 2, 4])
-def test_rows_after_other_columns_equal_a_mask(dtype: torch.dtype, columns: int, key_heads: int) -> None:
-    q, k, v = drawn(dtype, 6, columns, key_heads=key_heads)
-    mask = torch.ones(6, columns, dtype=torch.bool).tril(columns - 6)
-    weights = torch.linspace(-1, 1, q.numel()).view(q.shape).to(dtype)
-    wanted = dense(q, k, v, mask)
-    gradients = torch.autograd.grad(wanted, (q, k, v), weights.double())
-    found = flash.RowsAfter.apply(q, k, v, 0.3)
-    assert_near(found, wanted, DTYPES[dtype])
-    for got, right in zip(torch.autograd.grad(found, (q, k, v), weights), gradients, strict=True):
-        assert_near(got, right, 2 * DTYPES[dtype])
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize("value_width", [16, 24])
 def test_gathered_attention_shares_heads(monkeypatch: pytest.MonkeyPatch, rank: int, value_width: int) -> None:
-    """No kernel takes values of another width: there is a mask."""
     monkeypatch.setattr(collectives, "group", lambda _: SimpleNamespace(rank=lambda: rank))
     q, k, _ = drawn(torch.float64, 6, 18, key_heads=2)
     v = (

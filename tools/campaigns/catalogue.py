@@ -444,14 +444,13 @@ def parted(b: Builder) -> None:
     length = b.shape(x)[dim]
     need(length > 1)
     kind = b.choose(3)
-    if kind == 0:
-        first = b.op("aten.split_with_sizes.default", x, (1, length - 1), dim)
-    elif kind == 1:
-        first = b.op("aten.split.Tensor", x, (length + 1) // 2, dim)
+    if kind < 2:
+        middle = (1, (length + 1) // 2)[kind]
+        parts = [b.op("aten.slice.Tensor", x, dim, *span) for span in ((0, middle), (middle, length))]
     else:
         need(b.rank(x) > 2)
-        first = b.op("aten.unbind.int", x, dim)
-    b.add(first, Ref(first.name, 1))
+        parts = [b.op("aten.select.int", x, dim, index) for index in (0, 1)]
+    b.add(*parts)
 
 
 def padded(b: Builder) -> None:
@@ -480,7 +479,9 @@ def unsqueezed(b: Builder) -> None:
 
 def squeezed(b: Builder) -> None:
     x = b.pick(lambda s: 1 in s[1:])
-    b.add(b.op("aten.squeeze.dim", x, b.shape(x)[1:].index(1) + 1))
+    shape = b.shape(x)
+    dim = shape[1:].index(1) + 1
+    b.add(b.op("aten.view.default", x, (*shape[:dim], *shape[dim + 1 :])))
 
 
 def indexed(b: Builder) -> None:

@@ -336,43 +336,10 @@ def _copy(builder: Builder, call: Call) -> Value:
     return _expanded(builder, call, cast_to(builder, call, call.operands[1], call.spec.dtype), call.spec)
 
 
-def _with_all_arguments(builder: Builder, call: Call) -> Value:
-    """Emit an operator of autopar with all arguments given by position."""
-    return builder.emit(call, call.target.removesuffix(".default"), tuple(call.bound().values()))
-
-
 def _repeat_interleave(builder: Builder, call: Call) -> Value:
     """Drop ``output_size``: the operands determine it, and on a rank that has a part of the operands it would be wrong."""
     kwargs = {key: value for key, value in call.kwargs.items() if key != "output_size"}
     return generic(builder, replace(call, kwargs=kwargs))
-
-
-def put_where(builder: Builder, call: Call) -> Value:
-    """Write ``x[mask] = value`` as a choice between ``value`` and ``x``, which leaves samples apart, where all places get the same value."""
-    given = call.bound()
-    source, indices, value = given["self"], given["indices"], given["values"]
-    assert isinstance(source, Ref) and isinstance(indices, tuple) and isinstance(value, Ref)
-    masks = [index for index in indices if isinstance(index, Ref)]
-    if given["accumulate"] or len(masks) != 1 or builder.specs[masks[0]].dtype != torch.bool:
-        return generic(builder, call)
-    dims = len(call.spec.shape)
-    num_behind = dims - indices.index(masks[0]) - len(builder.shape(masks[0]))  # indices may end in None
-    first, behind = builder.shape(value)[: -num_behind or dims], builder.shape(value)[-num_behind or dims :]
-    if any(size != 1 for size in first):
-        return generic(builder, call)
-    mask = view_to(builder, call, masks[0], builder.shape(masks[0]) + (1,) * num_behind)
-    return builder.emit(call, "aten.where.self", (mask, view_to(builder, call, value, behind), source))
-
-
-def _kron(builder: Builder, call: Call) -> Value:
-    """Emit a Kronecker product as a product of views, in which each dim of the result has the elements of two dims."""
-    rank = len(call.spec.shape)
-    shapes = [(1,) * (rank - len(builder.shape(ref))) + builder.shape(ref) for ref in call.operands]
-    first, second = (
-        view_to(builder, call, ref, tuple(n for size in shape for n in ((size, 1) if i == 0 else (1, size))))
-        for i, (ref, shape) in enumerate(zip(call.operands, shapes, strict=True))
-    )
-    return view_to(builder, call, builder.make(call, "aten.mul.Tensor", first, second), call.spec.shape)
 
 
 def _affine_grid(builder: Builder, call: Call) -> Value:
@@ -389,14 +356,6 @@ def _affine_grid(builder: Builder, call: Call) -> Value:
     grid = builder.constant(call, places, TensorSpec.of(places))
     product = builder.make(call, "aten.matmul.default", grid, builder.make(call, "aten.transpose.int", theta, 1, 2))
     return view_to(builder, call, product, call.spec.shape)
-
-
-def _square(builder: Builder, call: Call) -> Value:
-    """Emit a square as a power, as ``run_decompositions`` would.
-
-    A handler makes the decomposition unnecessary, which would trace the program again for each loss that ends in a square.
-    """
-    return builder.emit(call, "aten.pow.Tensor_Scalar", (call.args[0], 2))
 
 
 HANDLERS: dict[str, Handler] = {
@@ -426,10 +385,7 @@ HANDLERS: dict[str, Handler] = {
     "aten.mT.default": _last_two,
     "aten.permute.default": _permute,
     "aten.copy.default": _copy,
-    "aten.square.default": _square,
-    "aten.kron.default": _kron,
     "aten.affine_grid_generator.default": _affine_grid,
-    **dict.fromkeys(("autopar.experts.default", "autopar.ctc_losses.default"), _with_all_arguments),
 }
 """Handlers by target as traced. A call without a handler in any module passes through :func:`generic`."""
 

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from math import prod
 from string import ascii_letters
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
-from autopar.errors import TraceError
-from autopar.graph.graph import Argument, Ref, TensorSpec
+from autopar.graph.graph import Argument, Ref
 from autopar.ops.kernels import aten_targets
-from autopar.tracing.builder import FOLD_LIMIT, Builder, Call, Value
+from autopar.tracing.builder import Builder, Call, Value
 from autopar.tracing.constants import allows_all, is_causal
-from autopar.tracing.forms.basic import Handler, detached, generic, put_where, slice_of, view_to
+from autopar.tracing.forms.basic import Handler, detached, generic, slice_of, view_to
 
 
 def _addmm(builder: Builder, call: Call) -> Value:
@@ -86,6 +80,17 @@ def _einsum(builder: Builder, call: Call) -> Value:
         right = "..." + "".join(sorted(c for c in set(used) if used.count(c) == 1))
     explicit = f"{left}->{right}".replace("...", letters)
     return builder.emit(call, call.target, (explicit, operands))
+
+
+def _kron(builder: Builder, call: Call) -> Value:
+    """Emit a Kronecker product as a product of views, in which each dim of the result has the elements of two dims."""
+    rank = len(call.spec.shape)
+    shapes = [(1,) * (rank - len(builder.shape(ref))) + builder.shape(ref) for ref in call.operands]
+    first, second = (
+        view_to(builder, call, ref, tuple(n for size in shape for n in ((size, 1) if i == 0 else (1, size))))
+        for i, (ref, shape) in enumerate(zip(call.operands, shapes, strict=True))
+    )
+    return view_to(builder, call, builder.make(call, "aten.mul.Tensor", first, second), call.spec.shape)
 
 
 def _dropout(builder: Builder, call: Call) -> Value:
@@ -156,13 +161,30 @@ def _put_in_each(builder: Builder, call: Call) -> Value:
     assert isinstance(source, Ref) and isinstance(indices, tuple) and isinstance(value, Ref)
     index = None if given["accumulate"] else _rows_of_each(builder, call, source, indices)
     if index is None:
-        return put_where(builder, call)
+        return _put_where(builder, call)
     picks = torch.broadcast_shapes(*(builder.shape(i) for i in indices if isinstance(i, Ref)))  # type: ignore[no-untyped-call]
     full = (*picks, *builder.shape(source)[2:])
     if builder.shape(value) != full:
         value = builder.make(call, "aten.expand.default", value, full)
     rows = view_to(builder, call, value, builder.shape(index))
     return builder.emit(call, "aten.scatter.src", (source, 1, index, rows))
+
+
+def _put_where(builder: Builder, call: Call) -> Value:
+    """Write ``x[mask] = value`` as a choice between ``value`` and ``x``, which leaves samples apart, where all places get the same value."""
+    given = call.bound()
+    source, indices, value = given["self"], given["indices"], given["values"]
+    assert isinstance(source, Ref) and isinstance(indices, tuple) and isinstance(value, Ref)
+    masks = [index for index in indices if isinstance(index, Ref)]
+    if given["accumulate"] or len(masks) != 1 or builder.specs[masks[0]].dtype != torch.bool:
+        return generic(builder, call)
+    dims = len(call.spec.shape)
+    num_behind = dims - indices.index(masks[0]) - len(builder.shape(masks[0]))  # indices may end in None
+    first, behind = builder.shape(value)[: -num_behind or dims], builder.shape(value)[-num_behind or dims :]
+    if any(size != 1 for size in first):
+        return generic(builder, call)
+    mask = view_to(builder, call, masks[0], builder.shape(masks[0]) + (1,) * num_behind)
+    return builder.emit(call, "aten.where.self", (mask, view_to(builder, call, value, behind), source))
 
 
 def _rows_of_each(builder: Builder, call: Call, source: Ref, indices: tuple[Argument, ...]) -> Ref | None:
@@ -184,49 +206,6 @@ def _rows_of_each(builder: Builder, call: Call, source: Ref, indices: tuple[Argu
     return builder.make(call, "aten.expand.default", index, (*builder.shape(index)[:2], *rest)) if rest else index
 
 
-def strided(builder: Builder, call: Call, traced: torch.Tensor) -> Value:
-    """Return ``x.as_strided(...)`` as an index of constant positions: in a program, x may lie in memory in another way.
-
-    Args:
-        traced: x as it lay in memory where it was traced.
-
-    Raises:
-        TraceError: it reads memory that is not x's, or too much of it.
-    """
-    given: dict[str, Any] = call.bound()
-    source, size, stride, start = (given[key] for key in ("self", "size", "stride", "storage_offset"))
-    first = traced.storage_offset() if start is None else start
-    layouts = ((size, stride, first), (traced.shape, traced.stride(), traced.storage_offset()))
-    length = 1 + max(at + sum((n - 1) * step for n, step in zip(*dims, strict=True)) for *dims, at in layouts)
-    if length > FOLD_LIMIT or not call.spec.numel:
-        raise TraceError(
-            f"A call of as_strided over {length} elements is not supported",
-            where=call.source or call.name,
-            fix=_NO_STRIDES,
-        )
-    elements = torch.full((length,), -1)  # the element of x at each place of the memory
-    numbers = torch.arange(traced.numel()).view(traced.shape)
-    elements.as_strided(*layouts[1]).copy_(numbers)
-    read = elements.as_strided(size, stride, first)
-    if (read < 0).any():
-        raise TraceError(
-            "A call of as_strided reads memory that is not the tensor's",
-            where=call.source or call.name,
-            fix=_NO_STRIDES,
-        )
-    samples = traced.shape[0]
-    of_each = numbers.flatten()[:: traced.numel() // samples].view(-1, *(1,) * (read.dim() - 1))
-    if len(read) == samples and torch.equal(read, read[:1] + of_each):
-        rows, read = view_to(builder, call, source, (samples, traced.numel() // samples)), read[0]
-    else:
-        rows = view_to(builder, call, source, (traced.numel(),))
-    positions = builder.constant(call, read, TensorSpec.of(read))
-    return builder.emit(call, "aten.index.Tensor", (rows, (*(None,) * (len(builder.shape(rows)) - 1), positions)))
-
-
-_NO_STRIDES = "Use unfold, or slices, in its place"
-
-
 _SAMPLERS = frozenset(
     ["bernoulli", "binomial", "cauchy", "exponential", "geometric", "log_normal", "multinomial", "normal", "normal_functional",
      "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "uniform"]
@@ -241,56 +220,6 @@ def random_call(builder: Builder, call: Call) -> Value:
     args = tuple(detached(builder, call, arg) if isinstance(arg, Ref) else arg for arg in call.args)
     kwargs = {key: value for key, value in call.kwargs.items() if key != "generator"}
     return generic(builder, replace(call, args=args, kwargs=kwargs, grad=False))
-
-
-def swap_norms(model: torch.nn.Module) -> None:
-    """Replace the forward of norms that cannot be traced as they are; ``model`` is a copy made for tracing.
-
-    - Instance norms write running statistics, which the schema of their operator does not declare.
-    - Batch norms with ``momentum=None`` divide by a number of batches, which is stored in a tensor.
-    - ``SyncBatchNorm`` requires a GPU. It becomes a batch norm, because in a plan each batch norm has the statistics of the whole batch.
-    """
-    for module in model.modules():
-        changed: Any = module
-        if isinstance(module, _InstanceNorm) and module.training and module.track_running_stats:
-            changed.forward = partial(_instance_norm, module)
-        if not isinstance(module, _BatchNorm):
-            continue
-        if type(module).forward is SyncBatchNorm.forward:
-            changed.forward = partial(_BatchNorm.forward, module)
-        is_usual = type(module).forward in (_BatchNorm.forward, SyncBatchNorm.forward)
-        counts = module.training and module.track_running_stats and module.num_batches_tracked is not None
-        if is_usual and module.momentum is None and counts:
-            changed.forward = partial(_cumulative, module)
-
-
-def _cumulative(norm: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
-    """Return the forward of a batch norm with ``momentum=None``, whose running statistics are the mean of those of all batches."""
-    norm._check_input_dim(x)  # type: ignore[no-untyped-call]
-    running = norm.running_mean, norm.running_var
-    assert norm.num_batches_tracked is not None
-    norm.num_batches_tracked.add_(1)
-    before = [value.clone() for value in running if value is not None]
-    # A momentum of 1 replaces the running statistics by those of this batch.
-    y = F.batch_norm(x, *running, norm.weight, norm.bias, training=True, momentum=1.0, eps=norm.eps)
-    for value, old in zip(running, before, strict=True):
-        if value is not None:
-            value.copy_(old + (value - old) / norm.num_batches_tracked)
-    return y
-
-
-def _instance_norm(norm: _InstanceNorm, x: torch.Tensor) -> torch.Tensor:
-    """Return the forward of an instance norm in training.
-
-    Each sample is normalised by its statistics. The running statistics are moving averages of the mean of these over the samples.
-    """
-    norm._check_input_dim(x)  # type: ignore[no-untyped-call]
-    dims, momentum = tuple(range(2, x.dim())), norm.momentum or 0.0
-    with torch.no_grad():
-        for running, statistic in ((norm.running_mean, x.mean(dims)), (norm.running_var, x.var(dims))):
-            if running is not None:
-                running.copy_((1.0 - momentum) * running + momentum * statistic.mean(0))
-    return F.instance_norm(x, None, None, norm.weight, norm.bias, use_input_stats=True, momentum=momentum, eps=norm.eps)
 
 
 def _batch_norm(builder: Builder, call: Call) -> Value:
@@ -442,6 +371,7 @@ LAYERS: dict[str, Handler] = {
     "aten.linear.default": _linear,
     **dict.fromkeys(aten_targets("_weight_norm.default _weight_norm_interface.default"), _weight_norm),
     "aten.einsum.default": _einsum,
+    "aten.kron.default": _kron,
     **dict.fromkeys(aten_targets("native_dropout.default dropout.default"), _dropout),
     "aten.scaled_dot_product_attention.default": _attention,
     "aten.index.Tensor": _index,

@@ -199,6 +199,19 @@ def _elementwise(builder: Builder, call: Call) -> Value:
     return _reduced(builder, call, losses)
 
 
+def _square(builder: Builder, call: Call) -> Value:
+    """Emit a square as a power, as ``run_decompositions`` would.
+
+    A handler makes the decomposition unnecessary, which would trace the program again for each loss that ends in a square.
+    """
+    return builder.emit(call, "aten.pow.Tensor_Scalar", (call.args[0], 2))
+
+
+def _with_all_arguments(builder: Builder, call: Call) -> Value:
+    """Emit an operator of autopar with all arguments given by position."""
+    return builder.emit(call, call.target.removesuffix(".default"), tuple(call.bound().values()))
+
+
 _SCALES = aten_targets("mul.Tensor mul.Scalar div.Tensor div.Scalar neg.default")
 """Operators that are linear in one operand, if no other operand depends on samples."""
 _ADDS = aten_targets("add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Scalar")
@@ -302,10 +315,12 @@ LOSSES: dict[str, Handler] = {
         ),
         _elementwise,
     ),
+    "aten.square.default": _square,
+    **dict.fromkeys(("autopar.experts.default", "autopar.ctc_losses.default"), _with_all_arguments),
     "aten.add.Tensor": _add,
     "aten.scatter_add.default": _scatter_add,
 }
-"""Handlers of losses, and of sums that begin with zeros, by target as traced."""
+"""Handlers of losses, of operators of autopar, and of sums that begin with zeros, by target as traced."""
 
 
 @torch.library.custom_op("autopar::ctc_losses", mutates_args=())
