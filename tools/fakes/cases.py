@@ -175,7 +175,7 @@ LISTED: dict[tuple[str, str, str], str] = {
         "copy that blocks",
         "cuda to cpu",
         "autopar/runtime/step/local_batch.py:_checksums_of_ranks",
-    ): "samples on the device are compared before one step in 32, when it has done the step before",
+    ): "samples on the device are compared before one step in 256, when it has done the step before",
     (
         "host waits",
         "Tensor.item",

@@ -32,10 +32,10 @@ from autopar.tracing.batch import named_inputs
 
 _LOGGER = logging.getLogger("autopar")
 
-EVERY = 32
+EVERY = 256
 """One of so many steps is checked, beginning with the first that is not refused (which is not timed).
 
-The host waits for a batch on the device there, and so for the step before."""
+The host waits for a batch on the device there, and so for the step before: it may not be often."""
 
 _ELEMENTS = 1 << 16
 """At most so many elements of an input are compared: two batches differ nearly everywhere."""
