@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -20,7 +20,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.run_log import COMPUTE, DATA, PIPELINE
 from autopar.runtime.assemble import Assembly, before_backward
 from autopar.runtime.monitor import Monitor
-from autopar.runtime.step.gradients import BucketedSums, sum_in_place
+from autopar.runtime.step.gradients import BucketedSums, hand_over, sum_in_place
 from autopar.runtime.step.stage import INPUT, StageModule
 from autopar.runtime.world import World
 
@@ -29,13 +29,13 @@ class StepGradients:
     """Prepares gradients before the first backward of a step, and sums them after the last."""
 
     def __init__(self, assembly: Assembly, plan: Plan, monitor: Monitor, without_gradient: Mapping[str, bool]) -> None:
-        self._assembly, self._monitor = assembly, monitor
+        self._monitor, self._tied = monitor, assembly.tied
         held = (h for h in assembly.held if h.name in without_gradient)
         self._without = [(h.parameter, without_gradient[h.name]) for h in held]
         self._leaf_sums = BucketedSums(assembly.held, bucket_bytes=plan.bucket_bytes)
         self._late = [h for h in assembly.held if h.leaf is None and h.group is not None]
         # gradients of earlier steps, which sums in place must not include
-        in_place = (h.parameter for h in (*self._late, *assembly.tied) if h.parameter.requires_grad)
+        in_place = (h.parameter for h in chain(self._late, *self._tied) if h.parameter.requires_grad)
         self._earlier: dict[nn.Parameter, Tensor | None] = dict.fromkeys(in_place)
         self._part = DATA if plan.mesh.data > 1 else COMPUTE
         self.is_open = False
@@ -57,10 +57,7 @@ class StepGradients:
         with self._monitor.part(self._part):
             self._leaf_sums.finish()
         sum_in_place(self._late, lambda held: held.group)
-        if self._assembly.tied:
-            self._assembly.sum_copies_here()
-            sum_in_place(self._assembly.first_copies, lambda held: held.tie_group)
-            self._assembly.spread_copies_here()
+        self._sum_tied()
         for parameter in self._earlier:
             earlier, self._earlier[parameter] = self._earlier[parameter], None
             if earlier is not None:
@@ -68,6 +65,19 @@ class StepGradients:
                 parameter.grad = earlier if new is None else earlier.add_(new)
         for parameter, is_part in self._without:  # an optimizer decays what has zeros, and leaves what has none
             parameter.grad = torch.zeros_like(parameter) if is_part and parameter.requires_grad else None
+
+    def _sum_tied(self) -> None:
+        """Sum the gradients of the copies of each tied parameter on this rank, then over ranks, and give all copies the sum."""
+        for first, *others in self._tied:
+            for other in others:
+                if other.gradient is not None:
+                    hand_over(first.parameter, other.gradient)
+        sum_in_place([first for first, *_ in self._tied], lambda held: held.tie_group)
+        for first, *others in self._tied:
+            for other in others:
+                if first.gradient is not None:
+                    other.parameter.grad = None
+                    hand_over(other.parameter, first.gradient.clone())
 
     def abandon(self) -> None:
         """Restore the earlier gradients after a step that failed, in which some micro-batches may have added theirs."""
