@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_leaves
 
 from autopar.errors import UsageError
 from autopar.graph.elements import Leaf, Outputs
@@ -82,30 +83,18 @@ class NotComputed:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse torch's functions that are given one, also inside lists."""
-        found = next((value for value in _flat((args, kwargs or {})) if isinstance(value, cls)), None)
+        found = next((value for value in tree_leaves((args, kwargs)) if isinstance(value, cls)), None)
         return NotImplemented if found is None else found._refuse()
 
-    __array__ = __bool__ = __contains__ = __float__ = __format__ = __getitem__ = __index__ = __int__ = __iter__ = (
-        __len__
-    ) = _refuse
-    __setattr__ = __setitem__ = _refuse
-    __abs__ = __invert__ = __neg__ = __pos__ = __round__ = _refuse
-    __add__ = __and__ = __floordiv__ = __matmul__ = __mod__ = __mul__ = __or__ = __pow__ = __sub__ = __truediv__ = (
-        __xor__
-    ) = _refuse
-    __radd__ = __rand__ = __rfloordiv__ = __rmatmul__ = __rmod__ = __rmul__ = __ror__ = __rpow__ = __rsub__ = (
-        __rtruediv__
-    ) = _refuse
-    __ge__ = __gt__ = __le__ = __lt__ = _refuse
-    __eq__ = __ne__ = _refuse
-    __hash__ = object.__hash__
 
+_READS = (
+    "abs add and array bool contains eq float floordiv format ge getitem gt index int invert iter le len lt matmul mod mul ne neg or pos pow "
+    "radd rand rfloordiv rmatmul rmod rmul ror round rpow rsub rtruediv rxor setattr setitem sub truediv xor"
+)
+"""The protocols of Python by which a value is read, which Python looks up in the class."""
 
-def _flat(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [one for item in value for one in _flat(item)] if isinstance(value, list | tuple) else [value]
-
+for _protocol in _READS.split():
+    setattr(NotComputed, f"__{_protocol}__", NotComputed._refuse)
 
 _LOGGER = logging.getLogger("autopar")
 
