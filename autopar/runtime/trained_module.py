@@ -70,7 +70,6 @@ class TrainedModule(PlannedModule):
         self.monitor = Monitor(program.plan, world, log_dir=log_dir)
         self._assembly: Assembly = assemble(program, world, weights)
         self.seed, self.step_count = seed, 0
-        self._shared = SharedSamples(world, program.graph.inputs)
         held, stages = self._assembly.held, self._assembly.stages
         self._parameter_checks = Parameters(held)
         self._gradients = StepGradients(self._assembly, self.plan, self.monitor, program.graph.without_gradient())
@@ -82,7 +81,8 @@ class TrainedModule(PlannedModule):
         weakref.finalize(self, self._alarm.close)
         self._calls = Calls(world, self._alarm, world.meeting_group(), self._gradients)
         # no attribute refers back to self, so that an unused model is freed at once, with its hooks
-        self._batches = Batches(program, world, self._shared, self._alarm, self._calls)
+        self._shared = SharedSamples(world, program.graph.inputs, self._alarm)
+        self._batches = Batches(program, world, self._shared, self._calls)
         self._scaler = scaler = ParallelScaler(self.plan.precision, held, self._calls, self._norm.group, world.device)
         self._changing_buffers = State(program, world, weights, stages)
         inputs, has_one_stage = program.graph.inputs, len(program.stages) == 1
