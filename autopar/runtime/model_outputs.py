@@ -29,7 +29,7 @@ from autopar.runtime.checkpoint.contents import WholeTensors, model_parts
 from autopar.runtime.joined_values import Join, Samples, Tap, rebuilt
 from autopar.runtime.step.gradients import RankParameter
 from autopar.runtime.step.local_batch import num_samples
-from autopar.runtime.step.other_runs import PartialBatch
+from autopar.runtime.step.other_runs import BatchSplit
 from autopar.runtime.step.stage import StageModule
 from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import Peers, World
@@ -199,7 +199,7 @@ class ModelOutputs:
     def made(
         self,
         batch: Mapping[str, Any],
-        partial: PartialBatch | None,
+        split: BatchSplit,
         *,
         loss: Any,
         missing: frozenset[str] = frozenset(),
@@ -219,7 +219,7 @@ class ModelOutputs:
         outputs = self._outputs
         assert outputs is not None
         given = named_inputs(batch)
-        samples = self._samples(given, partial)
+        samples = self._samples(given, split)
         wanted = [leaf for leaf in outputs.leaves if leaf.ref is not None and missing.isdisjoint(leaf.reads)]
         makes = {op.name: op for op in outputs.ops}
         derived = [leaf for leaf in wanted if leaf.ref is not None and leaf.ref.name in makes]
@@ -227,7 +227,7 @@ class ModelOutputs:
         if left:
             wanted, derived = [leaf for leaf in wanted if leaf not in left], []
         needed = ancestors(outputs.ops, [leaf.ref for leaf in derived if leaf.ref is not None])
-        complete, split = self._joined(wanted, needed, samples, gather=gather, plain=not communicates)
+        complete, dtensors = self._joined(wanted, needed, samples, gather=gather, plain=not communicates)
         env = complete | self._given(given, wanted, needed)
         if needed:
             env |= self._constants | self._trained_values(needed)
@@ -237,7 +237,7 @@ class ModelOutputs:
             if leaf in left:
                 found[index] = NotComputed(leaf.name)
             elif leaf in wanted and leaf.ref is not None:
-                value = split.get(leaf.ref, env.get(leaf.ref, self._constants.get(leaf.ref)))
+                value = dtensors.get(leaf.ref, env.get(leaf.ref, self._constants.get(leaf.ref)))
                 value = self._replicated(value) if not gather and leaf.ref.name in makes else value
                 found[index] = value if communicates else self._without_backward(leaf, value, makes)
             elif leaf.ref is None:
@@ -245,12 +245,10 @@ class ModelOutputs:
         more = Fraction(samples.total - outputs.batch_size, outputs.batch_size)
         return rebuilt(outputs.structure, loss, found.get, more)
 
-    def _samples(self, given: Mapping[str, Any], partial: PartialBatch | None) -> Samples:
+    def _samples(self, given: Mapping[str, Any], split: BatchSplit) -> Samples:
         total = num_samples(given, self._program.graph.inputs) or self._plan.global_batch_size
-        ranks = range(self._plan.mesh.data)
-        counts = tuple(len(self._plan.samples_of(rank)) for rank in ranks) if partial is None else partial.counts
-        is_global = partial is not None or total == self._plan.global_batch_size
-        return Samples(counts=counts, partial=partial, is_global=is_global, total=total)
+        is_global = not split.is_full or total == self._plan.global_batch_size
+        return Samples(split=split, is_global=is_global, total=total)
 
     def _joined(
         self,
@@ -264,7 +262,7 @@ class ModelOutputs:
         """Values of taps: complete ones (with ``plain`` also those that need no collective), and those that stay split."""
         read = {ref for op in needed for ref in op.operands}
         leaves = {leaf.ref for leaf in wanted}
-        count = self._plan.num_micro_batches if samples.partial is None else len(samples.partial.micro_batches)
+        count = len(samples.split.micro_batches)
         taken = {number: {ref: value for stage in self._stages if stage.taken for ref, value in stage.taken.get(number, {}).items()}
                  for number in range(count)}  # fmt: skip
         complete, split = dict[Ref, Tensor](), dict[Ref, Tensor]()

@@ -20,7 +20,7 @@ from autopar.runtime.checkpoint.series import EXTRA, LOADER, SCHEDULER, CallerSt
 from autopar.runtime.checkpoint.write import Save
 from autopar.runtime.state_dict import EXTRA_STATE, ModuleState, Untrained
 from autopar.runtime.step.global_loss import SCALER_NUMBERS
-from autopar.runtime.step.other_runs import partial_of
+from autopar.runtime.step.other_runs import split_of
 from autopar.runtime.trained_module import TrainedModule
 from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
@@ -110,7 +110,7 @@ class ParallelModel(TrainedModule):
         """
         from autopar.runtime.data import planned_loader
 
-        check = functools.partial(partial_of, self._program, data_rank=self.data_rank, trains=self.training)
+        check = functools.partial(split_of, self._program, data_rank=self.data_rank, trains=self.training)
         return planned_loader(self.plan, self.data_rank, dataset, check_smaller=check, **options)
 
     # --- checkpoints

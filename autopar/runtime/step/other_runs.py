@@ -103,8 +103,8 @@ class WholeBatch(dict[str, Any]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartialBatch:
-    """What one rank computes of a batch that is smaller than the plan's.
+class BatchSplit:
+    """What one rank computes of a batch: of the plan's size, or smaller.
 
     Attributes:
         share: samples of the batch over the plan's global batch.
@@ -117,6 +117,11 @@ class PartialBatch:
     micro_batches: tuple[range, ...]
     size: int
     counts: tuple[int, ...]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the batch has the plan's size."""
+        return self.share == 1.0
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -135,13 +140,15 @@ class PartialBatch:
     def weighed(self, total: Tensor, number: int) -> Tensor:
         """Return a sum over the samples of micro-batch ``number``, corrected so that each counts once."""
         count = len(self.micro_batches[number])
+        if count == self.size:
+            return total
         if not total.is_floating_point():
             return total * count // self.size  # exact: samples are repeated equally often
         return total * (count / self.size)
 
 
-def partial_batch(plan: Plan, num_samples: int, data_rank: int) -> PartialBatch:
-    """Return how the data rank computes ``num_samples``, fewer than the plan's global batch.
+def split_batch(plan: Plan, num_samples: int, data_rank: int) -> BatchSplit:
+    """Return how the data rank computes ``num_samples``, at most the plan's global batch.
 
     A pipeline runs its schedule a whole number of times, with all its micro-batches.
     """
@@ -150,8 +157,8 @@ def partial_batch(plan: Plan, num_samples: int, data_rank: int) -> PartialBatch:
     return _from_sizes(plan, cuts, data_rank)
 
 
-def partial_of(program: Program, num_samples: int, data_rank: int, *, trains: bool) -> PartialBatch:
-    """As :func:`partial_batch`, for a model whose samples may interact.
+def split_of(program: Program, num_samples: int, data_rank: int, *, trains: bool) -> BatchSplit:
+    """As :func:`split_batch`, for a model whose samples may interact.
 
     Args:
         trains: whether it is a training step; in an evaluation batch norms read their running statistics.
@@ -172,7 +179,7 @@ def partial_of(program: Program, num_samples: int, data_rank: int, *, trains: bo
             otherwise="fill it up with further samples" if meet else "take means in it, no sums over len(x)",
         )
     if not meeting:
-        return partial_batch(plan, num_samples, data_rank)
+        return split_batch(plan, num_samples, data_rank)
     if num_samples == 1 and any(map(_has_one_value, meeting)):
         raise _refusal(
             program,
@@ -199,7 +206,7 @@ def partial_of(program: Program, num_samples: int, data_rank: int, *, trains: bo
     return _from_sizes(plan, [[count] if count else [] for count in taken], data_rank)
 
 
-def _from_sizes(plan: Plan, cuts: Sequence[Sequence[int]], data_rank: int) -> PartialBatch:
+def _from_sizes(plan: Plan, cuts: Sequence[Sequence[int]], data_rank: int) -> BatchSplit:
     """Return the rank's part, given the sizes of each data rank's micro-batches."""
     counts = tuple(map(sum, cuts))
     count = max(len(cut) for cut in cuts)
@@ -210,7 +217,7 @@ def _from_sizes(plan: Plan, cuts: Sequence[Sequence[int]], data_rank: int) -> Pa
         micro_batches.append(range(start, start + size))
         start += size
     micro_batches += [range(0)] * (count - len(micro_batches))
-    return PartialBatch(
+    return BatchSplit(
         share=sum(counts) / plan.global_batch_size,
         micro_batches=tuple(micro_batches),
         size=plan.micro_batch_of(data_rank),

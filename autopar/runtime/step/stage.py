@@ -188,7 +188,7 @@ class StageModule(nn.Module):
                 values.update(zip(block.outputs, outputs, strict=True))
         self.new_state = {buffer: values[name].detach() for buffer, name in program.mutations}
         results = [values[name] for name in self._sends]
-        if self.is_last and self.weights is not None:
+        if self.is_last and weight != 1.0:
             results[0] = results[0] * weight
         if self._is_whole:
             return cast("Tensor", results[0])
