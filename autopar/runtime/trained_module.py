@@ -75,7 +75,7 @@ class TrainedModule(PlannedModule):
         self._gradients = StepGradients(self._assembly, self.plan, self.monitor, program.graph.without_gradient())
         self._loss = GlobalLoss(self.plan, world, self.monitor)
         self._norm = Norm(held, world.sums_group(), world.device, self._loss.dtype)
-        self._replicas = Replicas(held, world, self._norm.group)
+        self._replicas = Replicas(held, world)
         recovers, launched = not uses_fsdp(self.plan), launched_on(world.device)
         self._alarm = Alarm(world.rank, self.plan.mesh.world_size, recovers=recovers, launched=launched)
         weakref.finalize(self, self._alarm.close)
