@@ -10,14 +10,16 @@ from typing import Any, TypeAlias, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from autopar.errors import PlanError
 from autopar.graph.graph import Input
 from autopar.lower.program import Program
 from autopar.plan.plan import Plan
 from autopar.plan.run_log import COMPUTE, DATA, PIPELINE
+from autopar.plan.schedule import check_schedule
 from autopar.runtime.assemble import Assembly, before_backward
 from autopar.runtime.monitor import Monitor
 from autopar.runtime.step.gradients import BucketedSums, hand_over, sum_in_place
@@ -138,6 +140,10 @@ class Pipeline:
     """Runs several stages by ``torch.distributed.pipelining``; each stage gets the batch inputs as keywords.
 
     Backward starts from ``scaled(loss)``, which has the value of the loss.
+
+    Raises:
+        PlanError: the plan has ZeRO 2.
+        UsageError: its schedule cannot run with so many stages or micro-batches.
     """
 
     def __init__(
@@ -145,7 +151,11 @@ class Pipeline:
     ) -> None:
         self._stages, self._program, self._monitor = stages, program, monitor
         plan = program.plan
-        _check_schedule(plan)
+        check_schedule(plan.schedule, plan.mesh.pp, plan.virtual_stages, plan.num_micro_batches)
+        if plan.zero_stage == 2:
+            raise PlanError(
+                "A pipeline cannot use ZeRO 2, as it reduces gradients at the end of a step", fix="Pin zero=1 or zero=3"
+            )
         group = world.device_mesh.get_group("pp")
         self._group, self._device = group, world.device
         self._rank_of = {stage.index: dist.get_global_rank(group, stage.pp_rank) for stage in program.stages}
@@ -173,18 +183,8 @@ class Pipeline:
             "kwargs_chunk_spec": {INPUT + name: TensorChunkSpec(dim) for name, dim in chunked.items()},  # type: ignore[no-untyped-call]
             "scale_grads": False,
         }
-        match plan.schedule:
-            case "GPipe":
-                self._schedule: Any = ScheduleGPipe(wrapped[0], **options)
-            case "1F1B":
-                self._schedule = Schedule1F1B(wrapped[0], **options)
-            case "Interleaved1F1B":
-                self._schedule = ScheduleInterleaved1F1B(list(wrapped), **options)
-            case other:
-                raise PlanError(
-                    f"Several stages cannot run with the schedule '{other}'",
-                    fix="Pin schedule=1F1B, GPipe or Interleaved1F1B",
-                )
+        kind: Any = get_schedule_class(plan.schedule)
+        self._schedule = kind(wrapped if plan.schedule == "Interleaved1F1B" else wrapped[0], **options)
 
     def run(self, batch: Batch, count: int) -> Tensor | None:
         """As :meth:`Accumulation.run`; None on ranks without the last stage.
@@ -295,20 +295,3 @@ def _naming_stage(index: int) -> Iterator[None]:
         if first is error:
             raise
         raise first from first.__cause__
-
-
-def _check_schedule(plan: Plan) -> None:
-    """Refuse what torch's schedules cannot run.
-
-    Raises:
-        PlanError: names it.
-    """
-    if plan.zero_stage == 2:
-        raise PlanError(
-            "A pipeline cannot use ZeRO 2, as it reduces gradients at the end of a step", fix="Pin zero=1 or zero=3"
-        )
-    if plan.schedule == "1F1B" and plan.num_micro_batches < plan.mesh.pp:
-        raise PlanError(
-            f"The schedule 1F1B with {plan.mesh.pp} stages needs at least {plan.mesh.pp} micro-batches, but there are {plan.num_micro_batches}",
-            fix="Pin a smaller micro_batch or another schedule",
-        )
