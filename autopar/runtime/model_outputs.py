@@ -119,7 +119,7 @@ class ModelOutputs:
         self._outputs: Outputs | None = program.graph.outputs
         self._taps: dict[Ref, Tap] = {}
         self._constants: dict[Ref, Tensor] = {}
-        self._trained: dict[Ref, str] = {}
+        self._trained: dict[Ref, tuple[str, torch.dtype]] = {}
         self._told: set[str] = set()
         self._join = Join(program, world)
         if self._outputs is not None:
@@ -141,7 +141,7 @@ class ModelOutputs:
         places = {block.index: (stage, i) for stage in self._program.stages for i, block in enumerate(stage.blocks)}
         blocks: dict[int, dict[int, list[Ref]]] = {}
         for ref, traced in outputs.taps:
-            stage, position = places[graph._index.block_of[ref.name]]
+            stage, position = places[graph.block_of(ref.name)]
             layout = layout_of(graph, ref)
             self._taps[ref] = Tap(ref=ref, traced=traced, spec=graph.spec(ref), layout=layout, pp_rank=stage.pp_rank)
             blocks.setdefault(stage.index, {}).setdefault(position, []).append(ref)
@@ -149,15 +149,13 @@ class ModelOutputs:
             module.keep(blocks.get(module.index, {}))
 
     def _store_constants(self, outputs: Outputs, weights: ModelWeights) -> None:
-        """Store values that no step changes, and the names of parameters that steps train."""
-        trained = {parameter.fqn for parameter in self._program.graph.parameters}
-        trained |= {name for parameter in self._program.graph.parameters for name in parameter.aliases}
+        """Store values that no step changes, and of parameters that steps train the names and the dtypes that outputs read."""
+        firsts = {name: p.fqn for p in self._program.graph.parameters for name in (p.fqn, *p.aliases)}
         for parameter in outputs.parameters:
-            if parameter.fqn in trained:
-                self._trained[Ref(parameter.name)] = parameter.fqn
+            if parameter.fqn in firsts:
+                self._trained[Ref(parameter.name)] = firsts[parameter.fqn], parameter.spec.dtype
                 continue
-            index = tuple(slice(0, size) for size in parameter.spec.shape)
-            value = weights.parameter(parameter, index)
+            value = weights.parameter(parameter)
             self._constants[Ref(parameter.name)] = value.to(self._world.device, parameter.spec.dtype, copy=True)
         for buffer in outputs.buffers:
             known = weights.buffer(buffer.fqn, buffer.value) if buffer.fqn else buffer.value
@@ -291,17 +289,15 @@ class ModelOutputs:
         read = {ref: self._trained[ref] for op in needed for ref in op.operands if ref in self._trained}
         if not read:
             return {}
-        names = set(read.values())
-        known = {p.name for p in self._program.graph.parameters if not names.isdisjoint((p.fqn, *p.aliases))}
-        held = [h for h in self._held if h.name in known]
-        firsts = {name: p.fqn for p in self._program.graph.parameters for name in (p.fqn, *p.aliases)}
-        whole = WholeTensors(model_parts(self._program.graph, held), Peers(self._world.host_group()))
-        values = {name: whole.complete(firsts[name]) for name in sorted(names)}
-        dtype = {Ref(p.name): p.spec.dtype for p in (self._outputs.parameters if self._outputs else ())}
+        graph, fqns = self._program.graph, sorted({fqn for fqn, _ in read.values()})
+        names = {p.name for p in graph.parameters if p.fqn in fqns}
+        parts = model_parts(graph, [h for h in self._held if h.name in names])
+        whole = WholeTensors(parts, Peers(self._world.host_group()))
+        values = {fqn: whole.complete(fqn) for fqn in fqns}
         return {
-            ref: value.to(self._world.device, dtype[ref])
-            for ref, name in read.items()
-            if (value := values[name]) is not None
+            ref: value.to(self._world.device, dtype)
+            for ref, (fqn, dtype) in read.items()
+            if (value := values[fqn]) is not None
         }
 
     def _compute(self, outputs: Outputs, needed: Sequence[Op], samples: Samples, env: dict[Ref, Tensor]) -> None:

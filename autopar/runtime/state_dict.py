@@ -190,8 +190,7 @@ def _value(weights: ModelWeights, name: str, tensor: Tensor, traced: Mapping[str
     try:
         if isinstance(tensor, nn.Parameter):
             spec = TensorSpec.of(tensor, requires_grad=tensor.requires_grad)
-            whole = tuple(slice(0, size) for size in tensor.shape)
-            value = weights.parameter(Parameter(name=name, fqn=name, spec=spec), whole)
+            value = weights.parameter(Parameter(name=name, fqn=name, spec=spec))
         else:
             value = weights.buffer(name, traced.get(name))
     except UsageError as error:

@@ -79,8 +79,8 @@ class ModelWeights:
         self.model, self._seed, self._device = model, seed, device
         self._last: tuple[str, nn.Module] | None = None
 
-    def parameter(self, parameter: Parameter, index: Index) -> Tensor:
-        """Return the elements ``index`` of the model's parameter."""
+    def parameter(self, parameter: Parameter, index: Index = ()) -> Tensor:
+        """Return the elements ``index`` of the model's parameter, by default all."""
         return self._value(parameter.fqn, self.model.get_parameter(parameter.fqn))[index]
 
     def buffer(self, fqn: str, traced: Tensor | None = None) -> Tensor:
@@ -222,8 +222,8 @@ class FileWeights(ModelWeights):
                 ", ".join(unknown[:3]),
             )
 
-    def parameter(self, parameter: Parameter, index: Index) -> Tensor:
-        """Return the elements ``index`` of the model's parameter.
+    def parameter(self, parameter: Parameter, index: Index = ()) -> Tensor:
+        """Return the elements ``index`` of the model's parameter, by default all.
 
         Raises:
             UsageError: it is in no file, or has another shape or kind of numbers there.
@@ -243,7 +243,7 @@ class FileWeights(ModelWeights):
         if not name:
             return super().buffer(fqn, traced)
         shape = tuple(self.model.get_buffer(fqn).shape)
-        return self._read(name, fqn, shape, tuple(slice(0, size) for size in shape))
+        return self._read(name, fqn, shape, ())
 
     def _find(self, names: tuple[str, ...]) -> str:
         """Return the name of a tensor in the files; empty if they do not have it."""
@@ -255,7 +255,7 @@ class FileWeights(ModelWeights):
         with _readable(path), safe_open(path, framework="pt") as file:
             stored = file.get_slice(name)
             file_shape = tuple(stored.get_shape())
-            value: Tensor = file.get_tensor(name) if not shape or file_shape != shape else stored[index]
+            value: Tensor = file.get_tensor(name) if not index or file_shape != shape else stored[index]
         dtype = self._dtypes[fqn]
         if file_shape != shape or not _fits(value.dtype, dtype):
             raise UsageError(
