@@ -67,7 +67,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         parameters = inspect.signature(original.forward).parameters.values()
         weighs = hasattr(original, "loss_function") and any(p.kind == p.VAR_KEYWORD for p in parameters)
         self.model_accepts_loss_kwargs = bool(getattr(original, "accepts_loss_kwargs", weighs))
-        self._loss_shifts_labels = _is_known_as_causal(original)
+        # the Trainer counts all labels of causal models that it does not know as such (GPT-2)
+        is_known = LOSS_MAPPING.get(getattr(original, "loss_type", None)) is ForCausalLMLoss
+        self._loss_shifts_labels = is_known and _is_causal(original)
         self._restored: dict[str, Any] | None = None
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -272,14 +274,6 @@ def _is_causal(model: nn.Module) -> bool:
     """Return whether the loss of a model ignores the first label."""
     is_causal = getattr(model, "loss_function", None) is ForCausalLMLoss
     return is_causal and not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-
-
-def _is_known_as_causal(model: nn.Module) -> bool:
-    """Return whether the Trainer too counts labels without the first.
-
-    It counts all labels of causal models that it does not know as such (GPT-2).
-    """
-    return _is_causal(model) and LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
 
 
 def _last_complete(root: Path) -> str:

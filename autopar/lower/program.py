@@ -214,19 +214,12 @@ class _Builder:
     def _homes(self) -> dict[str, int]:
         """Return for each buffer that steps change the index of the stage that computes its new value.
 
-        A value of the prelude is computed by the first stage that runs the buffer's module, or by the first stage of all.
+        A value of the prelude, which needs no value of a block, is computed by the first stage.
         """
-        graph, homes = self.graph, dict[str, int]()
-        modules: dict[str, int] = {}
+        homes = dict.fromkeys(self.changed, self.plan.stages[0].index)
         for stage in self.plan.stages:
-            blocks = graph.blocks[stage.start : stage.stop]
-            for block in blocks:
-                homes |= {m.buffer: stage.index for m in graph.block_mutations(block)}
-            for op in graph.ops[blocks[0].start : blocks[-1].stop] if blocks else ():
-                modules.setdefault(op.module, stage.index)
-        for buffer in graph.buffers:
-            if buffer.name in self.changed:
-                homes.setdefault(buffer.name, modules.get(buffer.fqn.rpartition(".")[0], self.plan.stages[0].index))
+            for block in self.graph.blocks[stage.start : stage.stop]:
+                homes |= {m.buffer: stage.index for m in self.graph.block_mutations(block)}
         return homes
 
     def stage(self, stage: StagePlan) -> StageProgram:

@@ -11,6 +11,7 @@ Losses are sums over a global count, so gradients are summed over data ranks, no
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ from autopar.plan.mesh import EXPERT_MESH_AXES, MESH_AXES
 from autopar.plan.plan import Plan, Precision
 from autopar.rules.local_calls import SPREAD
 from autopar.runtime.joined_values import placement_of
-from autopar.runtime.step.gradients import RankParameter, hand_over, lengthened
+from autopar.runtime.step.gradients import RankParameter, lengthened
 from autopar.runtime.step.stage import StageModule
 from autopar.runtime.weights import ModelWeights, local_index
 from autopar.runtime.world import World
@@ -138,32 +139,12 @@ class Assembly:
     held: tuple[RankParameter, ...]
 
     @property
-    def tied(self) -> tuple[RankParameter, ...]:
-        """Parameters that another stage also holds: on another rank (they have a ``tie_group``) or on this one."""
-        twice = {copy.name for _, copy in self._copies()}
-        return tuple(held for held in self.held if held.tie_group is not None or held.name in twice)
-
-    @property
-    def first_copies(self) -> tuple[RankParameter, ...]:
-        """The first copy of each parameter that is tied over ranks."""
-        return tuple({held.name: held for held in reversed(self.held) if held.tie_group is not None}.values())
-
-    def sum_copies_here(self) -> None:
-        """Add the gradients of further copies of tied parameters on this rank to that of the first copy."""
-        for first, copy in self._copies():
-            if copy.gradient is not None:
-                hand_over(first.parameter, copy.gradient)
-
-    def spread_copies_here(self) -> None:
-        """Give all copies on this rank the gradient of the first copy."""
-        for first, copy in self._copies():
-            if first.gradient is not None:
-                copy.parameter.grad = None
-                hand_over(copy.parameter, first.gradient.clone())
-
-    def _copies(self) -> list[tuple[RankParameter, RankParameter]]:
-        first = {held.name: held for held in reversed(self.held)}
-        return [(first[held.name], held) for held in self.held if first[held.name] is not held]
+    def tied(self) -> list[list[RankParameter]]:
+        """The copies on this rank of each parameter that another stage also holds: on another rank (they have a ``tie_group``) or on this one."""
+        by_name: defaultdict[str, list[RankParameter]] = defaultdict(list)
+        for held in self.held:
+            by_name[held.name].append(held)
+        return [copies for copies in by_name.values() if len(copies) > 1 or copies[0].tie_group is not None]
 
 
 def assemble(program: Program, world: World, weights: ModelWeights) -> Assembly:

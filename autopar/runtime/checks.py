@@ -15,7 +15,6 @@ from autopar.hardware.describe import multiplies_in_tf32
 from autopar.lower.emit import ancestors, is_random
 from autopar.lower.program import Program
 from autopar.plan.plan import TF32_PRODUCTS, Plan, Precision
-from autopar.plan.prediction import Memory
 from autopar.runtime.local_optimizer import LocalSteps
 from autopar.runtime.step.gradients import RankParameter
 from autopar.runtime.step.other_runs import noise
@@ -289,8 +288,8 @@ class MemoryReport:
         )
 
     def _predicted(self) -> dict[str, int]:
-        memory = self._memory()
-        if memory is None:
+        memory = next(iter(self._plan.memory_of(self._world.rank)), None)
+        if memory is None:  # a plan without predictions
             return {}
         return {
             "parameters": memory.parameters,
@@ -298,14 +297,6 @@ class MemoryReport:
             "optimizer states": memory.optimizer,
             "activations and temporaries": memory.activations + memory.transient,
         }
-
-    def _memory(self) -> Memory | None:
-        """Return the prediction for this rank's pipeline rank or node group; None in a plan without predictions."""
-        rank, predictions = self._world.rank, self._plan.predicted.memory
-        if self._plan.data_shares:
-            group = next((i for i, g in enumerate(self._plan.groups) if g.start <= rank < g.stop), 0)
-            return next((memory for memory in predictions if memory.group == group), None)
-        return next((memory for memory in predictions if memory.pp_rank == self._world.coordinate["pp"]), None)
 
     def _actual(self) -> dict[str, int]:
         device = self._world.device

@@ -26,7 +26,7 @@ from autopar.ops.sequence import zigzag
 from autopar.plan.mesh import DATA_AXES, R, S, Type
 from autopar.rules.apply import BATCH
 from autopar.rules.strategy import RING
-from autopar.runtime.step.other_runs import PartialBatch
+from autopar.runtime.step.other_runs import BatchSplit
 from autopar.runtime.world import World
 
 _MESH = ("dp_replicate", "dp_shard", "cp", "tp")
@@ -38,14 +38,12 @@ class Samples:
     """The samples that an output has.
 
     Attributes:
-        counts: samples of each data rank; together they are the batch.
-        partial: the samples of each of this rank's micro-batches; None if they are full.
+        split: the samples of each data rank, and of each of this rank's micro-batches.
         is_global: whether all ranks were given one batch.
         total: samples of the batch that was given.
     """
 
-    counts: tuple[int, ...]
-    partial: PartialBatch | None
+    split: BatchSplit
     is_global: bool
     total: int
 
@@ -77,8 +75,6 @@ class Join:
 
     def __init__(self, program: Program, world: World) -> None:
         self._world = world
-        plan = program.plan
-        self._micro_batch = plan.micro_batch_of(world.data_index)
         self._groups = {axis: world.axis_group((axis,)) for axis in ("pp", "cp", "tp")}
         self._data = world.axis_group(DATA_AXES)
         self._zigzag = {"cp"} if any(op.target == RING for op in program.graph.ops) else set[str]()
@@ -118,7 +114,7 @@ class Join:
                 value = self._undo_axis(axis, kind, value)
                 del kinds[axis]
         value = _cut(value, tap)
-        is_uneven = batch.is_split and len(set(samples.counts)) > 1
+        is_uneven = batch.is_split and len(set(samples.split.counts)) > 1
         value = self._join_samples(tap, value, samples, over_data=is_uneven)
         if is_uneven:
             del kinds[BATCH]
@@ -148,20 +144,20 @@ class Join:
         return zigzag(value, kind.dim + 1, size, back=True) if axis in self._zigzag else value
 
     def _join_samples(self, tap: Tap, value: Tensor, samples: Samples, *, over_data: bool) -> Tensor:
-        kind, partial = tap.over_samples, samples.partial
+        kind, split = tap.over_samples, samples.split
         if kind.kind in ("I", "R"):
             return value[0]
         if kind.kind == "P":
-            parts = [x if partial is None else partial.weighed(x, i) for i, x in enumerate(value)]
+            parts = [split.weighed(x, i) for i, x in enumerate(value)]
             total = torch.stack(parts).sum(0).to(value.dtype)
             return _summed(total, self._data) if self._data is not None and over_data else total
-        per_sample = value.shape[kind.dim + 1] // self._micro_batch
-        counts = [self._micro_batch] * len(value) if partial is None else [len(m) for m in partial.micro_batches]
+        per_sample = value.shape[kind.dim + 1] // split.size
+        counts = [len(indices) for indices in split.micro_batches]
         parts = [x.narrow(kind.dim, 0, n * per_sample) for x, n in zip(value, counts, strict=True)]
         local = torch.cat(parts, kind.dim) if len(parts) > 1 else parts[0]
         if self._data is None or not over_data:
             return local
-        return gathered(local, kind.dim, self._data, [n * per_sample for n in samples.counts])
+        return gathered(local, kind.dim, self._data, [n * per_sample for n in samples.split.counts])
 
     def _lengthened_dims(self, tap: Tap) -> set[int]:
         """Dims that the plan has lengthened."""

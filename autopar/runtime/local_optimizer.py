@@ -16,7 +16,7 @@ import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -207,19 +207,29 @@ class LocalSteps:
         lists = [group["params"] for group in optimizer.param_groups]
         states: defaultdict[Tensor, Any] = defaultdict(dict)
         kept = optimizer.state
-        try:
-            for group in optimizer.param_groups:
-                group["params"] = [self._lent_with(parameter, kept, states) for parameter in group["params"]]
-        except UsageError:
-            for group, parameters in zip(optimizer.param_groups, lists, strict=True):
-                group["params"] = parameters
-            raise
+        lent = [[self._lent_with(parameter, kept, states) for parameter in parameters] for parameters in lists]
+        for group, parameters in zip(optimizer.param_groups, lent, strict=True):
+            group["params"] = parameters
         optimizer.state = states
         self._open = optimizer, lists, kept
         if self._on_host:
             _down(self._stepped(lists))
-            self._undo.enter_context(_fused(optimizer))
-            self._undo.enter_context(_threads(self._threads))
+            self._use_host(optimizer)
+
+    def _use_host(self, optimizer: Optimizer) -> None:
+        """Use one kernel for a parameter's step, if torch has one for CPUs and the user has chosen none, and more threads, until the step ends.
+
+        torchrun gives a process one thread, and its share of the cores is idle during a step.
+        """
+        for group in optimizer.param_groups:
+            is_free = group.get("fused") is None and not group.get("foreach")
+            if type(optimizer) in _FUSED and is_free and all(p.is_floating_point() for p in group["params"]):
+                group["fused"] = True
+                self._undo.callback(group.update, fused=None)
+        before = torch.get_num_threads()
+        if self._threads is not None and self._threads > before:
+            torch.set_num_threads(self._threads)
+            self._undo.callback(torch.set_num_threads, before)
 
     def _lent_with(
         self, parameter: Tensor, own: Mapping[Tensor, Any], states: defaultdict[Tensor, Any]
@@ -334,40 +344,6 @@ class LocalSteps:
                         if name not in states or _inside(states[name]) is not value:
                             states[name] = _around(name, value, local, parameter)
             group["params"] = parameters
-
-
-@contextmanager
-def _fused(optimizer: Optimizer) -> Iterator[None]:
-    """Use one kernel for a parameter's step, if torch has one for CPUs and the user has chosen none."""
-    groups = [
-        group
-        for group in optimizer.param_groups
-        if type(optimizer) in _FUSED
-        and group.get("fused") is None
-        and not group.get("foreach")
-        and all(p.is_floating_point() for p in group["params"])
-    ]
-    for group in groups:
-        group["fused"] = True
-    try:
-        yield
-    finally:
-        for group in groups:
-            group["fused"] = None
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """Use more threads for a step on the host: torchrun gives a process one, and its share of the cores is idle meanwhile."""
-    before = torch.get_num_threads()
-    if count is None or count <= before:
-        yield
-        return
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _inside(value: Any) -> Any:

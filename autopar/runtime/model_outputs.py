@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_leaves
 
 from autopar.errors import UsageError
 from autopar.graph.elements import Leaf, Outputs
@@ -28,7 +29,7 @@ from autopar.runtime.checkpoint.contents import WholeTensors, model_parts
 from autopar.runtime.joined_values import Join, Samples, Tap, rebuilt
 from autopar.runtime.step.gradients import RankParameter
 from autopar.runtime.step.local_batch import num_samples
-from autopar.runtime.step.other_runs import PartialBatch
+from autopar.runtime.step.other_runs import BatchSplit
 from autopar.runtime.step.stage import StageModule
 from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import Peers, World
@@ -82,30 +83,18 @@ class NotComputed:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse torch's functions that are given one, also inside lists."""
-        found = next((value for value in _flat((args, kwargs or {})) if isinstance(value, cls)), None)
+        found = next((value for value in tree_leaves((args, kwargs)) if isinstance(value, cls)), None)
         return NotImplemented if found is None else found._refuse()
 
-    __array__ = __bool__ = __contains__ = __float__ = __format__ = __getitem__ = __index__ = __int__ = __iter__ = (
-        __len__
-    ) = _refuse
-    __setattr__ = __setitem__ = _refuse
-    __abs__ = __invert__ = __neg__ = __pos__ = __round__ = _refuse
-    __add__ = __and__ = __floordiv__ = __matmul__ = __mod__ = __mul__ = __or__ = __pow__ = __sub__ = __truediv__ = (
-        __xor__
-    ) = _refuse
-    __radd__ = __rand__ = __rfloordiv__ = __rmatmul__ = __rmod__ = __rmul__ = __ror__ = __rpow__ = __rsub__ = (
-        __rtruediv__
-    ) = _refuse
-    __ge__ = __gt__ = __le__ = __lt__ = _refuse
-    __eq__ = __ne__ = _refuse
-    __hash__ = object.__hash__
 
+_READS = (
+    "abs add and array bool contains eq float floordiv format ge getitem gt index int invert iter le len lt matmul mod mul ne neg or pos pow "
+    "radd rand rfloordiv rmatmul rmod rmul ror round rpow rsub rtruediv rxor setattr setitem sub truediv xor"
+)
+"""The protocols of Python by which a value is read, which Python looks up in the class."""
 
-def _flat(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [one for item in value for one in _flat(item)] if isinstance(value, list | tuple) else [value]
-
+for _protocol in _READS.split():
+    setattr(NotComputed, f"__{_protocol}__", NotComputed._refuse)
 
 _LOGGER = logging.getLogger("autopar")
 
@@ -130,7 +119,7 @@ class ModelOutputs:
         self._outputs: Outputs | None = program.graph.outputs
         self._taps: dict[Ref, Tap] = {}
         self._constants: dict[Ref, Tensor] = {}
-        self._trained: dict[Ref, str] = {}
+        self._trained: dict[Ref, tuple[str, torch.dtype]] = {}
         self._told: set[str] = set()
         self._join = Join(program, world)
         if self._outputs is not None:
@@ -152,7 +141,7 @@ class ModelOutputs:
         places = {block.index: (stage, i) for stage in self._program.stages for i, block in enumerate(stage.blocks)}
         blocks: dict[int, dict[int, list[Ref]]] = {}
         for ref, traced in outputs.taps:
-            stage, position = places[graph._index.block_of[ref.name]]
+            stage, position = places[graph.block_of(ref.name)]
             layout = layout_of(graph, ref)
             self._taps[ref] = Tap(ref=ref, traced=traced, spec=graph.spec(ref), layout=layout, pp_rank=stage.pp_rank)
             blocks.setdefault(stage.index, {}).setdefault(position, []).append(ref)
@@ -160,15 +149,13 @@ class ModelOutputs:
             module.keep(blocks.get(module.index, {}))
 
     def _store_constants(self, outputs: Outputs, weights: ModelWeights) -> None:
-        """Store values that no step changes, and the names of parameters that steps train."""
-        trained = {parameter.fqn for parameter in self._program.graph.parameters}
-        trained |= {name for parameter in self._program.graph.parameters for name in parameter.aliases}
+        """Store values that no step changes, and of parameters that steps train the names and the dtypes that outputs read."""
+        firsts = {name: p.fqn for p in self._program.graph.parameters for name in (p.fqn, *p.aliases)}
         for parameter in outputs.parameters:
-            if parameter.fqn in trained:
-                self._trained[Ref(parameter.name)] = parameter.fqn
+            if parameter.fqn in firsts:
+                self._trained[Ref(parameter.name)] = firsts[parameter.fqn], parameter.spec.dtype
                 continue
-            index = tuple(slice(0, size) for size in parameter.spec.shape)
-            value = weights.parameter(parameter, index)
+            value = weights.parameter(parameter)
             self._constants[Ref(parameter.name)] = value.to(self._world.device, parameter.spec.dtype, copy=True)
         for buffer in outputs.buffers:
             known = weights.buffer(buffer.fqn, buffer.value) if buffer.fqn else buffer.value
@@ -210,7 +197,7 @@ class ModelOutputs:
     def made(
         self,
         batch: Mapping[str, Any],
-        partial: PartialBatch | None,
+        split: BatchSplit,
         *,
         loss: Any,
         missing: frozenset[str] = frozenset(),
@@ -230,7 +217,7 @@ class ModelOutputs:
         outputs = self._outputs
         assert outputs is not None
         given = named_inputs(batch)
-        samples = self._samples(given, partial)
+        samples = self._samples(given, split)
         wanted = [leaf for leaf in outputs.leaves if leaf.ref is not None and missing.isdisjoint(leaf.reads)]
         makes = {op.name: op for op in outputs.ops}
         derived = [leaf for leaf in wanted if leaf.ref is not None and leaf.ref.name in makes]
@@ -238,7 +225,7 @@ class ModelOutputs:
         if left:
             wanted, derived = [leaf for leaf in wanted if leaf not in left], []
         needed = ancestors(outputs.ops, [leaf.ref for leaf in derived if leaf.ref is not None])
-        complete, split = self._joined(wanted, needed, samples, gather=gather, plain=not communicates)
+        complete, dtensors = self._joined(wanted, needed, samples, gather=gather, plain=not communicates)
         env = complete | self._given(given, wanted, needed)
         if needed:
             env |= self._constants | self._trained_values(needed)
@@ -248,7 +235,7 @@ class ModelOutputs:
             if leaf in left:
                 found[index] = NotComputed(leaf.name)
             elif leaf in wanted and leaf.ref is not None:
-                value = split.get(leaf.ref, env.get(leaf.ref, self._constants.get(leaf.ref)))
+                value = dtensors.get(leaf.ref, env.get(leaf.ref, self._constants.get(leaf.ref)))
                 value = self._replicated(value) if not gather and leaf.ref.name in makes else value
                 found[index] = value if communicates else self._without_backward(leaf, value, makes)
             elif leaf.ref is None:
@@ -256,12 +243,10 @@ class ModelOutputs:
         more = Fraction(samples.total - outputs.batch_size, outputs.batch_size)
         return rebuilt(outputs.structure, loss, found.get, more)
 
-    def _samples(self, given: Mapping[str, Any], partial: PartialBatch | None) -> Samples:
+    def _samples(self, given: Mapping[str, Any], split: BatchSplit) -> Samples:
         total = num_samples(given, self._program.graph.inputs) or self._plan.global_batch_size
-        ranks = range(self._plan.mesh.data)
-        counts = tuple(len(self._plan.samples_of(rank)) for rank in ranks) if partial is None else partial.counts
-        is_global = partial is not None or total == self._plan.global_batch_size
-        return Samples(counts=counts, partial=partial, is_global=is_global, total=total)
+        is_global = not split.is_full or total == self._plan.global_batch_size
+        return Samples(split=split, is_global=is_global, total=total)
 
     def _joined(
         self,
@@ -275,7 +260,7 @@ class ModelOutputs:
         """Values of taps: complete ones (with ``plain`` also those that need no collective), and those that stay split."""
         read = {ref for op in needed for ref in op.operands}
         leaves = {leaf.ref for leaf in wanted}
-        count = self._plan.num_micro_batches if samples.partial is None else len(samples.partial.micro_batches)
+        count = len(samples.split.micro_batches)
         taken = {number: {ref: value for stage in self._stages if stage.taken for ref, value in stage.taken.get(number, {}).items()}
                  for number in range(count)}  # fmt: skip
         complete, split = dict[Ref, Tensor](), dict[Ref, Tensor]()
@@ -304,17 +289,15 @@ class ModelOutputs:
         read = {ref: self._trained[ref] for op in needed for ref in op.operands if ref in self._trained}
         if not read:
             return {}
-        names = set(read.values())
-        known = {p.name for p in self._program.graph.parameters if not names.isdisjoint((p.fqn, *p.aliases))}
-        held = [h for h in self._held if h.name in known]
-        firsts = {name: p.fqn for p in self._program.graph.parameters for name in (p.fqn, *p.aliases)}
-        whole = WholeTensors(model_parts(self._program.graph, held), Peers(self._world.host_group()))
-        values = {name: whole.complete(firsts[name]) for name in sorted(names)}
-        dtype = {Ref(p.name): p.spec.dtype for p in (self._outputs.parameters if self._outputs else ())}
+        graph, fqns = self._program.graph, sorted({fqn for fqn, _ in read.values()})
+        names = {p.name for p in graph.parameters if p.fqn in fqns}
+        parts = model_parts(graph, [h for h in self._held if h.name in names])
+        whole = WholeTensors(parts, Peers(self._world.host_group()))
+        values = {fqn: whole.complete(fqn) for fqn in fqns}
         return {
-            ref: value.to(self._world.device, dtype[ref])
-            for ref, name in read.items()
-            if (value := values[name]) is not None
+            ref: value.to(self._world.device, dtype)
+            for ref, (fqn, dtype) in read.items()
+            if (value := values[fqn]) is not None
         }
 
     def _compute(self, outputs: Outputs, needed: Sequence[Op], samples: Samples, env: dict[Ref, Tensor]) -> None:

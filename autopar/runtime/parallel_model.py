@@ -18,9 +18,9 @@ from autopar.runtime.checkpoint.contents import WholeTensors, model_parts, part_
 from autopar.runtime.checkpoint.export import Export, ModelFacts
 from autopar.runtime.checkpoint.series import EXTRA, LOADER, SCHEDULER, CallerStates, Checkpointed
 from autopar.runtime.checkpoint.write import Save
-from autopar.runtime.state_dict import EXTRA_STATE, ModuleState, Untrained, names_of
+from autopar.runtime.state_dict import EXTRA_STATE, ModuleState, Untrained
 from autopar.runtime.step.global_loss import SCALER_NUMBERS
-from autopar.runtime.step.other_runs import partial_of
+from autopar.runtime.step.other_runs import split_of
 from autopar.runtime.trained_module import TrainedModule
 from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
@@ -60,7 +60,8 @@ class ParallelModel(TrainedModule):
         self._untrained = Untrained(program, world, weights)
         self._facts = ModelFacts.of(weights.model)
         self._checkpointed = Checkpointed(self.plan, world, held, self._changing_buffers, self._untrained)
-        self._module_state = ModuleState(program.graph.parameters, names_of(weights.model), held)
+        names = (*self._untrained.names, *(buffer.fqn for buffer in program.state))
+        self._module_state = ModuleState(program.graph.parameters, names, held)
 
     @property
     def original_model(self) -> nn.Module | None:
@@ -109,7 +110,7 @@ class ParallelModel(TrainedModule):
         """
         from autopar.runtime.data import planned_loader
 
-        check = functools.partial(partial_of, self._program, data_rank=self.data_rank, trains=self.training)
+        check = functools.partial(split_of, self._program, data_rank=self.data_rank, trains=self.training)
         return planned_loader(self.plan, self.data_rank, dataset, check_smaller=check, **options)
 
     # --- checkpoints

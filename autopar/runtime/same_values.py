@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import compress
 
 import torch
 import torch.distributed as dist
@@ -75,12 +76,10 @@ class Replicas:
 
     Args:
         held: the parameters of this rank.
-        everyone: the group of all ranks for sums on devices; None if there is one rank.
     """
 
-    def __init__(self, held: Sequence[RankParameter], world: World, everyone: Group | None) -> None:
-        self._everyone, self._device, self._rank = everyone, world.device, world.rank
-        self._has_warned = False
+    def __init__(self, held: Sequence[RankParameter], world: World) -> None:
+        self._rank, self._has_warned = world.rank, False
         self._last_step = 0
         self._of_axis: list[tuple[Group, list[RankParameter]]] = []
         for axis in AXES:
@@ -98,23 +97,16 @@ class Replicas:
             self.check_now()
 
     def check_now(self) -> None:
-        """Give copies that differ the value of the first rank of their group, with a warning, once. All ranks call it."""
-        if self._everyone is None:
-            return
-        differs = torch.zeros((), dtype=torch.int64, device=self._device)
-        for group, members in self._of_axis:
-            differs |= differing(_sums_of(members), group).any()
-        dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=self._everyone)
-        if int(differs):
-            self._repair()
+        """Give copies that differ the value of the first rank of their group, with a warning, once. All ranks call it.
 
-    def _repair(self) -> None:
-        """Repair copies axis by axis: copies that are equal along each axis are equal everywhere."""
+        It goes axis by axis: copies that are equal along each axis are equal everywhere.
+        """
         names = dict[str, None]()
         with torch.no_grad():
             for group, members in self._of_axis:
-                for held, is_other in zip(members, differing(_sums_of(members), group).tolist(), strict=True):
-                    if is_other:
+                differs = differing(checksums([local_part(h.parameter) for h in members]), group)
+                if bool(differs.any()):
+                    for held in compress(members, differs.tolist()):
                         dist.broadcast(local_part(held.parameter), group_src=0, group=group)
                         names[held.key] = None
         if names and not self._has_warned:
@@ -126,10 +118,6 @@ class Replicas:
                 self._rank,
                 some(names),
             )
-
-
-def _sums_of(members: Sequence[RankParameter]) -> Tensor:
-    return checksums([local_part(h.parameter) for h in members])
 
 
 def differing(sums: Tensor, group: Group | None = None) -> Tensor:

@@ -13,7 +13,7 @@ included, is unchanged. The stage that computes a value broadcasts it to the sta
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,12 +37,6 @@ Values = Mapping[str, Tensor]
 
 EXTRA_STATE = "_extra_state"
 """The entry of a ``state_dict`` for the result of a module's ``get_extra_state``."""
-
-
-def names_of(model: nn.Module) -> tuple[str, ...]:
-    """Return all names of parameters and buffers of a model, including those that steps do not change."""
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return tuple(name for name, _ in named)
 
 
 def on_host(value: Tensor, padding: Padding | None) -> Tensor:
@@ -78,17 +72,17 @@ class ModuleState:
 
     Args:
         parameters: parameters of the program.
-        others: further names in a ``state_dict`` of the model.
+        others: the names in a ``state_dict`` of the model, and of the buffers that steps change.
         held: this rank's parameters.
 
     Attributes:
         is_lengthened: whether the plan has lengthened a vocabulary.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], others: Sequence[str], held: Sequence[RankParameter]) -> None:
+    def __init__(self, parameters: Sequence[Parameter], others: Iterable[str], held: Sequence[RankParameter]) -> None:
         self._held = held
         self._parameters = {parameter.name: parameter for parameter in parameters}
-        self._known = {name for p in parameters for name in (p.key, p.fqn, *p.aliases)} | {EXTRA_STATE, *others}
+        self._known = {p.key for p in parameters} | {EXTRA_STATE, *others}
         self.is_lengthened = any(parameter.padding is not None for parameter in parameters)
 
     def complete(self, state: dict[str, Any], prefix: str, shown: Collection[str]) -> None:
@@ -196,8 +190,7 @@ def _value(weights: ModelWeights, name: str, tensor: Tensor, traced: Mapping[str
     try:
         if isinstance(tensor, nn.Parameter):
             spec = TensorSpec.of(tensor, requires_grad=tensor.requires_grad)
-            whole = tuple(slice(0, size) for size in tensor.shape)
-            value = weights.parameter(Parameter(name=name, fqn=name, spec=spec), whole)
+            value = weights.parameter(Parameter(name=name, fqn=name, spec=spec))
         else:
             value = weights.buffer(name, traced.get(name))
     except UsageError as error:

@@ -33,7 +33,7 @@ from autopar.runtime.state_dict import State
 from autopar.runtime.step.global_loss import GlobalLoss, ParallelScaler, StepLoss
 from autopar.runtime.step.gradients import Norm, clip, refuse_clipping
 from autopar.runtime.step.local_batch import Batches, SharedSamples
-from autopar.runtime.step.other_runs import PartialBatch
+from autopar.runtime.step.other_runs import BatchSplit
 from autopar.runtime.step.runner import Accumulation, Batch, Pipeline, StepGradients, micro_batches
 from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
@@ -71,19 +71,19 @@ class TrainedModule(PlannedModule):
         self.monitor = Monitor(program.plan, world, log_dir=log_dir)
         self._assembly: Assembly = assemble(program, world, weights)
         self.seed, self.step_count = seed, 0
-        self._shared = SharedSamples(world, program.graph.inputs)
         held, stages = self._assembly.held, self._assembly.stages
         self._parameter_checks = Parameters(held)
         self._gradients = StepGradients(self._assembly, self.plan, self.monitor, program.graph.without_gradient())
         self._loss = GlobalLoss(self.plan, world, self.monitor)
         self._norm = Norm(held, world.sums_group(), world.device, self._loss.dtype)
-        self._replicas = Replicas(held, world, self._norm.group)
+        self._replicas = Replicas(held, world)
         recovers, launched = not uses_fsdp(self.plan), launched_on(world.device)
         self._alarm = Alarm(world.rank, self.plan.mesh.world_size, recovers=recovers, launched=launched)
         weakref.finalize(self, self._alarm.close)
         self._calls = Calls(world, self._alarm, world.meeting_group(), self._gradients)
         # no attribute refers back to self, so that an unused model is freed at once, with its hooks
-        self._batches = Batches(program, world, self._shared, self._alarm, self._calls)
+        self._shared = SharedSamples(world, program.graph.inputs, self._alarm)
+        self._batches = Batches(program, world, self._shared, self._calls)
         self._scaler = scaler = ParallelScaler(self.plan.precision, held, self._calls, self._norm.group, world.device)
         self._changing_buffers = State(program, world, weights, stages)
         inputs, has_one_stage = program.graph.inputs, len(program.stages) == 1
@@ -141,11 +141,11 @@ class TrainedModule(PlannedModule):
         check_modes(self.plan, self._world.device, learns=True)
         self._scaler.check()
         self._local_steps.restore()
-        partial = self._begin_step(batch, "train_step")
-        local = self._batches.local(batch, partial)
-        self._begin_forward(local, partial)
-        self._gradients.begin(self._batches.count(partial))
-        loss = self._runner.run(local, self._batches.count(partial))
+        split = self._begin_step(batch, "train_step")
+        local = self._batches.local(batch, split)
+        self._begin_forward(local, split)
+        self._gradients.begin(len(split.micro_batches))
+        loss = self._runner.run(local, len(split.micro_batches))
         self._gradients.finish()
         self._scaler.done()
         self._commit()
@@ -169,20 +169,20 @@ class TrainedModule(PlannedModule):
             self._calls.meet("evaluate")
             return self._loss.of(self._evaluation_forward(batch, "evaluate")[0])
 
-    def _evaluation_forward(self, batch: Batch, purpose: str) -> tuple[Tensor | None, PartialBatch | None]:
+    def _evaluation_forward(self, batch: Batch, purpose: str) -> tuple[Tensor | None, BatchSplit]:
         """Return this rank's part of the loss (None if its stages do not compute it), with all stages in ``eval()`` meanwhile."""
         check_evaluates(self._program, self._unknown_in_eval)
         check_modes(self.plan, self._world.device, learns=False)
         self._local_steps.restore()
         stages = self._assembly.stages
         with torch.no_grad():
-            partial = self._batches.partial(batch, purpose)
-            local = self._batches.local(batch, partial)
+            split = self._batches.split(batch, purpose)
+            local = self._batches.local(batch, split)
         try:
             for stage in stages:
                 stage.eval()
-            self._begin_forward(local, partial)
-            return self._runner.evaluate(local, self._batches.count(partial)), partial
+            self._begin_forward(local, split)
+            return self._runner.evaluate(local, len(split.micro_batches)), split
         finally:
             for stage in stages:
                 stage.train()
@@ -215,10 +215,10 @@ class TrainedModule(PlannedModule):
         if self._outputs.is_loss_alone:
             return self._loss.of(self._evaluation_forward(full, "predict")[0])
         with self._outputs.taking():
-            loss, partial = self._evaluation_forward(full, "predict")
+            loss, split = self._evaluation_forward(full, "predict")
             total = self._loss.of(loss)
             given = None if missing else total
-            return self._outputs.made(batch, partial, loss=given, missing=missing, gather=gather)
+            return self._outputs.made(batch, split, loss=given, missing=missing, gather=gather)
 
     @_not_compiled
     def forward(self, *given: Any, **batch: Any) -> Any:
@@ -245,10 +245,10 @@ class TrainedModule(PlannedModule):
         if self._outputs.is_loss_alone or not self._outputs.has_loss:
             return self._called_loss(batch)[0]
         with self._outputs.taking():
-            loss, partial = self._called_loss(batch)
-            return self._outputs.made(batch, partial, loss=loss, gather=False, communicates=False)
+            loss, split = self._called_loss(batch)
+            return self._outputs.made(batch, split, loss=loss, gather=False, communicates=False)
 
-    def _called_loss(self, batch: Batch) -> tuple[Tensor, PartialBatch | None]:
+    def _called_loss(self, batch: Batch) -> tuple[Tensor, BatchSplit]:
         """Return the loss of the global batch, whose backward the user calls; if gradients are on, a step begins here and ends with it."""
         if self._accumulation is None:
             raise UsageError(
@@ -259,12 +259,12 @@ class TrainedModule(PlannedModule):
         check_modes(self.plan, self._world.device, learns=False)
         if torch.is_grad_enabled():
             self._scaler.check()
-            partial = self._begin_step(batch, "call")
+            split = self._begin_step(batch, "call")
         else:
-            partial = self._batches.partial(batch, "call")
-        local = self._batches.local(batch, partial)
-        count = self._batches.count(partial)
-        self._begin_forward(local, partial)
+            split = self._batches.split(batch, "call")
+        local = self._batches.local(batch, split)
+        count = len(split.micro_batches)
+        self._begin_forward(local, split)
         parts = micro_batches(local, self._program.graph.inputs, count)
         losses = [self._accumulation.forward(part, number) for number, part in enumerate(parts)]
         loss = losses[0] if count == 1 else torch.stack(losses).sum()
@@ -272,7 +272,7 @@ class TrainedModule(PlannedModule):
         if loss.requires_grad:
             self.step_count += 1
         begin = functools.partial(self._begin_backward, self._parameter_checks.versions())
-        return self._loss.called(loss, begin, self._finish_backward, self.parameters()), partial
+        return self._loss.called(loss, begin, self._finish_backward, self.parameters()), split
 
     def grad_scaler(self, **options: Any) -> ParallelScaler:
         """Return the ``torch.amp.GradScaler`` of this model, made once; it is disabled unless the plan is in fp16.
@@ -329,19 +329,18 @@ class TrainedModule(PlannedModule):
         self._changing_buffers.commit()
         self._show_buffers(self._changing_buffers.named())
 
-    def _begin_forward(self, local: Batch, partial: PartialBatch | None) -> None:
+    def _begin_forward(self, local: Batch, split: BatchSplit) -> None:
         """Check parameters, compute totals of the global batch and set the random streams, before the first micro-batch."""
         self._parameter_checks.check()
         self._original.check(self.step_count)
         self._alarm.runs()
         self._replicas.check(self.step_count)
-        totals = self._batches.totals(local, partial, self._changing_buffers.values)
+        totals = self._batches.totals(local, split, self._changing_buffers.values)
         first_seed = (self.seed * 1_000_003 + self.step_count) * (self.plan.num_micro_batches + 1)
         for stage in self._assembly.stages:
             forget_gathered(stage)
             stage.totals, stage.seed = totals, first_seed  # each micro-batch adds its number to the seed
-            stage.share = 1.0 if partial is None else partial.share
-            stage.weights = None if partial is None else partial.weights
+            stage.share, stage.weights = split.share, split.weights
 
     def _begin_backward(self, versions: Sequence[int]) -> None:
         """Begin a backward that the user called on a loss of :meth:`forward`, at which parameters had these versions."""
@@ -358,11 +357,11 @@ class TrainedModule(PlannedModule):
         self._alarm.end()
         self.monitor.end_step()
 
-    def _begin_step(self, batch: Batch, purpose: str) -> PartialBatch | None:
-        """Begin a step with gradients; return how a batch smaller than the plan's is computed, None for one of the plan's size.
+    def _begin_step(self, batch: Batch, purpose: str) -> BatchSplit:
+        """Begin a step with gradients; return how its batch is computed.
 
         Only steps of the plan's size are timed, as the prediction is of these.
         """
-        partial = self._batches.partial(batch, purpose)
-        self.monitor.begin_step(is_timed=partial is None)
-        return partial
+        split = self._batches.split(batch, purpose)
+        self.monitor.begin_step(is_timed=split.is_full)
+        return split

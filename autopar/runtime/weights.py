@@ -79,8 +79,8 @@ class ModelWeights:
         self.model, self._seed, self._device = model, seed, device
         self._last: tuple[str, nn.Module] | None = None
 
-    def parameter(self, parameter: Parameter, index: Index) -> Tensor:
-        """Return the elements ``index`` of the model's parameter."""
+    def parameter(self, parameter: Parameter, index: Index = ()) -> Tensor:
+        """Return the elements ``index`` of the model's parameter, by default all."""
         return self._value(parameter.fqn, self.model.get_parameter(parameter.fqn))[index]
 
     def buffer(self, fqn: str, traced: Tensor | None = None) -> Tensor:
@@ -207,12 +207,11 @@ class FileWeights(ModelWeights):
         super().__init__(model, seed, device)
         self._folder = Path(folder)
         self._files = _names(self._folder)
-        parameters = {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
-        buffers = {name: b.dtype for name, b in model.named_buffers(remove_duplicate=False)}
-        self._dtypes = parameters | buffers
-        self._persistent = set(buffers) & set(model.state_dict(keep_vars=True))
-        self._prefix = _prefix(set(parameters), self._files)
-        unknown = sorted(set(self._files) - {self._find((name,)) for name in self._dtypes})
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        self._persistent = buffers & set(model.state_dict(keep_vars=True))
+        self._prefix = _prefix(parameters, self._files)
+        unknown = sorted(set(self._files) - {self._find((name,)) for name in parameters | buffers})
         if unknown:
             _LOGGER.warning(
                 "%s holds tensors that the model has not, %d of %d: %s",
@@ -222,8 +221,8 @@ class FileWeights(ModelWeights):
                 ", ".join(unknown[:3]),
             )
 
-    def parameter(self, parameter: Parameter, index: Index) -> Tensor:
-        """Return the elements ``index`` of the model's parameter.
+    def parameter(self, parameter: Parameter, index: Index = ()) -> Tensor:
+        """Return the elements ``index`` of the model's parameter, by default all.
 
         Raises:
             UsageError: it is in no file, or has another shape or kind of numbers there.
@@ -235,33 +234,32 @@ class FileWeights(ModelWeights):
                 where=str(self._folder),
                 fix="Save the complete model, or load what there is into the model and leave weights= out",
             )
-        return self._read(name, parameter.fqn, tuple(self.model.get_parameter(parameter.fqn).shape), index)
+        return self._read(name, parameter.fqn, self.model.get_parameter(parameter.fqn), index)
 
     def buffer(self, fqn: str, traced: Tensor | None = None) -> Tensor:
         """Return the complete buffer, from the files if it is in the model's ``state_dict()`` and in them."""
         name = self._find((fqn,)) if fqn in self._persistent else ""
         if not name:
             return super().buffer(fqn, traced)
-        shape = tuple(self.model.get_buffer(fqn).shape)
-        return self._read(name, fqn, shape, tuple(slice(0, size) for size in shape))
+        return self._read(name, fqn, self.model.get_buffer(fqn), ())
 
     def _find(self, names: tuple[str, ...]) -> str:
         """Return the name of a tensor in the files; empty if they do not have it."""
         short = (name.removeprefix(self._prefix) for name in names)
         return next((name for name in (*names, *short) if name in self._files), "")
 
-    def _read(self, name: str, fqn: str, shape: tuple[int, ...], index: Index) -> Tensor:
-        path = self._folder / self._files[name]
+    def _read(self, name: str, fqn: str, like: Tensor, index: Index) -> Tensor:
+        """Return elements of the tensor ``name`` in the files, which must have the shape and the kind of numbers of the model's tensor ``like``."""
+        path, shape = self._folder / self._files[name], tuple(like.shape)
         with _readable(path), safe_open(path, framework="pt") as file:
             stored = file.get_slice(name)
             file_shape = tuple(stored.get_shape())
-            value: Tensor = file.get_tensor(name) if not shape or file_shape != shape else stored[index]
-        dtype = self._dtypes[fqn]
-        if file_shape != shape or not _fits(value.dtype, dtype):
+            value: Tensor = file.get_tensor(name) if not index or file_shape != shape else stored[index]
+        if file_shape != shape or not _fits(value.dtype, like.dtype):
             raise UsageError(
                 f"'{name}' of the file does not fit the model's parameter {fqn}",
                 where=str(path),
-                expected=_text(shape, dtype),
+                expected=_text(shape, like.dtype),
                 got=_text(file_shape, value.dtype),
                 fix="Name the folder of this model, or build the model for these files",
             )

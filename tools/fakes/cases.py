@@ -183,7 +183,7 @@ LISTED: dict[tuple[str, str, str], str] = {
     ): "torch's scaler asks whether a step is made",
     (
         "host waits",
-        "Tensor.__int__",
+        "Tensor.__bool__",
         "autopar/runtime/same_values.py:check_now",
     ): "whether copies of parameters differ: before one step in a thousand, and before a checkpoint",
 }

@@ -96,7 +96,7 @@ class _Saved:
             return tensor
         slot = self._slots.setdefault(storage.data_ptr(), len(self._on_device))
         if slot == len(self._on_device):
-            self._on_device.append(_as_bytes(storage, tensor.device))
+            self._on_device.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
         return _Packed(slot, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, packed: Tensor | _Packed) -> Tensor:
@@ -165,10 +165,6 @@ class _Saved:
 def _storages(values: Iterable[object]) -> frozenset[int]:
     plain = (value._local_tensor if isinstance(value, DTensor) else value for value in values)
     return frozenset(value.untyped_storage().data_ptr() for value in plain if isinstance(value, Tensor))
-
-
-def _as_bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 _Key: TypeAlias = tuple[int, str, int]

@@ -25,7 +25,7 @@ from autopar.plan.plan import Plan
 from autopar.runtime.failure_watch import Alarm, Calls
 from autopar.runtime.job import FAKE
 from autopar.runtime.same_values import checksums
-from autopar.runtime.step.other_runs import BatchSizes, PartialBatch, partial_of
+from autopar.runtime.step.other_runs import BatchSizes, BatchSplit, split_batch, split_of
 from autopar.runtime.step.runner import Batch, micro_batches
 from autopar.runtime.world import World
 from autopar.tracing.batch import named_inputs
@@ -42,16 +42,20 @@ _ELEMENTS = 1 << 16
 
 
 class SharedSamples:
-    """Compares the samples that ranks were given; every rank of the job makes one and makes the same calls."""
+    """Compares the samples that ranks were given; every rank of the job makes one and makes the same calls.
 
-    def __init__(self, world: World, inputs: Sequence[Input]) -> None:
-        self._rank, self._group = world.rank, world.host_group()
+    Args:
+        alarm: the alarm of the calls in which samples are compared.
+    """
+
+    def __init__(self, world: World, inputs: Sequence[Input], alarm: Alarm) -> None:
+        self._rank, self._group, self._alarm = world.rank, world.host_group(), alarm
         self._data_index = [world.mesh.data_index(rank) for rank in range(world.mesh.world_size)]
         self._inputs = tuple(inputs)
         self._calls, self._has_warned = 0, False
         self._is_alone = len(self._data_index) == 1 or dist.get_backend() == FAKE
 
-    def check(self, given: Mapping[str, Tensor], local: Mapping[str, Tensor], own: range, alarm: Alarm) -> None:
+    def check(self, given: Mapping[str, Tensor], local: Mapping[str, Tensor], own: range) -> None:
         """Compare samples before one step in :data:`EVERY`; all ranks call it, and all raise the same error.
 
         Logs a warning, once, if data ranks were given different global batches, of which each takes its part.
@@ -60,7 +64,6 @@ class SharedSamples:
             given: the batch as it was passed, with the global batch or this rank's samples.
             local: this rank's samples of it, as a step takes them.
             own: the positions of these samples in the global batch.
-            alarm: the alarm of the call.
 
         Raises:
             UsageError: ranks of one ``data_rank`` have different samples, or any ranks have different values of an input without samples.
@@ -68,22 +71,20 @@ class SharedSamples:
         if self._is_alone:
             return
         if self._calls % EVERY == 0:
-            rows = self._checksums_of_ranks(given, local, own, alarm)
+            rows = self._checksums_of_ranks(given, local, own)
             for place, leaf in enumerate(self._inputs):
                 self._compare(leaf, [row[0][place] for row in rows])
             self._warn_of_other_batches([row[1] for row in rows])
         self._calls += 1  # not if the comparison raises: the next step is compared then
 
-    def are_equal(self, given: Mapping[str, Tensor], alarm: Alarm) -> bool:
+    def are_equal(self, given: Mapping[str, Tensor]) -> bool:
         """Return whether all ranks were given the same samples; all ranks call it."""
         if self._is_alone:
             return False
-        rows = self._checksums_of_ranks(given, given, range(0), alarm)
+        rows = self._checksums_of_ranks(given, given, range(0))
         return all(row == rows[0] for row in rows)
 
-    def _checksums_of_ranks(
-        self, given: Mapping[str, Tensor], local: Mapping[str, Tensor], own: range, alarm: Alarm
-    ) -> list[Any]:
+    def _checksums_of_ranks(self, given: Mapping[str, Tensor], local: Mapping[str, Tensor], own: range) -> list[Any]:
         """Return for every rank the checksums of each input of its samples, and of the complete global batch (0 if it was not given)."""
         numbers = torch.zeros(2, len(self._inputs), dtype=torch.int64)
         for place, leaf in enumerate(self._inputs):
@@ -93,9 +94,9 @@ class SharedSamples:
                 numbers[1, place].copy_(_checksum(value))
             part = value.narrow(dim, own.start, len(own)) if is_whole and dim is not None else value
             numbers[0, place].copy_(_checksum(part))
-        alarm.runs()
+        self._alarm.runs()
         rows = _gather_numbers(numbers, len(self._data_index), self._group)
-        alarm.met()
+        self._alarm.met()
         return rows
 
     def _compare(self, leaf: Input, marks: Sequence[int]) -> None:
@@ -155,7 +156,7 @@ def local_batch(
     plan: Plan,
     data_rank: int,
     device: torch.device,
-    partial: PartialBatch | None = None,
+    split: BatchSplit,
 ) -> dict[str, Tensor]:
     """Return the data rank's samples of a batch, on its device, in the dtypes of ``inputs``. The batch may have only its samples.
 
@@ -163,7 +164,7 @@ def local_batch(
     copy.
 
     Args:
-        partial: how the rank computes a batch of fewer samples, if this is one.
+        split: how the rank computes the batch.
 
     Raises:
         UsageError: the batch is no mapping, has other inputs, shapes or sizes than the plan, or has inputs that require gradients while
@@ -208,8 +209,8 @@ def local_batch(
                 f"{leaf.name} has shape {tuple(value.shape)}, but the plan takes ({', '.join(sizes)})",
                 fix="Pad the input to that shape, or search a plan for the new one",
             )
-        if dim is not None and partial is not None:
-            value = partial.taken(value, dim)
+        if dim is not None and not split.is_full:
+            value = split.taken(value, dim)
         elif dim is not None:
             if value.shape[dim] not in (whole, part):
                 raise UsageError(
@@ -275,38 +276,33 @@ def _without_history(value: object, name: str) -> Tensor:
 class Batches:
     """Prepares the batches of one parallel model; every rank of the job makes one and calls the same methods."""
 
-    def __init__(self, program: Program, world: World, shared: SharedSamples, alarm: Alarm, calls: Calls) -> None:
+    def __init__(self, program: Program, world: World, shared: SharedSamples, calls: Calls) -> None:
         self._program, self._world, self._plan = program, world, program.plan
-        self._shared, self._alarm, self._calls = shared, alarm, calls
+        self._shared, self._calls = shared, calls
         self._samples = self._plan.samples_of(world.data_index)
+        self._full = split_batch(self._plan, self._plan.global_batch_size, world.data_index)
         self._group = world.axis_group(DATA_AXES)
-        self._sizes = BatchSizes(
-            self._plan, world.data_index, lambda batch: shared.are_equal(named_inputs(batch), alarm)
-        )
+        self._sizes = BatchSizes(self._plan, world.data_index, lambda batch: shared.are_equal(named_inputs(batch)))
 
-    def partial(self, batch: Batch, purpose: str) -> PartialBatch | None:
-        """Return how this rank computes a batch that is smaller than the plan's, None if it is not; for a smaller one all ranks synchronise."""
+    def split(self, batch: Batch, purpose: str) -> BatchSplit:
+        """Return how this rank computes a batch; for one that is smaller than the plan's all ranks synchronise."""
         size = num_samples(batch, self._program.graph.inputs)
         if size is None or not self._sizes.is_partial(batch, size, purpose):
-            return None
+            return self._full
         trains = purpose not in ("evaluate", "predict")
-        partial = partial_of(self._program, size, self._world.data_index, trains=trains)
+        split = split_of(self._program, size, self._world.data_index, trains=trains)
         self._calls.meet(f"{purpose} of {size} samples")
-        return partial
+        return split
 
-    def local(self, batch: Batch, partial: PartialBatch | None) -> dict[str, Tensor]:
+    def local(self, batch: Batch, split: BatchSplit) -> dict[str, Tensor]:
         """Return this rank's samples of a batch, on its device."""
         rank, device = self._world.data_index, self._world.device
-        local = local_batch(batch, self._program.graph.inputs, self._plan, rank, device, partial)
-        if partial is None:
-            self._shared.check(named_inputs(batch), local, self._samples, self._alarm)
+        local = local_batch(batch, self._program.graph.inputs, self._plan, rank, device, split)
+        if split.is_full:
+            self._shared.check(named_inputs(batch), local, self._samples)
         return local
 
-    def count(self, partial: PartialBatch | None) -> int:
-        """Return the number of micro-batches of a step."""
-        return self._plan.num_micro_batches if partial is None else len(partial.micro_batches)
-
-    def totals(self, local: Batch, partial: PartialBatch | None, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def totals(self, local: Batch, split: BatchSplit, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the program's sums over the global batch, by name.
 
         Args:
@@ -316,14 +312,12 @@ class Batches:
         for sums in self._program.sums:
             totals: list[Tensor] = []
             with torch.no_grad(), spmd_types.set_current_mesh(self._world.device_mesh):
-                for number, part in enumerate(micro_batches(local, self._program.graph.inputs, self.count(partial))):
-                    given: dict[str, Any] = {**state, **sums_by_name, **part, SHARE: 1.0, MICRO_BATCH_WEIGHT: 1.0}
-                    if partial is not None:
-                        given |= {SHARE: partial.share, MICRO_BATCH_WEIGHT: partial.weights[number]}
-                    outputs = sums.module(*[given[name] for name in sums.inputs])
-                    if partial is not None:
-                        outputs = [partial.weighed(value, number) for value in outputs]
-                    totals = list(outputs) if not totals else [a + b for a, b in zip(totals, outputs, strict=True)]
+                parts = micro_batches(local, self._program.graph.inputs, len(split.micro_batches))
+                for number, part in enumerate(parts):
+                    numbers = {SHARE: split.share, MICRO_BATCH_WEIGHT: split.weights[number]}
+                    given: dict[str, Any] = {**state, **sums_by_name, **part, **numbers}
+                    outputs = [split.weighed(value, number) for value in sums.module(*[given[n] for n in sums.inputs])]
+                    totals = outputs if not totals else [a + b for a, b in zip(totals, outputs, strict=True)]
             for i, total in enumerate(totals):
                 if self._group is not None:
                     totals[i] = total.contiguous().clone()

@@ -16,7 +16,7 @@ import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -103,8 +103,8 @@ class WholeBatch(dict[str, Any]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartialBatch:
-    """What one rank computes of a batch that is smaller than the plan's.
+class BatchSplit:
+    """What one rank computes of a batch: of the plan's size, or smaller.
 
     Attributes:
         share: samples of the batch over the plan's global batch.
@@ -117,6 +117,11 @@ class PartialBatch:
     micro_batches: tuple[range, ...]
     size: int
     counts: tuple[int, ...]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the batch has the plan's size."""
+        return self.share == 1.0
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -135,13 +140,15 @@ class PartialBatch:
     def weighed(self, total: Tensor, number: int) -> Tensor:
         """Return a sum over the samples of micro-batch ``number``, corrected so that each counts once."""
         count = len(self.micro_batches[number])
+        if count == self.size:
+            return total
         if not total.is_floating_point():
             return total * count // self.size  # exact: samples are repeated equally often
         return total * (count / self.size)
 
 
-def partial_batch(plan: Plan, num_samples: int, data_rank: int) -> PartialBatch:
-    """Return how the data rank computes ``num_samples``, fewer than the plan's global batch.
+def split_batch(plan: Plan, num_samples: int, data_rank: int) -> BatchSplit:
+    """Return how the data rank computes ``num_samples``, at most the plan's global batch.
 
     A pipeline runs its schedule a whole number of times, with all its micro-batches.
     """
@@ -150,8 +157,8 @@ def partial_batch(plan: Plan, num_samples: int, data_rank: int) -> PartialBatch:
     return _from_sizes(plan, cuts, data_rank)
 
 
-def partial_of(program: Program, num_samples: int, data_rank: int, *, trains: bool) -> PartialBatch:
-    """As :func:`partial_batch`, for a model whose samples may interact.
+def split_of(program: Program, num_samples: int, data_rank: int, *, trains: bool) -> BatchSplit:
+    """As :func:`split_batch`, for a model whose samples may interact.
 
     Args:
         trains: whether it is a training step; in an evaluation batch norms read their running statistics.
@@ -172,7 +179,7 @@ def partial_of(program: Program, num_samples: int, data_rank: int, *, trains: bo
             otherwise="fill it up with further samples" if meet else "take means in it, no sums over len(x)",
         )
     if not meeting:
-        return partial_batch(plan, num_samples, data_rank)
+        return split_batch(plan, num_samples, data_rank)
     if num_samples == 1 and any(map(_has_one_value, meeting)):
         raise _refusal(
             program,
@@ -199,7 +206,7 @@ def partial_of(program: Program, num_samples: int, data_rank: int, *, trains: bo
     return _from_sizes(plan, [[count] if count else [] for count in taken], data_rank)
 
 
-def _from_sizes(plan: Plan, cuts: Sequence[Sequence[int]], data_rank: int) -> PartialBatch:
+def _from_sizes(plan: Plan, cuts: Sequence[Sequence[int]], data_rank: int) -> BatchSplit:
     """Return the rank's part, given the sizes of each data rank's micro-batches."""
     counts = tuple(map(sum, cuts))
     count = max(len(cut) for cut in cuts)
@@ -210,7 +217,7 @@ def _from_sizes(plan: Plan, cuts: Sequence[Sequence[int]], data_rank: int) -> Pa
         micro_batches.append(range(start, start + size))
         start += size
     micro_batches += [range(0)] * (count - len(micro_batches))
-    return PartialBatch(
+    return BatchSplit(
         share=sum(counts) / plan.global_batch_size,
         micro_batches=tuple(micro_batches),
         size=plan.micro_batch_of(data_rank),
@@ -247,27 +254,15 @@ def _refusal(program: Program, num_samples: int, problem: str, *, where: str, ot
 
 
 def _divided(num_samples: int, size: int, ranks: int) -> tuple[int, ...] | None:
-    """Return samples of each data rank, each a divisor of ``size`` or zero, in descending order; None if there is no such division.
+    """Return samples of each data rank, each a divisor of ``size`` or zero, in descending order; None if these would be more ranks.
+
+    The largest divisors are taken first. For sizes up to 64 but 20, 35, 40, 42, 55, 56, 60 and 63 no other choice needs fewer ranks.
 
     >>> _divided(11, 8, 4), _divided(7, 8, 2)
     ((8, 2, 1, 0), None)
     """
-    fewest, remaining, parts = _fewest_parts(size, size * ranks), num_samples, list[int]()
-    while remaining and len(parts) < ranks:
-        parts.append(fewest[remaining][1])
-        remaining -= parts[-1]
-    return None if remaining else (*sorted(parts, reverse=True), *(0,) * (ranks - len(parts)))
-
-
-@cache
-def _fewest_parts(size: int, limit: int) -> tuple[tuple[int, int], ...]:
-    """For each number up to ``limit`` the least count of divisors of ``size`` that add up to it, and the largest of these."""
-    divisors = [part for part in range(1, size + 1) if size % part == 0]
-    table = [(0, 0)]
-    for number in range(1, limit + 1):
-        count, part = min((table[number - part][0], -part) for part in divisors if part <= number)
-        table.append((count + 1, -part))
-    return tuple(table)
+    parts = _cut(num_samples, size)
+    return None if len(parts) > ranks else (*parts, *(0,) * (ranks - len(parts)))
 
 
 def _shares(num_samples: int, sizes: Sequence[int]) -> list[int]:

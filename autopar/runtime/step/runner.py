@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from autopar.errors import PlanError
 from autopar.graph.graph import Input
 from autopar.lower.program import Program
 from autopar.plan.plan import Plan
 from autopar.plan.run_log import COMPUTE, DATA, PIPELINE
+from autopar.plan.schedule import check_schedule
 from autopar.runtime.assemble import Assembly, before_backward
 from autopar.runtime.monitor import Monitor
-from autopar.runtime.step.gradients import BucketedSums, sum_in_place
+from autopar.runtime.step.gradients import BucketedSums, hand_over, sum_in_place
 from autopar.runtime.step.stage import INPUT, StageModule
 from autopar.runtime.world import World
 
@@ -29,13 +31,13 @@ class StepGradients:
     """Prepares gradients before the first backward of a step, and sums them after the last."""
 
     def __init__(self, assembly: Assembly, plan: Plan, monitor: Monitor, without_gradient: Mapping[str, bool]) -> None:
-        self._assembly, self._monitor = assembly, monitor
+        self._monitor, self._tied = monitor, assembly.tied
         held = (h for h in assembly.held if h.name in without_gradient)
         self._without = [(h.parameter, without_gradient[h.name]) for h in held]
         self._leaf_sums = BucketedSums(assembly.held, bucket_bytes=plan.bucket_bytes)
         self._late = [h for h in assembly.held if h.leaf is None and h.group is not None]
         # gradients of earlier steps, which sums in place must not include
-        in_place = (h.parameter for h in (*self._late, *assembly.tied) if h.parameter.requires_grad)
+        in_place = (h.parameter for h in chain(self._late, *self._tied) if h.parameter.requires_grad)
         self._earlier: dict[nn.Parameter, Tensor | None] = dict.fromkeys(in_place)
         self._part = DATA if plan.mesh.data > 1 else COMPUTE
         self.is_open = False
@@ -57,10 +59,7 @@ class StepGradients:
         with self._monitor.part(self._part):
             self._leaf_sums.finish()
         sum_in_place(self._late, lambda held: held.group)
-        if self._assembly.tied:
-            self._assembly.sum_copies_here()
-            sum_in_place(self._assembly.first_copies, lambda held: held.tie_group)
-            self._assembly.spread_copies_here()
+        self._sum_tied()
         for parameter in self._earlier:
             earlier, self._earlier[parameter] = self._earlier[parameter], None
             if earlier is not None:
@@ -68,6 +67,19 @@ class StepGradients:
                 parameter.grad = earlier if new is None else earlier.add_(new)
         for parameter, is_part in self._without:  # an optimizer decays what has zeros, and leaves what has none
             parameter.grad = torch.zeros_like(parameter) if is_part and parameter.requires_grad else None
+
+    def _sum_tied(self) -> None:
+        """Sum the gradients of the copies of each tied parameter on this rank, then over ranks, and give all copies the sum."""
+        for first, *others in self._tied:
+            for other in others:
+                if other.gradient is not None:
+                    hand_over(first.parameter, other.gradient)
+        sum_in_place([first for first, *_ in self._tied], lambda held: held.tie_group)
+        for first, *others in self._tied:
+            for other in others:
+                if first.gradient is not None:
+                    other.parameter.grad = None
+                    hand_over(other.parameter, first.gradient.clone())
 
     def abandon(self) -> None:
         """Restore the earlier gradients after a step that failed, in which some micro-batches may have added theirs."""
@@ -128,6 +140,10 @@ class Pipeline:
     """Runs several stages by ``torch.distributed.pipelining``; each stage gets the batch inputs as keywords.
 
     Backward starts from ``scaled(loss)``, which has the value of the loss.
+
+    Raises:
+        PlanError: the plan has ZeRO 2.
+        UsageError: its schedule cannot run with so many stages or micro-batches.
     """
 
     def __init__(
@@ -135,7 +151,11 @@ class Pipeline:
     ) -> None:
         self._stages, self._program, self._monitor = stages, program, monitor
         plan = program.plan
-        _check_schedule(plan)
+        check_schedule(plan.schedule, plan.mesh.pp, plan.virtual_stages, plan.num_micro_batches)
+        if plan.zero_stage == 2:
+            raise PlanError(
+                "A pipeline cannot use ZeRO 2, as it reduces gradients at the end of a step", fix="Pin zero=1 or zero=3"
+            )
         group = world.device_mesh.get_group("pp")
         self._group, self._device = group, world.device
         self._rank_of = {stage.index: dist.get_global_rank(group, stage.pp_rank) for stage in program.stages}
@@ -163,18 +183,8 @@ class Pipeline:
             "kwargs_chunk_spec": {INPUT + name: TensorChunkSpec(dim) for name, dim in chunked.items()},  # type: ignore[no-untyped-call]
             "scale_grads": False,
         }
-        match plan.schedule:
-            case "GPipe":
-                self._schedule: Any = ScheduleGPipe(wrapped[0], **options)
-            case "1F1B":
-                self._schedule = Schedule1F1B(wrapped[0], **options)
-            case "Interleaved1F1B":
-                self._schedule = ScheduleInterleaved1F1B(list(wrapped), **options)
-            case other:
-                raise PlanError(
-                    f"Several stages cannot run with the schedule '{other}'",
-                    fix="Pin schedule=1F1B, GPipe or Interleaved1F1B",
-                )
+        kind: Any = get_schedule_class(plan.schedule)
+        self._schedule = kind(wrapped if plan.schedule == "Interleaved1F1B" else wrapped[0], **options)
 
     def run(self, batch: Batch, count: int) -> Tensor | None:
         """As :meth:`Accumulation.run`; None on ranks without the last stage.
@@ -285,20 +295,3 @@ def _naming_stage(index: int) -> Iterator[None]:
         if first is error:
             raise
         raise first from first.__cause__
-
-
-def _check_schedule(plan: Plan) -> None:
-    """Refuse what torch's schedules cannot run.
-
-    Raises:
-        PlanError: names it.
-    """
-    if plan.zero_stage == 2:
-        raise PlanError(
-            "A pipeline cannot use ZeRO 2, as it reduces gradients at the end of a step", fix="Pin zero=1 or zero=3"
-        )
-    if plan.schedule == "1F1B" and plan.num_micro_batches < plan.mesh.pp:
-        raise PlanError(
-            f"The schedule 1F1B with {plan.mesh.pp} stages needs at least {plan.mesh.pp} micro-batches, but there are {plan.num_micro_batches}",
-            fix="Pin a smaller micro_batch or another schedule",
-        )

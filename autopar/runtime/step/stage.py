@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from autopar.graph.aliasing import contiguous
 from autopar.graph.graph import Ref
 from autopar.lower.emit import MICRO_BATCH_WEIGHT, SEED, SHARE, str_name
-from autopar.lower.program import BlockProgram, PreludeProgram, Program, StageProgram
+from autopar.lower.program import BlockProgram, Program, StageProgram
 from autopar.ops import plain
 from autopar.ops.collectives import on_meshes
 from autopar.runtime.step.kept_for_backward import Mover, Tape, with_tape
@@ -132,19 +132,16 @@ class StageModule(nn.Module):
 
     def __init__(self, program: StageProgram, full_program: Program, meshes: Sequence[DeviceMesh]) -> None:
         super().__init__()
-        self.index, self.is_last = program.index, program.is_last
-        self.receives, self.sends, self.loss = program.receives, program.sends, full_program.loss
+        self._program, self.index, self.is_last = program, program.index, program.is_last
+        self._sends = (full_program.loss,) if program.is_last else program.sends
         self.passed_in = passed_of(full_program, program.receives)
-        self.passed_on = passed_of(full_program, (full_program.loss,) if program.is_last else program.sends)
+        self.passed_on = passed_of(full_program, self._sends)
         self._is_whole = len(full_program.stages) == 1
         self.mover = mover = Mover(meshes[-1].device_type) if any(b.offload for b in program.blocks) else None
         modules = (BlockModule(block, meshes, mover if block.offload else None) for block in program.blocks)
         self.blocks = cast("Sequence[BlockModule]", nn.ModuleList(modules))
         self.prelude = None if program.prelude is None else program.prelude.module
-        self.shared_names = program.shared_parameters
-        self._prelude_program: PreludeProgram | None = program.prelude
         self._meshes = meshes
-        self.mutations = program.mutations
         self.totals: dict[str, Tensor] = {}
         self.state: dict[str, Tensor] = {}
         self.new_state: dict[str, Tensor] = {}
@@ -158,42 +155,44 @@ class StageModule(nn.Module):
         """Run one micro-batch.
 
         Args:
-            received: one tensor for each of ``receives``, as the stage before sent it.
+            received: one tensor for each of :attr:`StageProgram.receives`, as the stage before sent it.
             batch: the micro-batch's inputs by name (with or without :data:`INPUT`).
 
         Returns:
-            The loss on the last stage (this rank's part of the global sum), otherwise the tuple of ``sends``, in the form in which they are
-            sent.
+            The loss on the last stage (this rank's part of the global sum), otherwise the tuple of :attr:`StageProgram.sends`, in the form
+            in which they are sent.
         """
+        program, prelude = self._program, self._program.prelude
         taken, link = enter(self.passed_in, received)
         values: dict[str, Any] = {name.removeprefix(INPUT): value for name, value in batch.items()}
-        values.update(zip(self.receives, taken, strict=True))
+        values.update(zip(program.receives, taken, strict=True))
         values.update(self.state)
         values.update(self.totals)
         weight = 1.0 if self.weights is None else self.weights[self.micro_batch]
         values[SHARE], values[MICRO_BATCH_WEIGHT] = self.share, weight
-        for name in self.shared_names:
+        for name in program.shared_parameters:
             values[name] = self._parameters[name]
         values[SEED] = self.seed + self.micro_batch % self._num_streams
         with on_meshes(self._meshes):
-            if self._prelude_program is not None and self.prelude is not None:
+            if prelude is not None:
                 with torch.no_grad():
-                    code = self.prelude if self.training else self._prelude_at_rest
-                    outputs = code(*[values[name] for name in self._prelude_program.inputs])
-                values.update(zip(self._prelude_program.outputs, outputs, strict=True))
+                    code = prelude.module if self.training else self._prelude_at_rest
+                    outputs = code(*[values[name] for name in prelude.inputs])
+                values.update(zip(prelude.outputs, outputs, strict=True))
             if self.mover is not None:
-                self.mover.begin(value for name, value in values.items() if name not in self.receives)
+                self.mover.begin(value for name, value in values.items() if name not in program.receives)
             taps = None if self.taken is None else self.taken.setdefault(self.micro_batch, {})
             for block in self.blocks:
                 block.taken = taps
                 outputs = block(*[values[name] for name in block.inputs])
                 values.update(zip(block.outputs, outputs, strict=True))
-        self.new_state = {buffer: values[name].detach() for buffer, name in self.mutations}
-        if self.is_last and self.weights is not None:
-            values[self.loss] = values[self.loss] * weight
+        self.new_state = {buffer: values[name].detach() for buffer, name in program.mutations}
+        results = [values[name] for name in self._sends]
+        if self.is_last and weight != 1.0:
+            results[0] = results[0] * weight
         if self._is_whole:
-            return cast("Tensor", values[self.loss])
-        sent = leave(self.passed_on, link, [values[name] for name in ((self.loss,) if self.is_last else self.sends)])
+            return cast("Tensor", results[0])
+        sent = leave(self.passed_on, link, results)
         return sent[0] if self.is_last else sent
 
     @cached_property
@@ -211,7 +210,7 @@ class StageModule(nn.Module):
         modules: dict[str, nn.Module] = {}
         for block in self.blocks:
             modules |= dict.fromkeys(block.body._parameters, block.body)
-        return modules | dict.fromkeys(self.shared_names, self)
+        return modules | dict.fromkeys(self._program.shared_parameters, self)
 
 
 _FLOATS = {1: torch.float8_e5m2, 2: torch.float16, 4: torch.float32, 8: torch.float64}

@@ -153,10 +153,10 @@ def with_own_shuffle(parallel: ParallelModel, batch: Batch) -> tuple[list[str], 
 
 
 def with_own_shuffle_later(parallel: ParallelModel, batch: Batch) -> list[str]:
-    """What is said in each of four steps, of which the second one's batch has another order on each rank."""
+    """What is said in each of three steps, of which the second one's batch has another order on each rank."""
     shuffled = {name: value.roll(dist.get_rank(), 0) for name, value in batch.items()}
     found: list[str] = []
-    for given in (batch, shuffled, batch, batch):
+    for given in (batch, shuffled, batch):
         if len(found) == 1:
             parallel._shared._calls = local_batch.EVERY
         found.append(said(UsageError, parallel.train_step, given))
