@@ -196,18 +196,15 @@ class Cluster:
         return table
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, object], *, place: str = "cluster") -> Cluster:
+    def from_dict(cls, data: Mapping[str, object]) -> Cluster:
         """Read the result of :meth:`to_dict`.
-
-        Args:
-            place: the name of the source in errors.
 
         Raises:
             UsageError: a key is missing, unknown or wrong.
         """
         from autopar.hardware import read as store
 
-        return store.cluster_from_table(Table(data, file=place))
+        return store.cluster_from_table(Table(data, file="cluster"))
 
     def with_groups(self, change: Callable[[NodeGroup], NodeGroup]) -> Cluster:
         """Return the same cluster with ``change`` applied to each group of nodes."""
