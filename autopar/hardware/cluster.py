@@ -72,8 +72,6 @@ class Cluster:
     >>> cluster = Cluster.parse("h100-sxm5-80gb:4x8")
     >>> cluster.world_size, cluster.num_nodes, cluster.devices_per_node
     (32, 4, 8)
-    >>> cluster.node_of(7), cluster.node_of(8)
-    (0, 1)
     """
 
     name: str
@@ -172,18 +170,6 @@ class Cluster:
         """Return the same nodes, with ranks counted through the groups in one of :attr:`orders`."""
         return replace(self, groups=tuple(self.groups[i] for i in order))
 
-    def group_of(self, rank: int) -> NodeGroup:
-        """Return the group of the rank's node."""
-        return self._locate(rank)[0]
-
-    def device_of(self, rank: int) -> Device:
-        """Return the rank's device."""
-        return self._locate(rank)[0].device
-
-    def node_of(self, rank: int) -> int:
-        """Return the rank's node, counted over all groups."""
-        return self._locate(rank)[1]
-
     def topology(self) -> networkx.Graph[str]:
         """Devices, node switches, cards and switches as a networkx graph; see :func:`autopar.hardware.topology.topology`."""
         from autopar.hardware import topology  # it reads clusters
@@ -196,29 +182,16 @@ class Cluster:
         return table
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, object], *, place: str = "cluster") -> Cluster:
+    def from_dict(cls, data: Mapping[str, object]) -> Cluster:
         """Read the result of :meth:`to_dict`.
-
-        Args:
-            place: the name of the source in errors.
 
         Raises:
             UsageError: a key is missing, unknown or wrong.
         """
         from autopar.hardware import read as store
 
-        return store.cluster_from_table(Table(data, file=place))
+        return store.cluster_from_table(Table(data, file="cluster"))
 
     def with_groups(self, change: Callable[[NodeGroup], NodeGroup]) -> Cluster:
         """Return the same cluster with ``change`` applied to each group of nodes."""
         return replace(self, groups=tuple(map(change, self.groups)))
-
-    def _locate(self, rank: int) -> tuple[NodeGroup, int]:
-        index, node = rank, 0
-        for group in self.groups:
-            if 0 <= index < group.num_devices:
-                return group, node + index // group.devices_per_node
-            index, node = index - group.num_devices, node + group.num_nodes
-        raise UsageError(
-            f"No rank {rank} in this cluster", where=self.name, fix=f"Take a rank from 0 to {self.world_size - 1}"
-        )

@@ -15,13 +15,13 @@ from autopar.hardware.cluster import Cluster, NodeGroup
 from autopar.hardware.device import Device, times
 from autopar.hardware.link import Link
 from autopar.hardware.read import (
+    Links,
     MachineProfile,
     Node,
     known_devices,
     load_cluster,
     load_library,
     load_profile,
-    with_links,
 )
 from autopar.util.formatting import num_bytes, plain_table
 
@@ -103,7 +103,7 @@ def machine_of(text: str, *, cache_dir: Path | None = None) -> MachineProfile:
 
 def _overridden(cluster: Cluster, text: str, options: dict[str, str]) -> Cluster:
     if "links" in options:
-        cluster = with_links(cluster, Path(options["links"]))
+        cluster = Links.load(Path(options["links"])).on(cluster)
     nics = _whole(text, options, "nics")
     if nics is not None:
         cluster = cluster.with_groups(lambda group: replace(group, nics_per_node=nics))

@@ -141,14 +141,14 @@ def known_devices() -> tuple[str, ...]:
     return tuple(data_files("profiles"))
 
 
-def load_profile(name: str, *, relative_to: Path | None = None) -> MachineProfile:
+def load_profile(name: str) -> MachineProfile:
     """Return a shipped profile by name, or a profile file by path (it ends in ``.toml``).
 
     Raises:
         UsageError: the name is unknown (with the closest known one), or the file is malformed.
     """
     if name.endswith(".toml"):
-        return Table.load((relative_to or Path()) / name).record(MachineProfile)
+        return Table.load(Path(name)).record(MachineProfile)
     path = data_files("profiles").get(name.lower())
     if path is None:
         raise UsageError.unknown("device profile", name, known_devices(), fix="or give the path of a .toml profile")
@@ -180,12 +180,12 @@ def load_cluster(path: Path) -> Cluster:
     Raises:
         UsageError: names file, line and key.
     """
-    return cluster_from_table(Table.load(path), folder=path.parent, default_name=path.stem)
+    return cluster_from_table(Table.load(path), default_name=path.stem)
 
 
-def cluster_from_table(table: Table, *, folder: Path | None = None, default_name: str | None = None) -> Cluster:
+def cluster_from_table(table: Table, *, default_name: str | None = None) -> Cluster:
     """Read a cluster file or the result of :meth:`Cluster.to_dict`; devices and the library may be names of profiles."""
-    groups = [_group(item, folder) for item in table.tables("group")]
+    groups = [_group(item) for item in table.tables("group")]
     if not groups:
         for key in ("name", "tier", "library", "links"):
             table.has(key)
@@ -199,21 +199,16 @@ def cluster_from_table(table: Table, *, folder: Path | None = None, default_name
         library=_library(table, [library for _, library in groups]),
     )
     _check_tiers(table, cluster.tiers)
-    return cluster if links is None else with_links(cluster, (folder or Path()) / links)
+    return cluster if links is None else Links.load(table.beside(links)).on(cluster)
 
 
-def with_links(cluster: Cluster, path: Path) -> Cluster:
-    """``cluster`` with links from a file of ``autopar profile links``."""
-    return Links.load(path).on(cluster)
-
-
-def _group(table: Table, folder: Path | None) -> tuple[NodeGroup, str | None]:
+def _group(table: Table) -> tuple[NodeGroup, str | None]:
     """Return a group, and the library of the profile that it names, or None."""
     memory_bytes = table.integer("memory_bytes") if table.has("memory_bytes") else None
     library = None
-    if isinstance(table.raw("device"), str):
+    if isinstance(name := table.raw("device"), str):
         try:
-            profile = load_profile(table.text("device"), relative_to=folder)
+            profile = load_profile(str(table.beside(name)) if name.endswith(".toml") else name)
         except UsageError as error:
             raise error.becoming(UsageError, where=table.place("device")) from error
         group, library = profile.group(table.integer("num_nodes"), table.integer("devices_per_node")), profile.library

@@ -286,10 +286,9 @@ def measure_device(device: torch.device) -> dict[str, Any]:
 def _in_tf32(device: torch.device) -> list[dict[str, float]]:
     """Return rates of float32 products in TF32. The mode is the process's, which exists for measurements only."""
     torch.set_float32_matmul_precision("high")
-    try:
-        return measure.matmul_rates(device, torch.float32)
-    finally:
-        torch.set_float32_matmul_precision("highest")
+    rates = measure.matmul_rates(device, torch.float32)
+    torch.set_float32_matmul_precision("highest")
+    return rates
 
 
 def measure_host(

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from autopar.plan.file import short
 from autopar.plan.plan import BUCKET_BYTES, Plan, recompute_text
-from autopar.util.formatting import count, num_bytes, plain_table, printable, ranges, seconds, share
+from autopar.util.formatting import count, num_bytes, percent, plain_table, printable, ranges, seconds
 from autopar.util.toml import as_table
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _prediction(plan: Plan) -> str:
     verdict = "fits" if plan.predicted.fits else "does not fit"
     rows = [
         ("step time", f"{seconds(predicted.step_time_s)} (between {seconds(low)} and {seconds(high)})"),
-        ("throughput", f"{predicted.tokens_per_s:,.0f} tokens/s, MFU {share(predicted.mfu, 1)}"),
+        ("throughput", f"{predicted.tokens_per_s:,.0f} tokens/s, MFU {percent(predicted.mfu)}"),
         ("peak memory", f"{memory_text(plan)} on the largest rank: {verdict}"),
     ]
     return "Predicted\n" + _fields(rows)
@@ -100,7 +100,7 @@ def _prediction(plan: Plan) -> str:
 def _time(plan: Plan) -> str:
     total_s = plan.predicted.breakdown.total_s
     rows = [
-        (name, seconds(part_s), share(part_s, total_s), "#" * round(_BAR * part_s / total_s))
+        (name, seconds(part_s), percent(part_s / total_s), "#" * round(_BAR * part_s / total_s))
         for name, part_s in time_parts(plan.predicted.breakdown)
         if part_s
     ]
@@ -116,7 +116,7 @@ def _stages(plan: Plan) -> str:
     for stage in plan.stages:
         blocks = plan.blocks[stage.start : stage.stop]
         cells = [str(stage.index), str(stage.pp_rank)]
-        cells += [devices_text(plan, stage.pp_rank)] if plan.groups else []
+        cells += [" + ".join(plan.devices_of(stage.pp_rank))] if plan.groups else []
         cells += [_span(stage.start, stage.stop), ranges(block.label for block in blocks), recompute_text(blocks)]
         rows.append([*cells, *(map(seconds, times[stage.index]) if times else ())])
     table = plain_table(head, rows, left=("devices", "layers", "recompute"), width=WIDTH)
@@ -169,7 +169,7 @@ def _layouts(plan: Plan) -> str:
 def _search(plan: Plan) -> str:
     search = plan.search
     effort = f"{search.evaluated:,} of {search.candidates:,} candidates evaluated in {seconds(search.wall_time_s)}"
-    bound = f"no plan of the space is faster than {seconds(search.lower_bound_s)} (gap {share(search.gap, 1)})"
+    bound = f"no plan of the space is faster than {seconds(search.lower_bound_s)} (gap {percent(search.gap)})"
     head = "Why this plan" + " (one choice changed, and as little else as that needs)" * bool(search.reasons)
     return f"{head}\n" + _bullets((*search.reasons, f"{effort}; by the same cost model {bound}"))
 
@@ -286,11 +286,6 @@ def schedule_text(plan: Plan) -> str:
         return "none (one stage, micro-batches one after the other)"
     virtual = f" ({plan.virtual_stages} on each pipeline rank)" if plan.virtual_stages > 1 else ""
     return f"{plan.schedule}, {len(plan.stages)} stages{virtual}"
-
-
-def devices_text(plan: Plan, pp_rank: int) -> str:
-    """Return the devices of a pipeline rank; empty if all nodes are equal."""
-    return " + ".join(plan.devices_of(pp_rank))
 
 
 def memory_text(plan: Plan) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.plan.text import diff_plans, render_plan, short_text
 from autopar.report.summaries import plan_summary, render_comparison
-from autopar.util.formatting import num_bytes, percent, plain_table, seconds, share
+from autopar.util.formatting import num_bytes, percent, plain_table, seconds
 
 if TYPE_CHECKING:
     from autopar.plan.plan import Plan
@@ -88,7 +88,7 @@ def render_front(points: Sequence[Point]) -> str:
             point.cluster,
             f"{point.num_devices:,}",
             *((f"{point.cost:.4g}",) if point.cost is not None else ()),
-            share(point.head_room, 1.0),
+            percent(point.head_room),
             *_cells(point.plan),
         )
         for point in points

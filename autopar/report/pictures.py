@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.cost.step.simulation import compiled
 from autopar.errors import PlanError
 from autopar.plan.file import plan_to_dict
-from autopar.plan.text import devices_text, memory_parts, render_plan, time_parts
+from autopar.plan.text import memory_parts, render_plan, time_parts
 from autopar.util.files import dumps
 from autopar.util.formatting import num_bytes, seconds
 
@@ -170,7 +170,7 @@ def _memory(plan: Plan) -> str:
         limit = plan.predicted.limit_of(memory)
         parts = [(name, value, num_bytes(value)) for name, value in memory_parts(memory)]
         verdict = "" if plan.predicted.rank_fits(memory) else ' <span class="no">does not fit</span>'
-        who, devices = f"pipeline rank {memory.pp_rank}", devices_text(plan, memory.pp_rank)
+        who, devices = f"pipeline rank {memory.pp_rank}", " + ".join(plan.devices_of(memory.pp_rank))
         if plan.data_shares:
             group = plan.groups[memory.group]
             who, devices = f"ranks {group.start}-{group.stop - 1}", group.device

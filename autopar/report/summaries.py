@@ -15,7 +15,7 @@ from autopar.plan.run_log import RunRecord
 from autopar.plan.text import choices, diff_plans, time_parts
 from autopar.planner.search import flops_of_block
 from autopar.rules.table import has_rule
-from autopar.util.formatting import flops, num_bytes, percent, plain_table, ranges, seconds, share
+from autopar.util.formatting import flops, num_bytes, percent, plain_table, ranges, seconds
 from autopar.util.toml import as_table
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _rows(before: Plan, after: Plan) -> list[tuple[str, str, str, str]]:
     left, right = old.peak_memory_bytes, new.peak_memory_bytes
     rows += [
         ("peak memory", num_bytes(left), num_bytes(right), _change(left, right)),
-        ("MFU", share(old.mfu, 1), share(new.mfu, 1), ""),
+        ("MFU", percent(old.mfu), percent(new.mfu), ""),
         (
             "tokens/s",
             f"{old.tokens_per_s:,.0f}",

@@ -52,11 +52,6 @@ def flops(value: float) -> str:
     return f"{text}FLOP" if " " in text else f"{text} FLOP"
 
 
-def share(part: float, whole: float) -> str:
-    """Format ``part / whole`` in percent; the result is ``-`` if ``whole`` is 0."""
-    return f"{100 * part / whole:.1f} %" if whole else "-"
-
-
 def percent(value: float | None, *, digits: int = 1, sign: bool = False) -> str:
     """Format a fraction in percent; the result is ``-`` for None.
 

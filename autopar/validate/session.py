@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 
@@ -70,7 +69,7 @@ def profile_of(run: Run) -> MachineProfile:
         UsageError: there is none; the error names file and row.
     """
     try:
-        return load_profile(run.device, relative_to=Path())
+        return load_profile(run.device)
     except UsageError as error:
         raise error.becoming(UsageError, where=f"{run.place}, column device") from error
 

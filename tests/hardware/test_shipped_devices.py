@@ -113,7 +113,7 @@ def test_two_nodes_of_eight_are_two_nodes() -> None:
     cluster = cluster_at(job(("a", H100, 8), ("b", H100, 8)))
     assert cluster.groups == Cluster.parse("h100-sxm5-80gb:2x8").groups
     assert cluster.library == Cluster.parse("h100-sxm5-80gb:2x8").library
-    assert (cluster.node_of(7), cluster.node_of(8)) == (0, 1)
+    assert (cluster.num_nodes, cluster.devices_per_node) == (2, 8)
     assert cluster_at(job(("a", H100, 4))).name == "local"
 
 
