@@ -215,7 +215,6 @@ def standardized(self: nn.Module, x: Tensor, target: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("pins", [["dp_shard=2", "micro_batch=2"], ["tp=2", "micro_batch=4"]])
 def test_sums_over_the_batch_that_depend_on_others(pins: list[str]) -> None:
-    torch.manual_seed(0)
     batch = {"x": torch.randn(8, 6), "target": torch.randn(8, 4) * 3.0 + 1.0}
     model = model_of(standardized, linear=nn.Linear(6, 4))
     graph = autopar.trace(model, example_inputs=batch, global_batch_size=8, precision="fp64")
@@ -239,7 +238,6 @@ def penalised(self: nn.Module, x: Tensor, target: Tensor) -> Tensor:
 )
 @pytest.mark.parametrize("kind", ["penalty", "variance", "numbers"])
 def test_terms_of_no_sample_are_counted_once(kind: str, pins: list[str]) -> None:
-    torch.manual_seed(0)
     batch = {"x": torch.randn(8, 6), "target": torch.randn(8, 4)}
     layers, variance = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)), nn.Parameter(torch.zeros(()))
     check(model_of(penalised, kind=kind, layers=layers, log_variance=variance), batch, pins)

@@ -263,7 +263,6 @@ def few_objects() -> Iterator[None]:
 
 @pytest.mark.usefixtures("few_objects")
 def test_nothing_outlives_the_graph_that_kept_it() -> None:
-    torch.manual_seed(0)
     block, mover = Block(8), Mover("cpu")
     x = torch.randn(4, 8)
     mover.begin([x])

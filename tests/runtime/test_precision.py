@@ -183,7 +183,6 @@ def losses(model: nn.Module, precision: str) -> list[float]:
 @pytest.mark.parametrize("precision", ["bf16", "fp64"])
 @pytest.mark.parametrize("kind", OPS)
 def test_products_have_operands_in_one_dtype(kind: str, precision: str) -> None:
-    torch.manual_seed(0)
     model, x, recipe = mixed(OPS[kind]), torch.randn(2, 8), PRECISIONS[precision]
     dtype = getattr(torch, recipe.compute)
     graph = api.trace(model, example_inputs={"x": x}, precision=recipe.name)
@@ -194,7 +193,6 @@ def test_products_have_operands_in_one_dtype(kind: str, precision: str) -> None:
 
 def test_a_loss_of_two_dtypes_has_a_gradient() -> None:
     """Its backward has one dtype alone."""
-    torch.manual_seed(0)
     model = mixed(OPS["huber"])
     assert losses(model, "bf16") == pytest.approx(losses(model, "fp32"), rel=5e-2)
 

@@ -48,7 +48,6 @@ def test_modules_on_meta_are_initialised_one_by_one() -> None:
 
 
 def test_state_of_the_random_generator_is_kept() -> None:
-    torch.manual_seed(0)
     wanted = torch.rand(3)
     torch.manual_seed(0)
     initialise(on_meta(), "0", seed=1)
