@@ -70,16 +70,9 @@ def _embedding_vocabulary(op: Op, strategy: Strategy, local: Local) -> Op:
     return replace(op, args=(op.args[0], op.args[1], local.axis, padding), kwargs=())
 
 
-def _bag_vocabulary(op: Op, strategy: Strategy, local: Local) -> Op:
-    """Pass the axis over which the rows of the table are split."""
-    weight, ids, weights, mode, padding = op.args[:5]
-    return replace(op, args=(weight, ids, local.axis, weights, mode, padding), kwargs=())
-
-
-def _cross_entropy_vocabulary(op: Op, strategy: Strategy, local: Local) -> Op:
-    """Pass the axis over which the classes are split."""
-    ignore, smoothing = argument(op, 2, "ignore_index", -100), argument(op, 3, "label_smoothing", 0.0)
-    return replace(op, args=(op.args[0], op.args[1], local.axis, ignore, smoothing, *op.args[4:]), kwargs=())
+def _vocabulary(op: Op, strategy: Strategy, local: Local) -> Op:
+    """Pass the axis over which the rows of the table, or the classes, are split, behind the first two operands."""
+    return replace(op, args=(*op.args[:2], local.axis, *op.args[2:5]), kwargs=())
 
 
 def _split_experts(op: Op, strategy: Strategy, local: Local) -> Op:
@@ -141,8 +134,8 @@ _BY_LITERAL: dict[str, Localizer] = {
 """Localizers by the target of the original operator, for strategies without a target of their own."""
 _BY_KERNEL: dict[str, Localizer] = {
     "autopar.embedding_vocabulary": _embedding_vocabulary,
-    "autopar.embedding_bag_vocabulary": _bag_vocabulary,
-    "autopar.cross_entropy_vocabulary": _cross_entropy_vocabulary,
+    "autopar.embedding_bag_vocabulary": _vocabulary,
+    "autopar.cross_entropy_vocabulary": _vocabulary,
     "autopar.partial_mean": _partial_mean,
     GATHERED: _attention,
     RING: _attention,

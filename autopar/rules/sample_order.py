@@ -237,9 +237,8 @@ class _Ordering:
         """Keep an operator that treats rows alike, on operands in one order; return False if it does not."""
         known = [(i, self.rows[ref]) for i, ref in enumerate(op.operands) if ref in self.rows]
         if op.target in _RANDOM_FACTORIES and op.spec.shape[:1] == (self.samples,):
-            self.rows[Ref(op.name)] = Rows(
-                0
-            )  # a draw for each sample; if by chance, its rows are still put in one order
+            # A draw for each sample; if by chance, its rows are still put in one order.
+            self.rows[Ref(op.name)] = Rows(0)
         if not known:
             return False
         lead, rows = next((entry for entry in known if entry[1].outer > 1), known[0])

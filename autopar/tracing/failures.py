@@ -75,9 +75,8 @@ def quiet() -> Iterator[None]:
     try:
         with warnings.catch_warnings(), redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
-            warnings.filterwarnings(
-                "error", f".*{NO_AUTOCAST}", UserWarning
-            )  # a device of the plan would not disable it
+            # A device of the plan would not disable it.
+            warnings.filterwarnings("error", f".*{NO_AUTOCAST}", UserWarning)
             yield
     finally:
         for logger, level in levels.items():

@@ -312,9 +312,8 @@ def _gate_form(experts: Any, activation: str | None) -> Form | None:
     numbers = {float(value) for value in vars(experts).values() if type(value) in (int, float)}
     f, generator = experts.down_proj.shape[1 if experts.is_transposed else 2], torch.Generator().manual_seed(0)
     small = 3 * torch.randn(1 + _MIN_PROBES // f, 2 * f, generator=generator, dtype=torch.float64, device="cpu")
-    x = torch.cat(
-        (small, small * max(map(abs, numbers), default=1.0))
-    )  # activations differ near 0, limits act far from it
+    # Activations differ near 0, limits act far from it.
+    x = torch.cat((small, small * max(map(abs, numbers), default=1.0)))
     try:
         expected = experts._apply_gate(x.clone())
     except FAILURES:

@@ -140,9 +140,8 @@ def outcome_of(subject: Subject, inputs: Sequence[Tensor], *, seed: int, factor:
     """Run the region on ``inputs`` with random numbers from ``seed``, and its backward as :func:`gradients_of` does."""
     is_whole = bool(subject.examples)  # a batch requires no gradients
     leaves = [x.detach().requires_grad_(x.is_floating_point() and not is_whole) for x in inputs]
-    torch.default_generator.manual_seed(
-        seed
-    )  # that of the CPU, where trials run; the generators of devices are the user's
+    # Trials run on the CPU; the generators of devices are the user's.
+    torch.default_generator.manual_seed(seed)
     outputs = tensors_of(subject.run(leaves))
     gradients = gradients_of(outputs, (*leaves, *subject.parameters), factor)
     return Outcome(tuple(y.detach() for y in outputs), gradients[: len(leaves)], gradients[len(leaves) :])

@@ -22,7 +22,7 @@ from autopar.graph.graph import Argument, Buffer, Graph, Op, Parameter, Ref, Ten
 from autopar.graph.operator_kinds import draws_random, without_dropout
 from autopar.ops.kernels import aten_targets
 from autopar.tracing.builder import Builder, Value
-from autopar.tracing.program_ends import Kept, region_of
+from autopar.tracing.program_ends import Kept, grad_region_of
 from autopar.tracing.side_effects import writes
 
 
@@ -97,7 +97,7 @@ def _read(calls: Calls, module: fx.GraphModule, prefix: str, aliases: dict[str, 
 def _read_call(calls: Calls, module: fx.GraphModule, prefix: str, aliases: dict[str, Argument], node: fx.Node) -> None:
     """Add one call, or all calls of the region that it runs."""
     name, target = prefix + node.name, node.target
-    if (region := region_of(node, module)) is not None:
+    if (region := grad_region_of(node, module)) is not None:
         placeholders = [n.name for n in region[0].graph.nodes if n.op == "placeholder"]
         operands = [_argument(value, prefix, aliases) for value in node.args[2:]]
         inner_aliases = dict(zip(placeholders, operands, strict=False))

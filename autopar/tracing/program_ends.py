@@ -318,7 +318,7 @@ def _detach_in(module: fx.GraphModule, with_gradient: set[str], parameters: dict
         operands = [n for n in node.all_input_nodes if n.name in with_gradient]
         if node.op == "call_function" and writes(node):
             _check_write(node, with_gradient, parameters, off)
-        region = region_of(node, module)
+        region = grad_region_of(node, module)
         if region is not None:
             inner, is_on = region
             placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
@@ -348,7 +348,7 @@ def _check_write(node: fx.Node, with_gradient: set[str], parameters: Mapping[str
         )
 
 
-def region_of(node: fx.Node, module: fx.GraphModule) -> tuple[fx.GraphModule, bool] | None:
+def grad_region_of(node: fx.Node, module: fx.GraphModule) -> tuple[fx.GraphModule, bool] | None:
     """Return the graph that a call of ``torch.set_grad_enabled`` runs and whether gradients are on in it; None for any other call.
 
     Args:

@@ -124,9 +124,8 @@ def _is_size(operator: str, argument: Any) -> bool:
     """Return whether an argument of an operator is a size or an index along a dim, according to the schema."""
     if operator == "aten::arange":  # its end is a size, but its start and step are values of its result
         return bool(argument.name == "end")
-    return (
-        "int" in str(argument.type).lower() and argument.name != "steps"
-    )  # the values of a linspace depend on its steps
+    # The values of a linspace depend on its steps.
+    return "int" in str(argument.type).lower() and argument.name != "steps"
 
 
 def number_of(value: object) -> object:

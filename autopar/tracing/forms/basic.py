@@ -175,13 +175,9 @@ def _repeat(builder: Builder, call: Call) -> Value:
     shape = builder.shape(source)
     padded = (1,) * (len(repeats) - len(shape)) + shape
     if any(times != 1 and size != 1 for times, size in zip(repeats, padded, strict=True)):
-        return _copies(builder, call, source) if _is_outer(padded, call.spec.shape) else generic(builder, call)
+        is_of_outer_dim = 1 < padded[0] < call.spec.shape[0] and padded[1:] == call.spec.shape[1:]
+        return _copies(builder, call, source) if is_of_outer_dim else generic(builder, call)
     return _expanded(builder, call, view_to(builder, call, source, padded), call.spec)
-
-
-def _is_outer(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
-    """Return whether a repetition repeats dim 0, of size larger than 1, and no other dim."""
-    return 1 < before[0] < after[0] and before[1:] == after[1:]
 
 
 def _copies(builder: Builder, call: Call, source: Ref) -> Ref:
