@@ -171,10 +171,13 @@ class Layouts:
 
     def _every_typed(self, key: LayoutKey) -> tuple[TypedLayout, ...]:
         """Return all typed layouts of a key if the space asks for that and they are few enough; else an empty tuple."""
-        if not self.space.every or key.tp == 1:
+        if not self.space.max_enumerated or key.tp == 1:
             return ()
         if key not in self._every:
-            lists = [(kind, every_typing(self.solver(key, kind), self.space.every)) for kind in self.graphs.kinds(key)]
+            lists = [
+                (kind, every_typing(self.solver(key, kind), self.space.max_enumerated))
+                for kind in self.graphs.kinds(key)
+            ]
             few = all(typings is not None for _, typings in lists)
             self._every[key] = tuple(
                 TypedLayout(key=key, kind=kind, solution=t) for kind, typings in lists if few for t in typings or ()

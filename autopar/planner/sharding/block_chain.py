@@ -7,7 +7,7 @@ layout (:mod:`autopar.graph.rewrites`).
 
 The solver minimises a sum, but the step of a plan is not quite one: gathers overlap with the block before, and freed memory saves time
 only once a whole block need not recompute. The best plan of a small problem may therefore have a typing that is optimal at no price of
-memory. :func:`every_typing` lists all typings of problems that have at most ``Space.every`` of them.
+memory. :func:`every_typing` lists all typings of problems that have at most ``Space.max_enumerated`` of them.
 """
 
 from __future__ import annotations

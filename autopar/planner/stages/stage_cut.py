@@ -12,7 +12,7 @@ where it cannot fall far enough. The work grows with the square of the number of
 With virtual stages a rank holds several stages. Each then gets an equal share of the memory of the rank, and the slowest stage stands for
 the slowest rank. This is a heuristic; the event simulation judges the result. Virtual stages are cut evenly
 (``docs/adr/0011-even-stages.md``). As messages wait for each other and the memory model counts more than sums over blocks, the cut of least
-time by this formula need not be the best one; :func:`every_cut` lists all cuts of problems that are small enough (``Space.every``).
+time by this formula need not be the best one; :func:`every_cut` lists all cuts of problems that are small enough (``Space.max_enumerated``).
 """
 
 from __future__ import annotations
