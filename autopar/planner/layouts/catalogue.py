@@ -16,9 +16,9 @@ from autopar.errors import InfeasibleError
 from autopar.graph.graph import Graph, Op
 from autopar.graph.rewrites import compact
 from autopar.plan.mesh import Type
-from autopar.planner.layouts.layout import LayoutKey, PricedLayout, TypedLayout
+from autopar.planner.layouts.layout import LayoutKey, PricedLayout, TypedLayout, every_typing
 from autopar.planner.layouts.rank_graphs import RankGraphs, padding_of
-from autopar.planner.sharding.block_chain import AxisSolver, every_typing
+from autopar.planner.sharding.block_chain import AxisSolver
 from autopar.planner.sharding.block_table import AxisCosts, Narrow
 from autopar.planner.sharding.energy import Weights
 from autopar.planner.sharding.strategy_energy import rests_of
