@@ -301,16 +301,6 @@ def allows(masks: Sequence[Mask], stops: Sequence[int]) -> bool:
     return all(bool(mask[start, stop]) for mask, (start, stop) in zip(masks, edges, strict=True))
 
 
-def exactly(stops: Sequence[int], blocks: int) -> list[Mask]:
-    """Return masks that allow only the stages of these stops."""
-    masks = []
-    for start, stop in zip((0, *stops), stops, strict=False):
-        mask = np.zeros((blocks + 1, blocks + 1), dtype=bool)
-        mask[start, stop] = True
-        masks.append(mask)
-    return masks
-
-
 # --- a cut that fits in memory as the memory model counts it
 
 

@@ -321,6 +321,16 @@ class _Band:
         return prefixes
 
 
+def exactly(stops: Sequence[int], blocks: int) -> list[Mask]:
+    """Return masks that allow only the stages of these stops."""
+    masks = []
+    for start, stop in zip((0, *stops), stops, strict=False):
+        mask = np.zeros((blocks + 1, blocks + 1), dtype=bool)
+        mask[start, stop] = True
+        masks.append(mask)
+    return masks
+
+
 def stage_masks(num_blocks: int, stages: int, allowed: Sequence[Mask] | None, pinned: Mapping[int, int]) -> list[Mask]:
     """Return for each stage where blocks i:j may form it.
 
