@@ -18,14 +18,16 @@ from autopar.cost.blocks.block_work import BlockWork, block_work, price_block
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.network.placement import check_kinds, peak_flops, places_of, slowest
 from autopar.cost.operators.operator_times import Measured, OperatorTimes, OpTime, op_time
+from autopar.cost.operators.work import operand_specs, work
 from autopar.cost.step.memory import optimizer_cost
 from autopar.cost.step.pipeline_step import PipelineStep
 from autopar.cost.step.simulation import Chain, with_chains
 from autopar.cost.step.step import Runtime, StageCost, Step
 from autopar.cost.step.step_model import Ranks, StepModel
 from autopar.graph.graph import Block, Graph, Op, TensorSpec
+from autopar.graph.rewrites import Compact
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.device import HostLink
+from autopar.hardware.device import HostLink, KernelKind
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Precision
 from autopar.plan.prediction import Breakdown, Memory, Prediction
@@ -293,3 +295,23 @@ def predict_shares(models: Sequence[CostModel], stages: Sequence[StageCost], ste
         memory_limits_bytes=tuple(p.memory_limit_bytes for p in predictions),
         host_memory_limit_bytes=max(p.host_memory_limit_bytes for p in predictions),
     )
+
+
+def flops_per_sample(compact: Compact, kind: KernelKind) -> float:
+    """Return the FLOPs of matrix products of one sample, forward and backward."""
+    blocks = zip(compact.graph.blocks, compact.members, strict=True)
+    return sum(flops_of_block(compact.graph, block, kind) * len(members) for block, members in blocks)
+
+
+def flops_of_block(graph: Graph, block: Block, kind: KernelKind = "cuda") -> float:
+    """Return the FLOPs of matrix products of one block for one sample, forward and backward."""
+    works = [work(op, operand_specs(op, graph.spec), kind) for op in graph.block_ops(block)]
+    return sum(op_work.flops + op_work.backward_flops for op_work in works) / graph.batch_size
+
+
+def tokens_per_sample(graph: Graph) -> int:
+    """Return the elements of one sample of the first batch input if it holds ids, else 1."""
+    for leaf in graph.inputs:
+        if leaf.batch_dim is not None:
+            return leaf.spec.numel // graph.batch_size if not leaf.spec.dtype.is_floating_point else 1
+    return 1

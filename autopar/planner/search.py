@@ -9,13 +9,10 @@ from typing import SupportsIndex
 
 import torch
 
-from autopar.cost.model import CostModel, Step
-from autopar.cost.operators.work import operand_specs, work
+from autopar.cost.model import CostModel, Step, flops_per_sample, tokens_per_sample
 from autopar.errors import InfeasibleError, UsageError
-from autopar.graph.graph import Block, Graph
-from autopar.graph.rewrites import Compact
+from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.device import KernelKind
 from autopar.plan.plan import BUCKET_BYTES, Precision, Recompute
 from autopar.plan.prediction import Prediction
 from autopar.planner.layouts.catalogue import Layouts
@@ -333,26 +330,6 @@ def readable(num_bytes: float) -> str:
         if num_bytes >= unit:
             return f"{num_bytes / unit:.1f} {name}"
     return f"{num_bytes:.0f} bytes"
-
-
-def flops_per_sample(compact: Compact, kind: KernelKind) -> float:
-    """Return the FLOPs of matrix products of one sample, forward and backward."""
-    blocks = zip(compact.graph.blocks, compact.members, strict=True)
-    return sum(flops_of_block(compact.graph, block, kind) * len(members) for block, members in blocks)
-
-
-def flops_of_block(graph: Graph, block: Block, kind: KernelKind = "cuda") -> float:
-    """Return the FLOPs of matrix products of one block for one sample, forward and backward."""
-    works = [work(op, operand_specs(op, graph.spec), kind) for op in graph.block_ops(block)]
-    return sum(op_work.flops + op_work.backward_flops for op_work in works) / graph.batch_size
-
-
-def tokens_per_sample(graph: Graph) -> int:
-    """Return the elements of one sample of the first batch input if it holds ids, else 1."""
-    for leaf in graph.inputs:
-        if leaf.batch_dim is not None:
-            return leaf.spec.numel // graph.batch_size if not leaf.spec.dtype.is_floating_point else 1
-    return 1
 
 
 SLOW = "slower than the best plan by a bound"

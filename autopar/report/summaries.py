@@ -10,10 +10,10 @@ from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from autopar.cost.model import flops_of_block
 from autopar.graph.graph import Graph
 from autopar.plan.run_log import RunRecord
 from autopar.plan.text import choices, diff_plans, time_parts
-from autopar.planner.search import flops_of_block
 from autopar.rules.table import has_rule
 from autopar.util.formatting import flops, num_bytes, percent, plain_table, ranges, seconds
 from autopar.util.toml import as_table

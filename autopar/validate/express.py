@@ -13,7 +13,7 @@ from functools import cache, partial
 
 from autopar.cost.blocks.block_cost import BlockCost, Message
 from autopar.cost.blocks.block_work import BlockWork, block_work, price_block
-from autopar.cost.model import CostModel, StageCost, Step
+from autopar.cost.model import CostModel, StageCost, Step, flops_of_block
 from autopar.graph.graph import Graph, Op
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.device import times
@@ -24,7 +24,6 @@ from autopar.plan.plan import Precision, Recompute
 from autopar.plan.prediction import Prediction
 from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.layout import LayoutKey, PricedLayout
-from autopar.planner.search import flops_of_block
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.tracing.trace import trace

@@ -19,7 +19,7 @@ from autopar.planner.space.candidates import (
     remedies,
     strict_constraints,
 )
-from autopar.planner.space.constraints import Problem, practice_constraints
+from autopar.planner.space.constraints import Problem, usual_constraints
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 
@@ -122,7 +122,7 @@ def test_a_conflict_is_a_smallest(world: int, batch: int, blocks: int, texts: li
     columns = np.array(list(product(*values.values())), dtype=np.int64).T
     table = dict(zip(values, columns, strict=True))
     table["num_micro_batches"] = num_micro_batches(table, batch)
-    known = {c.name: c.holds(table) for c in (*strict_constraints(problem, pins), *practice_constraints(problem, pins))}
+    known = {c.name: c.holds(table) for c in (*strict_constraints(problem, pins), *usual_constraints(problem, pins))}
     for left_out in ((), *((name,) for name in names)):
         keep = np.ones(columns.shape[1], dtype=bool)
         for name in names:

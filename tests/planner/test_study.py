@@ -26,7 +26,7 @@ from autopar.planner.planner import Planner
 from autopar.planner.search import Limits
 from autopar.planner.space.space import load_space, with_sampler
 from autopar.planner.studies import workers
-from autopar.planner.studies.study import Study
+from autopar.planner.studies.study import StudyLedger
 from autopar.planner.studies.workers import Job, identity, study_name
 from autopar.util import files
 from tests.support.cli_runner import Run
@@ -63,9 +63,9 @@ def same(one: Plan, other: Plan) -> bool:
     return replace(one, search=RECORD) == replace(other, search=RECORD) and one.search.gap == other.search.gap
 
 
-def study_of(planner: Planner, url: str) -> Study:
+def study_of(planner: Planner, url: str) -> StudyLedger:
     task = planner.task
-    return Study(planner.pool, storage=url, name=study_name(task), identity=identity(task))
+    return StudyLedger(planner.pool, storage=url, name=study_name(task), identity=identity(task))
 
 
 def trials_of(url: str) -> list[FrozenTrial]:
@@ -240,7 +240,7 @@ def test_the_command_names_a_study_and_one_of_something_else_is_refused(run: Run
 # --- processes
 
 
-class Doomed(Study):
+class Doomed(StudyLedger):
     """Kills its process in the middle of its n-th word to the storage."""
 
     words = 1

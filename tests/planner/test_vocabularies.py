@@ -83,7 +83,7 @@ def test_what_unaligned_rows_cost_is_said_with_its_source() -> None:
     assert not [note for note in aligned.notes if "16 bytes" in note]
 
 
-def test_spaces_without_practice_try_both() -> None:
+def test_spaces_that_try_the_unlikely_try_both() -> None:
     graph = family(PLAIN, 64, "bf16")
     task: dict[str, Any] = {"global_batch_size": 64, "precision": BF16}
     pools = {name: planner_of(graph, cluster=A100, space=name, **task).pool for name in ("default", "exhaustive")}

@@ -30,7 +30,7 @@ Mended or lifted in the space `exhaustive`, each by this comparison:
 
 - Which of several *equal* blocks recompute was taken to make no difference. It does: what hides beside a block's backward, and what of
   memory is still held by then, depend on where it stands. Such choices cost up to 11 %, and called a problem impossible that is not.
-- Cuts and layouts were those that solvers of sums name. Where all are few (`every` of a space) all are tried now, by their bounds, and the law of even
+- Cuts and layouts were those that solvers of sums name. Where all are few (`max_enumerated` of a space) all are tried now, by their bounds, and the law of even
   virtual stages ([adr/0011](../adr/0011-even-stages.md)) is lifted with them.
 - GPipe was left out wherever there are as many micro-batches as ranks, as no quicker than 1F1B. Where messages between stages take long it is:
   each micro-batch of 1F1B waits for one there and back, GPipe's follow each other. `default` still leaves it out.
@@ -44,7 +44,7 @@ Mended or lifted in the space `exhaustive`, each by this comparison:
 - `cp`, experts over data ranks and padded vocabularies are not in these problems: of the typings on `cp` the search tries one for each kind of attention.
 - Four and more equal blocks in a row share the typing of their inner ones, here as everywhere; a product over them would be too large.
 - A value is changed to two further types inside of a block at most. No problem here needs three.
-- Where there are more plans or layouts than `every` says, cuts and layouts are the solvers', and the certificate is over the layouts
+- Where there are more plans or layouts than `max_enumerated` says, cuts and layouts are the solvers', and the certificate is over the layouts
   that some price of memory makes best.
 """
 

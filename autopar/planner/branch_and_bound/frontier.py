@@ -245,27 +245,8 @@ class Frontier:
                     self.visited.add(first)
                     yield first
                 if math.isfinite(self.cutoff_s()):
-                    yield from self._quickest_by_chains(self.parts[self.keys[first]])
                     return
                 count *= 2
-
-    def _quickest_by_chains(self, places: Sequence[int]) -> Iterator[int]:
-        """Yield, where ranks differ, the fastest by chain bounds among candidates that share the first plan's layouts.
-
-        On mixed clusters plans are far above their last bounds; chain bounds are nearer.
-        """
-        if not self.evaluator.model.is_mixed:
-            return
-        for level in range(LAST_LEVEL):
-            self._raise(places, level)
-        least_s, first = self.cutoff_s(), -1
-        for k in sorted(places, key=self._order):
-            if k not in self.visited and self.bounds[self.pool[k]] < least_s:
-                bound_s = self.evaluator.chained_s(self.pool[k], least_s, whole_s=0.0)
-                least_s, first = (bound_s, k) if 0 < bound_s < least_s else (least_s, first)
-        if first >= 0:
-            self.visited.add(first)
-            yield first
 
     def _order(self, index: int) -> tuple[float, int]:
         return self.bounds[self.pool[index]], index

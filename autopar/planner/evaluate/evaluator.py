@@ -57,37 +57,28 @@ class Evaluator:
         return [self.shares.bound_s(level, c) if c.shares else next(pipelines) for c in candidates]
 
     def closest_s(
-        self, candidate: Candidate, goal_s: float, known: Sequence[ChainProof] = (), *, whole_s: float | None = 0.0
+        self, candidate: Candidate, goal_s: float, known: Sequence[ChainProof] = (), *, whole_s: float = 0.0
     ) -> tuple[float, tuple[ChainProof, ...]]:
         """Return the tightest bound of a candidate, up to ``goal_s``; see :class:`autopar.planner.bounds.cascade.Cascade`."""
         if candidate.shares:
             return min(self.shares.bound_s(LEVELS - 1, candidate), goal_s), ()
         return self.cascade.closest_s(candidate, goal_s, known, whole_s=whole_s)
 
-    def chained_s(
-        self,
-        candidate: Candidate,
-        goal_s: float,
-        *,
-        whole_s: float | None = None,
-        layouts: Sequence[TypedLayout] | None = None,
-    ) -> float:
+    def chained_s(self, candidate: Candidate, goal_s: float, *, layouts: Sequence[TypedLayout] | None = None) -> float:
         """Return the bound that the chains of its schedule give for a pipeline, up to ``goal_s``; 0 where it is not worth computing.
 
         Where ranks differ this bound is far tighter than the others. Where they are equal it is tighter only if blocks are of several
         groups, as those of an encoder and a decoder, whose order no other bound uses, or if stages are pinned. Few programs suffice then.
 
         The known proofs of a schedule depend on the order of earlier calls. So this bound is no part of the certificate, and decides no
-        order but that of early incumbents. The arguments are those of :meth:`autopar.planner.bounds.cascade.Cascade.closest_s`.
+        order. The arguments are those of :meth:`autopar.planner.bounds.cascade.Cascade.closest_s`.
         """
         is_tighter = self.model.is_mixed or self.cascade.maker.has_several_groups or self.context.stages
         if candidate.mesh.pp == 1 or not is_tighter:
             return 0.0
         known = self._proofs.setdefault(key_of(candidate), [])
         rounds = None if self.model.is_mixed else 0 if known else QUICK
-        bound_s, proofs = self.cascade.closest_s(
-            candidate, goal_s, known, whole_s=whole_s, layouts=layouts, rounds=rounds
-        )
+        bound_s, proofs = self.cascade.closest_s(candidate, goal_s, known, whole_s=None, layouts=layouts, rounds=rounds)
         known += proofs
         del known[: len(known) - KEPT]
         return bound_s

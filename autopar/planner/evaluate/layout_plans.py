@@ -47,12 +47,8 @@ class LayoutPlans:
     """
 
     def __init__(self, context: SearchContext, options: BlockOptions, maker: InstanceMaker) -> None:
-        self.context, self.options, self.rank_devices, self.blocks_of = (
-            context,
-            options,
-            maker.rank_devices,
-            maker.blocks_of,
-        )
+        self.context, self.options = context, options
+        self.rank_devices, self.blocks_of = maker.rank_devices, maker.blocks_of
         self.pinned, self.buckets = dict(context.stages), context.buckets
 
     def best(

@@ -16,9 +16,9 @@ from autopar.errors import InfeasibleError
 from autopar.graph.graph import Graph, Op
 from autopar.graph.rewrites import compact
 from autopar.plan.mesh import Type
-from autopar.planner.layouts.layout import LayoutKey, PricedLayout, TypedLayout
+from autopar.planner.layouts.layout import LayoutKey, PricedLayout, TypedLayout, every_typing
 from autopar.planner.layouts.rank_graphs import RankGraphs, padding_of
-from autopar.planner.sharding.block_chain import AxisSolver, every_typing
+from autopar.planner.sharding.block_chain import AxisSolver
 from autopar.planner.sharding.block_table import AxisCosts, Narrow
 from autopar.planner.sharding.energy import Weights
 from autopar.planner.sharding.strategy_energy import rests_of
@@ -107,7 +107,7 @@ class Layouts:
         self._memos: dict[LayoutKey, LayoutMemo] = {}
         self._every: dict[LayoutKey, tuple[TypedLayout, ...]] = {}
         self._on_device: dict[str, PricedLayout] = {}
-        self._local: dict[str, tuple[Graph, tuple[BlockWork, ...]]] = {}  # by identity of the layout
+        self._local: dict[str, tuple[Graph, tuple[int, ...], tuple[BlockWork, ...]]] = {}  # by identity of the layout
 
     @property
     def prelude(self) -> tuple[str, ...]:
@@ -171,10 +171,13 @@ class Layouts:
 
     def _every_typed(self, key: LayoutKey) -> tuple[TypedLayout, ...]:
         """Return all typed layouts of a key if the space asks for that and they are few enough; else an empty tuple."""
-        if not self.space.every or key.tp == 1:
+        if not self.space.max_enumerated or key.tp == 1:
             return ()
         if key not in self._every:
-            lists = [(kind, every_typing(self.solver(key, kind), self.space.every)) for kind in self.graphs.kinds(key)]
+            lists = [
+                (kind, every_typing(self.solver(key, kind), self.space.max_enumerated))
+                for kind in self.graphs.kinds(key)
+            ]
             few = all(typings is not None for _, typings in lists)
             self._every[key] = tuple(
                 TypedLayout(key=key, kind=kind, solution=t) for kind, typings in lists if few for t in typings or ()
@@ -249,7 +252,7 @@ class Layouts:
     def _at_best(self, key: LayoutKey) -> PricedLayout:
         """Return the layout without these axes at the best rates of the devices, or the priced layout if its costs are the same."""
         layout = self.unsplit(key)
-        _, works = self.graphs.works(self.local_graph(layout))
+        works = self._work(layout)[2]
         prices = [self.model.price(work, self.graphs.mesh(key), at_best=True) for work in works]
         if all(prices[number] == cost for number, cost in zip(layout.keys, layout.costs, strict=True)):
             return layout
@@ -270,9 +273,8 @@ class Layouts:
     def _priced(self, typed: TypedLayout) -> PricedLayout:
         """Return the layout with the costs of its blocks, worked out anew."""
         key, kind, solution = typed.key, typed.kind, typed.solution
+        graph, keys, works = self._work(typed)
         before_tp = self.graphs.before_tp(key, kind).graph
-        graph = before_tp if solution is None else shard(before_tp, solution.typing)
-        keys, works = self.graphs.works(graph)
         prices = [self.model.price(work, self.graphs.mesh(key)) for work in works]
         return PricedLayout(
             key=key,
@@ -298,10 +300,7 @@ class Layouts:
             return layout
         identity = f"{layout.identity} on {sorted(part.places or ())}"
         if identity not in self._on_device:
-            if layout.identity not in self._local:
-                graph = self.local_graph(layout)
-                self._local[layout.identity] = graph, self.graphs.works(graph)[1]
-            graph, works = self._local[layout.identity]
+            graph, _, works = self._work(layout)
             mesh = self.graphs.mesh(layout.key)
             prices = [part.price(work, mesh, at_best=layout.at_best) for work in works]
             self._on_device[identity] = replace(
@@ -312,7 +311,14 @@ class Layouts:
             )
         return self._on_device[identity]
 
-    def local_graph(self, layout: PricedLayout) -> Graph:
+    def _work(self, layout: TypedLayout | PricedLayout) -> tuple[Graph, tuple[int, ...], tuple[BlockWork, ...]]:
+        """Return the graph of a layout, for each block the number of its work, and the works, which devices of any kind price."""
+        if layout.identity not in self._local:
+            graph = self.local_graph(layout)
+            self._local[layout.identity] = graph, *self.graphs.works(graph)
+        return self._local[layout.identity]
+
+    def local_graph(self, layout: TypedLayout | PricedLayout) -> Graph:
         """Return the graph of one micro-batch on one rank."""
         graph, solution = self.graphs.before_tp(layout.key, layout.kind).graph, layout.solution
         return graph if solution is None else shard(graph, solution.typing)

@@ -7,7 +7,7 @@ layout (:mod:`autopar.graph.rewrites`).
 
 The solver minimises a sum, but the step of a plan is not quite one: gathers overlap with the block before, and freed memory saves time
 only once a whole block need not recompute. The best plan of a small problem may therefore have a typing that is optimal at no price of
-memory. :func:`every_typing` lists all typings of problems that have at most ``Space.every`` of them.
+memory. :func:`autopar.planner.layouts.layout.every_typing` lists all typings of problems that have few.
 """
 
 from __future__ import annotations
@@ -346,77 +346,3 @@ def owners_of(compact: Compact) -> Counter[str]:
     """Return how many blocks of a compact graph read each parameter, by its name."""
     graph = compact.graph
     return Counter(p.name for block in graph.blocks for p in graph.block_parameters(block))
-
-
-MAX_ENTRIES = 64
-"""Combinations of the choices of a block (strategies, types at rest and at its boundary) that may be enumerated for each typing wanted."""
-
-_Assignments = Mapping[tuple[int, ...], Sequence[Assignment]]
-"""The assignments of a block by the states of its boundary variables."""
-
-
-def every_typing(solver: AxisSolver, most: int) -> list[AxisSolution] | None:
-    """Return all typings of a compact graph on an axis; None if there are more than ``most``, or if a block has too many choices.
-
-    Args:
-        solver: the solver of the axis.
-        most: the most typings to return.
-    """
-    for block in solver.problems.values():
-        if prod(len(block.problem.states[v]) for v in _variables(block)) > MAX_ENTRIES * most:
-            return None
-    assignments_by_key = {key: _assignments(block) for key, block in solver.problems.items()}
-    equal = dict[Ref, list[Ref]]()
-    for a, b in solver.equal_values():
-        equal.setdefault(a, []).append(b)
-        equal.setdefault(b, []).append(a)
-    solutions: list[AxisSolution] = []
-    for assignments in _consistent(solver, [assignments_by_key[key] for key in solver.keys], equal):
-        if len(solutions) == most:
-            return None
-        solutions.append(solver.solution(assignments))
-    return solutions
-
-
-def _variables(block: BlockProblem) -> tuple[int, ...]:
-    """Return the variables that make up a typing; the changes of type between them follow at least cost."""
-    problem = block.problem
-    return tuple(dict.fromkeys((*block.keep, *problem.ops.values(), *problem.rests.values())))
-
-
-def _assignments(block: BlockProblem) -> _Assignments:
-    """Return all assignments of a block, each with the quickest changes of type, by the states of the boundary variables."""
-    marginals = block.problem.solve_all(_variables(block), [Weights()])
-    entries = [Entry(0, tuple(index)) for index in np.argwhere(np.isfinite(marginals.tables[0])).tolist()]
-    by_boundary: dict[tuple[int, ...], list[Assignment]] = {}
-    for assignment in marginals.decode(entries):
-        by_boundary.setdefault(tuple(assignment[v] for v in block.keep), []).append(assignment)
-    return by_boundary
-
-
-def _consistent(
-    solver: AxisSolver, blocks: Sequence[_Assignments], equal: Mapping[Ref, Sequence[Ref]]
-) -> Iterator[tuple[Assignment, ...]]:
-    """Yield assignments of all blocks in which each boundary value and each shared parameter has the same type everywhere."""
-
-    def kind(key: Ref | str, state: int) -> Type | int:
-        return solver.types[key][state] if isinstance(key, Ref) else state
-
-    def after(i: int, types: dict[Ref | str, Type | int]) -> Iterator[tuple[Assignment, ...]]:
-        if i == len(blocks):
-            yield ()
-            return
-        for states, assignments in blocks[i].items():
-            crossing = {key: kind(key, state) for key, state in zip(solver.boundaries[i].keys, states, strict=True)}
-            merged = types | crossing
-            if all(types.get(key, t) == t for key, t in crossing.items()) and all(
-                merged.get(other, t) == t
-                for key, t in crossing.items()
-                if isinstance(key, Ref)
-                for other in equal.get(key, ())
-            ):
-                for remaining in after(i + 1, merged):
-                    for assignment in assignments:
-                        yield (assignment, *remaining)
-
-    return after(0, {})

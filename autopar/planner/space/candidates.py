@@ -29,9 +29,9 @@ from autopar.planner.space.constraints import (
     is_pinned,
     pin_constraints,
     plan_constraints,
-    practice_constraints,
     sequence_constraints,
     stage_constraints,
+    usual_constraints,
     usual_micro_batches,
 )
 from autopar.planner.space.pin_syntax import ChoicePin, NumberPin
@@ -95,7 +95,7 @@ def num_micro_batches(table: Table, global_batch_size: int) -> Column:
 
 def candidates(problem: Problem, pins: Pins) -> list[Candidate]:
     """Return all candidates that satisfy every constraint, in a fixed order."""
-    constraints = (*strict_constraints(problem, pins), *practice_constraints(problem, pins))
+    constraints = (*strict_constraints(problem, pins), *usual_constraints(problem, pins))
     scoped, batch = [(c, columns_read_by(c)) for c in constraints], problem.global_batch_size
     degrees = mesh_degrees(problem, pins)
     start, values = as_table(MESH_AXES, degrees), other_values(problem, pins, degrees)
@@ -206,11 +206,11 @@ _BATCH_COLUMNS = ("micro_batch", "dp_replicate", "dp_shard")
 def conflict(problem: Problem, pins: Pins) -> tuple[str, ...]:
     """Return the names of a minimal set of constraints that no candidate satisfies; empty if there are candidates.
 
-    It is found by the deletion filter. Constraints of practice are in it only if there are candidates without them.
+    It is found by the deletion filter. Those that leave out the unlikely are in it only if there are candidates without them.
     """
     values, starts = _conflict_domain(problem, pins)
     strict = strict_constraints(problem, pins)
-    for constraints in (strict, (*strict, *practice_constraints(problem, pins))):
+    for constraints in (strict, (*strict, *usual_constraints(problem, pins))):
         by_name = {c.name: (c, columns_read_by(c)) for c in constraints}
 
         def is_feasible(names: Iterable[str], by_name: Mapping[str, ScopedConstraint] = by_name) -> bool:
@@ -232,7 +232,7 @@ def conflict(problem: Problem, pins: Pins) -> tuple[str, ...]:
 
 def remedies(problem: Problem, pins: Pins, names: Iterable[str]) -> tuple[str, ...]:
     """Return what resolves a conflict of constraints with these names, besides dropping a pin."""
-    named, constraints = set(names), (*strict_constraints(problem, pins), *practice_constraints(problem, pins))
+    named, constraints = set(names), (*strict_constraints(problem, pins), *usual_constraints(problem, pins))
     return tuple(dict.fromkeys(c.remedy for c in constraints if c.name in named and c.remedy))
 
 

@@ -212,10 +212,10 @@ def sequence_constraints(problem: Problem, pins: Pins) -> tuple[Constraint, ...]
     return tuple(constraints)
 
 
-def practice_constraints(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
+def usual_constraints(problem: Problem, pins: Pins) -> tuple[Constraint, ...]:
     """Return the constraints that leave out what is not worth trying unless it is pinned, such as dominated schedules and ``tp`` across nodes.
 
-    A space without ``practice`` has only its limits on degrees and sizes of micro-batches.
+    A space without ``skips_unlikely`` has only its limits on degrees and sizes of micro-batches.
     """
     space, per_node = problem.space, problem.devices_per_node
     most = min(space.max_tp, per_node * space.max_tp_nodes)
@@ -225,7 +225,7 @@ def practice_constraints(problem: Problem, pins: Pins) -> tuple[Constraint, ...]
         (("pp",), f"pp <= {space.max_pp}", lambda t: t["pp"] <= space.max_pp),
         (("micro_batch", "num_micro_batches"), "micro_batch is the largest part of a data rank's samples up to some size",
          lambda t: _usual_sizes(t, problem)),
-        *(_worth_trying(problem) if space.practice else ()),
+        *(_worth_trying(problem) if space.skips_unlikely else ()),
     ]  # fmt: skip
     return tuple(
         Constraint(

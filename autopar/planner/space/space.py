@@ -41,8 +41,8 @@ class Space:
         trials: the number of evaluations in a larger space, unless the caller gives a limit.
         equal_stages: whether all stages hold equally many blocks of the largest group of equal blocks, or one more where they do not
             divide.
-        practice: whether what is hardly ever worth trying is left out (:func:`~autopar.planner.space.constraints.practice_constraints`).
-        every: the number of plans of a candidate in one layout (cuts with recompute), and of layouts on ``tp``, up to which all are tried.
+        skips_unlikely: whether what is hardly ever worth trying is left out (:func:`~autopar.planner.space.constraints.usual_constraints`).
+        max_enumerated: the number of plans of a candidate in one layout (cuts with recompute), and of layouts on ``tp``, up to which all are tried.
             Above it cuts and layouts are those of the solvers. 0: always those.
         bucket_bytes: the sizes of gradient buckets that are tried for the best plan of each candidate; ``bucket_mib`` in a file.
         offload: what may live on the host, where the profiles of the devices have the link to it: the optimizer, and activations.
@@ -67,8 +67,8 @@ class Space:
     exhaustive: int
     trials: int
     equal_stages: bool = False
-    practice: bool = True
-    every: int = 0
+    skips_unlikely: bool = True
+    max_enumerated: int = 0
     bucket_bytes: tuple[int, ...] = (BUCKET_BYTES,)
     offload: tuple[Hosted, ...] = ()
     data_shares: bool = False
@@ -123,8 +123,8 @@ def load_space(name: str) -> Space:
         exhaustive=table.integer("exhaustive"),
         trials=table.integer("trials"),
         equal_stages=table.flag("equal_stages", default=False),
-        practice=table.flag("practice", True),
-        every=table.integer("every", 0, positive=False),
+        skips_unlikely=table.flag("skips_unlikely", True),
+        max_enumerated=table.integer("max_enumerated", 0, positive=False),
         bucket_bytes=_buckets(table),
         offload=_offload(table),
         data_shares=table.flag("data_shares", default=False),

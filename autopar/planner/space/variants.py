@@ -186,7 +186,7 @@ def shared(problem: Problem, pins: Pins, cluster: Cluster, seconds: Seconds, *, 
     unequal = []
     for count, sizes in _share_choices(problem, pins, ranks, order, seconds, pinned) if meshes else ():
         for mesh, zero, multiple in meshes:
-            if zero == 2 and count == 1 and problem.space.practice and not is_pinned(pins, "zero"):
+            if zero == 2 and count == 1 and problem.space.skips_unlikely and not is_pinned(pins, "zero"):
                 continue  # with one micro-batch ZeRO-2 is ZeRO-1
             unequal.append(
                 Candidate(

@@ -36,7 +36,7 @@ class BlockClasses:
         compact: the compact graph.
         class_of: the block of the compact graph that represents each block.
         is_pinned: whether pins say what stages hold.
-        every: the number of cuts up to which all are tried.
+        max_enumerated: the number of cuts up to which all are tried.
         modes: the modes of recompute that each block of the compact graph may have.
         is_offloaded: whether each of them is pinned to keep on the host what it needs.
         counts: how many blocks each of them represents.
@@ -45,7 +45,7 @@ class BlockClasses:
     def __init__(self, context: SearchContext, *, may_offload: bool) -> None:
         self.compact = compact = context.layouts.compact
         self.class_of, self.is_pinned, self.may_offload = compact.class_of, bool(context.stages), may_offload
-        self.every = 0 if context.space.equal_stages else context.space.every
+        self.max_enumerated = 0 if context.space.equal_stages else context.space.max_enumerated
         unselective = tuple(mode for mode in context.modes if mode != "selective") or context.modes
         modes, pinned = unselective if may_offload else context.modes, context.recompute
         self.modes = [
@@ -94,7 +94,7 @@ class BlockClasses:
     def tries_all(self, stages: int) -> bool:
         """Return whether the cuts into so many stages, with every choice of recompute, are few enough to price them all."""
         choices = [len(self.modes[k]) + self.may_offload for k in self.class_of]
-        return math.comb(len(self.class_of) - 1, stages - 1) * math.prod(choices) <= self.every
+        return math.comb(len(self.class_of) - 1, stages - 1) * math.prod(choices) <= self.max_enumerated
 
     def even_stages(self, layout: PricedLayout, pp: int, virtual_stages: int) -> list[list[NDArray[np.bool_]]]:
         """Return the ways to cut virtual stages within the limit of :meth:`most_blocks`, each a mask of allowed blocks i:j for every stage.
@@ -299,16 +299,6 @@ def allows(masks: Sequence[Mask], stops: Sequence[int]) -> bool:
     """Return whether the masks allow the stages of these stops."""
     edges = zip((0, *stops), stops, strict=False)
     return all(bool(mask[start, stop]) for mask, (start, stop) in zip(masks, edges, strict=True))
-
-
-def exactly(stops: Sequence[int], blocks: int) -> list[Mask]:
-    """Return masks that allow only the stages of these stops."""
-    masks = []
-    for start, stop in zip((0, *stops), stops, strict=False):
-        mask = np.zeros((blocks + 1, blocks + 1), dtype=bool)
-        mask[start, stop] = True
-        masks.append(mask)
-    return masks
 
 
 # --- a cut that fits in memory as the memory model counts it

@@ -26,8 +26,9 @@ from autopar.cost.step.memory import kept_bytes
 from autopar.cost.step.simulation import Chain
 from autopar.cost.step.step import StageCost
 from autopar.plan.prediction import Memory
-from autopar.planner.stages.cut_problem import CutProblem, Fitting, Modes, Stops, allows, exactly, fitted
+from autopar.planner.stages.cut_problem import CutProblem, Fitting, Modes, Stops, allows, fitted
 from autopar.planner.stages.recompute import OFFLOADED, Array, Mode, lower_hull
+from autopar.planner.stages.stage_cut import exactly
 
 MAX_CHOICES = 4
 """How often ranks choose again because the memory model finds more bytes than they counted."""

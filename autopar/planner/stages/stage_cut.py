@@ -12,7 +12,7 @@ where it cannot fall far enough. The work grows with the square of the number of
 With virtual stages a rank holds several stages. Each then gets an equal share of the memory of the rank, and the slowest stage stands for
 the slowest rank. This is a heuristic; the event simulation judges the result. Virtual stages are cut evenly
 (``docs/adr/0011-even-stages.md``). As messages wait for each other and the memory model counts more than sums over blocks, the cut of least
-time by this formula need not be the best one; :func:`every_cut` lists all cuts of problems that are small enough (``Space.every``).
+time by this formula need not be the best one; :func:`every_cut` lists all cuts of problems that are small enough (``Space.max_enumerated``).
 """
 
 from __future__ import annotations
@@ -319,6 +319,16 @@ class _Band:
             np.minimum.reduce(through, axis=0, out=best)
             prefixes.append(best.copy())
         return prefixes
+
+
+def exactly(stops: Sequence[int], blocks: int) -> list[Mask]:
+    """Return masks that allow only the stages of these stops."""
+    masks = []
+    for start, stop in zip((0, *stops), stops, strict=False):
+        mask = np.zeros((blocks + 1, blocks + 1), dtype=bool)
+        mask[start, stop] = True
+        masks.append(mask)
+    return masks
 
 
 def stage_masks(num_blocks: int, stages: int, allowed: Sequence[Mask] | None, pinned: Mapping[int, int]) -> list[Mask]:

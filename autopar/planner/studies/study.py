@@ -134,7 +134,7 @@ _PREFIX = "autopar "
 """The prefix of the study's attributes that identify its task."""
 
 
-class Study:
+class StudyLedger:
     """The ledger of a fixed pool of candidates, as a study.
 
     Args:

@@ -28,7 +28,7 @@ from autopar.rules.table import Rule
 from autopar.util.files import child_environment, sources
 
 if TYPE_CHECKING:
-    from autopar.planner.studies.study import Study
+    from autopar.planner.studies.study import StudyLedger
 GRACE_S = 5.0
 """Seconds that a worker has after SIGTERM to end its trial in the study, before it is killed."""
 
@@ -72,11 +72,13 @@ class Job:
     durable: bool
     parent: int
 
-    def open_study(self, pool: Sequence[Candidate]) -> Study:
-        """Open the study, or begin it, with these candidates; for errors see :class:`autopar.planner.studies.study.Study`."""
-        from autopar.planner.studies.study import Study  # optuna is slow to import
+    def open_study(self, pool: Sequence[Candidate]) -> StudyLedger:
+        """Open the study, or begin it, with these candidates; for errors see :class:`autopar.planner.studies.study.StudyLedger`."""
+        from autopar.planner.studies.study import StudyLedger  # optuna is slow to import
 
-        return Study(pool, storage=self.storage, name=self.study_name, identity=self.identity, durable=self.durable)
+        return StudyLedger(
+            pool, storage=self.storage, name=self.study_name, identity=self.identity, durable=self.durable
+        )
 
 
 def sharing_of(storage: str | None, study_name: str | None, workers: int) -> Sharing | None:
@@ -106,7 +108,7 @@ def sharing_of(storage: str | None, study_name: str | None, workers: int) -> Sha
 
 
 @contextmanager
-def shared_study(task: Task, pool: Sequence[Candidate], sharing: Sharing, limits: Limits) -> Iterator[Study]:
+def shared_study(task: Task, pool: Sequence[Candidate], sharing: Sharing, limits: Limits) -> Iterator[StudyLedger]:
     """Yield a search's study, and run its other workers until the ``with`` block ends.
 
     Raises:

@@ -35,7 +35,7 @@ def graph() -> Graph:
 
 
 def planner(graph: Graph, cluster: Cluster, modes: tuple[Recompute, ...], batch: int, pins: list[str]) -> Planner:
-    space = replace(load_space("default"), recompute=modes, every=0)
+    space = replace(load_space("default"), recompute=modes, max_enumerated=0)
     return planner_of(graph, *pins, cluster=cluster, global_batch_size=batch, space=space)
 
 
