@@ -108,10 +108,10 @@ def _in_stages(choose: Choose, plan: Plan) -> Plan:
     if pp == 1:
         stages = 1 + (choose(min(count, 3)) if choose(2) else 0)
     else:
-        known = [s for s in SCHEDULES if s != "1F1B" or plan.num_micro_batches >= pp]
+        most = count // pp  # virtual stages of a block each
+        known = [s for s in SCHEDULES if s == "GPipe" or (plan.num_micro_batches >= pp if s == "1F1B" else most >= 2)]
         schedule = known[choose(len(known))]
-        most = count // pp if schedule == "Interleaved1F1B" else 1
-        virtual = 1 + choose(min(most, 3)) if most else 1
+        virtual = 2 + choose(min(most, 3) - 1) if schedule == "Interleaved1F1B" else 1
         stages = pp * virtual
     if stages > count:
         raise UnfitError("fewer blocks than stages")
