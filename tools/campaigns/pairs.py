@@ -45,7 +45,6 @@ DEGREES = (
 )  # fmt: skip
 """Ranks of the pipeline, ranks that split samples, and those of ``cp`` and ``tp``, on which everything may be split."""
 MESHES = [Mesh(pp=pp, dp_replicate=dp, cp=cp, tp=tp) for pp, dp, cp, tp in DEGREES]
-SCHEDULES: tuple[ScheduleName, ...] = ("GPipe", "1F1B", "Interleaved1F1B")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +108,11 @@ def _in_stages(choose: Choose, plan: Plan) -> Plan:
         stages = 1 + (choose(min(count, 3)) if choose(2) else 0)
     else:
         most = count // pp  # virtual stages of a block each
-        known = [s for s in SCHEDULES if s == "GPipe" or (plan.num_micro_batches >= pp if s == "1F1B" else most >= 2)]
+        rounds = max(1, plan.num_micro_batches // pp)
+        has_equal_rounds = plan.num_micro_batches % rounds == 0
+        known: list[ScheduleName] = ["GPipe"]
+        known += ["1F1B"] * (plan.num_micro_batches >= pp)
+        known += ["Interleaved1F1B"] * (most >= 2 and has_equal_rounds)
         schedule = known[choose(len(known))]
         virtual = 2 + choose(min(most, 3) - 1) if schedule == "Interleaved1F1B" else 1
         stages = pp * virtual
