@@ -28,6 +28,7 @@ from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import ATTENTION_KINDS
 from autopar.rules.apply import shard
 from autopar.rules.local_calls import spread
+from autopar.rules.table import default_table
 
 COLLECTIVE_WEIGHT = 1e-3
 """Factor on the seconds of collectives in the typing on ``cp``.
@@ -70,7 +71,7 @@ class RankGraphs:
         self.structures = Structures()
         self._attention = tuple(kind for kind in ATTENTION_KINDS if pins.allows("cp_attention", kind))
         # by micro-batch size; cached on the graph, as searches in other spaces and on other clusters need the same graphs
-        key = RankGraphs.micro, global_batch_size, id(self.batch)
+        key = RankGraphs.micro, global_batch_size, compact.alike, default_table().version
         self._micro: dict[int, Graph] = compact.graph.passes.setdefault(key, {})
         self._before_tp: dict[tuple[LayoutKey, str], Compact] = {}
         self._sequences: dict[tuple[LayoutKey, str], AxisSolution | InfeasibleError] = {}
