@@ -94,7 +94,7 @@ Gpus = Callable[..., None]
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     """Makes this machine one of so many GPUs, of a name that no profile has unless another is given."""
 
-    def pretend(count: int, name: str = "NVIDIA L40S", memory_bytes: int = 47_000_000_000) -> None:
+    def pretend(count: int, name: str = "NVIDIA A40", memory_bytes: int = 47_000_000_000) -> None:
         properties = types.SimpleNamespace(name=name, total_memory=memory_bytes)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
@@ -120,7 +120,7 @@ def test_an_unknown_gpu_has_assumed_links(
         assert link.bandwidth_bytes_per_s == assumed.bandwidth_bytes_per_s
         assert link.provenance.startswith("assumed, not measured here: as of l4-24gb")
         assert "gloo" not in link.provenance
-    assert "no shipped profile is of NVIDIA L40S" in caplog.text
+    assert "no shipped profile is of NVIDIA A40" in caplog.text
     caplog.clear()
     detect.machine_profile(cache_dir=tmp_path)  # kept, and told again
     assert "5.31 GB/s are assumed" in caplog.text

@@ -25,6 +25,10 @@ SHIPPED = [
     ("A100-SXM4-40GB", 39.59, "a100-sxm4-40gb"),
     ("NVIDIA A10G", 22.06, "a10g-24gb"),
     ("NVIDIA L4", 22.03, "l4-24gb"),
+    ("NVIDIA L40S", 44.42, "l40s-48gb"),
+    ("NVIDIA L40S", 44.53, "l40s-48gb"),
+    ("NVIDIA GeForce RTX 4090", 23.64, "rtx4090-24gb"),
+    ("NVIDIA RTX A6000", 47.53, "a6000-48gb"),
     ("Tesla V100-SXM2-16GB", 15.78, "v100-sxm2-16gb"),
     ("NVIDIA Tesla V100-SXM2-16GB", 15.78, "v100-sxm2-16gb"),
     ("Tesla V100-SXM2-32GB", 31.74, "v100-sxm2-32gb"),
@@ -44,7 +48,10 @@ OTHERS = [
     ("NVIDIA A100 80GB PCIe", 79.2),
     ("NVIDIA A100-SXM-64GB", 63.4),
     ("NVIDIA A10", 22.1),
-    ("NVIDIA L40S", 44.4),
+    ("NVIDIA A40", 44.4),
+    ("NVIDIA L40", 44.4),
+    ("NVIDIA GeForce RTX 4090 D", 23.5),
+    ("NVIDIA RTX 6000 Ada Generation", 47.4),
     ("Tesla V100-PCIE-16GB", 15.8),
     ("Tesla V100-SXM3-32GB", 31.7),
     ("AMD Instinct MI325X", 255.0),
@@ -84,8 +91,8 @@ def test_the_table_in_the_shell(run: Run) -> None:
 
 # --- the cluster of a running job
 
-H100, A100, L40S, EPYC = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA L40S", "AMD EPYC 7713"
-BYTES = {H100: 84932978278, A100: 84986665369, L40S: 47_000_000_000, "other L40S": 47_000_000_000, EPYC: 2**38}
+H100, A100, A40, EPYC = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA A40", "AMD EPYC 7713"
+BYTES = {H100: 84932978278, A100: 84986665369, A40: 47_000_000_000, "other A40": 47_000_000_000, EPYC: 2**38}
 
 
 def job(*nodes: tuple[str, str, int]) -> list[Place]:
@@ -144,12 +151,12 @@ def test_nodes_of_equal_devices_and_sizes_are_one_group(
     ("ranks", "said"),
     [
         (job(*(("a", H100, 1), ("b", H100, 1)) * 2), "host a: The ranks 0, 2 of one node are not numbered"),
-        (job(("a", H100, 2), ("a", L40S, 2)), "host a: The devices of this node differ"),
-        (job(("a", H100, 8), ("b", L40S, 8)), "host b.*autopar profile all"),
-        (job(("a", L40S, 8), ("b", "other L40S", 8)), "host b.*autopar profile all"),
+        (job(("a", H100, 2), ("a", A40, 2)), "host a: The devices of this node differ"),
+        (job(("a", H100, 8), ("b", A40, 8)), "host b.*autopar profile all"),
+        (job(("a", A40, 8), ("b", "other A40", 8)), "host b.*autopar profile all"),
         (
-            [*job(("a", L40S, 1)), replace(*job(("b", L40S, 1)), memory_bytes=BYTES[L40S] // 2)],
-            "GiB, and rank 0, which is measured, is on NVIDIA L40S with",
+            [*job(("a", A40, 1)), replace(*job(("b", A40, 1)), memory_bytes=BYTES[A40] // 2)],
+            "GiB, and rank 0, which is measured, is on NVIDIA A40 with",
         ),
     ],
     ids=["not one after the other", "two devices", "unknown device", "another unknown device", "another size"],
@@ -157,16 +164,16 @@ def test_nodes_of_equal_devices_and_sizes_are_one_group(
 def test_what_is_no_cluster_is_refused(measured: list[str], ranks: list[Place], said: str) -> None:
     with pytest.raises(RuntimeMismatchError, match=said):
         cluster_at(ranks)
-    assert not measured or ranks[0].device == L40S, "the first rank's device alone"
+    assert not measured or ranks[0].device == A40, "the first rank's device alone"
 
 
 def test_an_unknown_device_is_measured_on_one_rank(measured: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    cluster = cluster_at(job(("a", L40S, 4), ("b", L40S, 4)))
+    cluster = cluster_at(job(("a", A40, 4), ("b", A40, 4)))
     assert len(measured) == 1
     assert [(g.num_nodes, g.devices_per_node, g.nics_per_node) for g in cluster.groups] == [(2, 4, 1)]
     assert "the network between the 2 nodes of this job was not measured" in caplog.text
     caplog.clear()
-    cluster_at(job(("a", L40S, 4)))
+    cluster_at(job(("a", A40, 4)))
     assert not caplog.text
 
 
