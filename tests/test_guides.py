@@ -121,7 +121,6 @@ def planned(run: Run, *words: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.timeout(600)
 def test_the_tutorial_trains_and_goes_on(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = ROOT / "docs" / "tutorial.md"
     model, script = blocks(page, "python")

@@ -16,7 +16,7 @@ def loaded(code: str, *arguments: str) -> set[str]:
     """The modules that a process has loaded after ``code``."""
     script = f"{code}\nimport sys\nprint('\\n' + ' '.join(sys.modules))"
     command = [sys.executable, "-c", script, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.splitlines()[-1].split())
 

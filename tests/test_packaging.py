@@ -14,7 +14,7 @@ import autopar
 def wheel(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
-    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     (path,) = folder.glob("*.whl")
     return path
@@ -58,7 +58,7 @@ def test_the_data_is_found_from_the_unpacked_wheel(wheel: Path, tmp_path: Path) 
         "print(autopar.Cluster.parse('h100-sxm5-80gb:4x8').world_size)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.stdout.split() == ["autopar/_data/profiles", "32"], done.stderr
 

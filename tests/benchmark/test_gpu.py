@@ -69,7 +69,7 @@ def test_profile_predictions_and_page_of_one_device(
 @pytest.mark.slow
 def test_measurements_of_a_stopped_run_are_kept(tmp_path: Path) -> None:
     clusters = {"shipped": cluster_of(load_profile("cpu"), "cpu")}
-    with local_ranks(1, run_timeout_s=120.0) as launch:
+    with local_ranks(1, run_timeout_s=300.0) as launch:
         first = compare(SMALL, clusters, launch, device_type="cpu", folder=tmp_path)
 
     def refused(job: object) -> Sequence[dict[str, dict[str, float]]]:

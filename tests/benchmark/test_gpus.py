@@ -45,7 +45,6 @@ def test_every_axis_has_a_plan_whose_degrees_are_the_ranks(num_ranks: int) -> No
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(240)
 def test_a_failure_is_told(tmp_path: Path) -> None:
     assert gpus.main(["--device", "cpu", "--ranks", "2", "--out", str(tmp_path), "--only", "failure"]) == 0
     found: dict[str, Any] = json.loads((tmp_path / "gpus.json").read_text(encoding="utf-8"))
@@ -54,14 +53,13 @@ def test_a_failure_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(240)
 def test_plans_are_held_against_one_device(tmp_path: Path) -> None:
     chosen = {case.name: (number, case.precision) for number, case in enumerate(cases_of(2))}
     with WorkerPool(2) as pool:
         for name in ("tensor parallel, GPT-2", "experts over data in bf16"):
             number, precision = chosen[name]
             result = tmp_path / f"{number}.json"
-            pool.run(ranks.main, ["train", str(result), "cpu", str(number)], timeout_s=120.0)
+            pool.run(ranks.main, ["train", str(result), "cpu", str(number)], timeout_s=300.0)
             row = json.loads(result.read_text(encoding="utf-8"))
             assert gpus._is_right(row["loss_error"], row["parameter_error"], precision), row
             assert row["num_parameters"] > 10 and row["step_s"] > 0 and row["predicted_s"] > 0

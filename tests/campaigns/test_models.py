@@ -7,7 +7,6 @@ from tools.campaigns.page import page
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(180)
 def test_a_part_of_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = tmp_path / "results.json"
     layouts = ["--layout", "ep2", "--layout", "cp2 ring", "--results", str(results)]

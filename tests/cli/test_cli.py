@@ -151,7 +151,7 @@ def test_closed_pipe_is_no_error(plan_file: Path, checkout: Path) -> None:
     script = f"{sys.executable} -c 'from autopar.cli import main; main()' show {plan_file} | head -n 1"
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     done = subprocess.run(
-        ["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True, env=environment
+        ["bash", "-c", script], capture_output=True, text=True, timeout=300, check=True, env=environment
     )
     assert done.stdout.startswith("Plan for")
     assert "Traceback" not in done.stderr

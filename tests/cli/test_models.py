@@ -64,7 +64,6 @@ def _plan_of(model: str, mesh: Mesh) -> Plan:
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(240)
 def test_verify_compares_every_rank_of_a_plan_file(run: Run, tmp_path: Path) -> None:
     path = _save(tmp_path / "plan.json", _plan_of(GPT, Mesh(tp=2)))
     found = run("verify", path, "--steps", "2", "--json").json
@@ -121,7 +120,6 @@ def test_explain_compares_with_other_pins(run: Run) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(240)
 def test_verify_of_a_model_with_dropout_and_padding(run: Run) -> None:
     done = run("verify", "hf:gpt2?n_layer=2&n_embd=32&n_head=4&vocab_size=64", "--cluster", "cpu:1x2", "--pin", "tp=2")
     assert done.code == 0

@@ -28,7 +28,7 @@ from autopar.models.resolve import resolve_model
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed.plans import estimated
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.distributed
 
 MODEL = "gpt:layers=2,hidden=32,heads=4,vocab=96,seq=16"
 MIXTURE = (
@@ -37,7 +37,7 @@ MIXTURE = (
 )
 CPU4 = Cluster.parse("cpu:1x4")
 REQUEST = BenchmarkRequest(
-    model=MODEL, num_ranks=2, global_batch_size=4, space="quick", sample=1, rounds=1, steps=2, run_timeout_s=60.0
+    model=MODEL, num_ranks=2, global_batch_size=4, space="quick", sample=1, rounds=1, steps=2, run_timeout_s=300.0
 )
 
 
@@ -52,7 +52,7 @@ def test_two_plans_on_two_ranks(pool: WorkerPool, tmp_path: Path) -> None:
 
     def launch(job: Job) -> Any:
         jobs.append(job)
-        return pool.run(ranks.run, job, size=2, timeout_s=60.0)
+        return pool.run(ranks.run, job, size=2, timeout_s=300.0)
 
     kept, cluster = tmp_path / "results.json", Cluster.parse("cpu:1x2")
     request = replace(REQUEST, pins=("pp=1", "micro_batch=2"), sample_seed=1)
@@ -84,7 +84,7 @@ def test_a_plan_that_fails_is_recorded_and_the_others_are_measured(pool: WorkerP
     bad = replace(bad, plan=replace(bad.plan, mesh=replace(bad.plan.mesh, dp_replicate=4)))  # of another job
     job = Job(source=source, graphs={"fp32": asked.graph}, plans={}, rounds=1, steps=1)
     choice = Choice(entries=(good, bad), picked=good.key, num_candidates=2, misfits=())
-    outcome = benchmark(job, choice, lambda job: pool.run(ranks.run, job, size=2, timeout_s=60.0), title="t")
+    outcome = benchmark(job, choice, lambda job: pool.run(ranks.run, job, size=2, timeout_s=300.0), title="t")
     assert [bool(row.failure) for row in outcome.rows] == [False, True]
     assert outcome.score.failures == 1 and outcome.score.regret == 0.0
 
@@ -97,7 +97,7 @@ def test_one_device_runs_every_micro_batch_recompute_and_precision(pool: WorkerP
     assert [entry.plan.precision.name for entry in choice.entries] == ["fp32"] * 2 + ["bf16"] * 2
     assert {entry.plan.recompute for entry in choice.entries} == {"none", "full"}
     job = Job(source=source, graphs={t.precision.name: t.graph for t in tasks}, plans={}, rounds=1, steps=1)
-    outcome = benchmark(job, choice, lambda job: pool.run(ranks.run, job, size=1, timeout_s=60.0), title="t")
+    outcome = benchmark(job, choice, lambda job: pool.run(ranks.run, job, size=1, timeout_s=300.0), title="t")
     assert outcome.score.plans == 4
 
 
@@ -113,7 +113,7 @@ def test_a_rank_of_a_larger_plan_among_fakes(pool: WorkerPool, model: str, pins:
     source, asked = task(model, "cpu:1x4")
     plan = estimated(asked.graph, cluster="cpu:1x4", global_batch_size=batch, pins=pins.split())
     job = Job(source=source, graphs={"fp32": asked.graph}, plans={"it": plan}, rounds=1, steps=1, as_rank=rank)
-    ((found,),) = (one.values() for one in pool.run(ranks.run, job, size=1, timeout_s=60.0))
+    ((found,),) = (one.values() for one in pool.run(ranks.run, job, size=1, timeout_s=300.0))
     assert "failure" not in found, found["failure"]
     predicted = max(m.total - m.reserved for m in plan.predicted.memory)
     assert found["memory_bytes"] == pytest.approx(predicted, rel=0.5)
@@ -150,7 +150,7 @@ def test_an_unknown_model_is_refused_before_the_machine_is_measured(tmp_path: Pa
 
 def test_ranks_measure_collectives_between_work(pool: WorkerPool) -> None:
     task = LinkTask(nodes=(0, 0), budget_s=0.2, max_bytes=2**13)
-    found, other = pool.run(ranks.run, task, size=2, timeout_s=60.0)
+    found, other = pool.run(ranks.run, task, size=2, timeout_s=300.0)
     assert other == {}
     links = found["links"]
     assert links["failed"] == []

@@ -12,7 +12,7 @@ from tests.support.distributed.mixtures import mixture
 from tests.support.distributed.plans import estimated
 from tests.support.distributed.subjects import OwnSubject, graph_of
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
+pytestmark = pytest.mark.distributed
 
 
 def planned(subject: OwnSubject, *pins: str) -> Plan:

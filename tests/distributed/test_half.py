@@ -19,7 +19,7 @@ from tests.support.distributed.mixtures import mixture
 from tests.support.distributed.plans import estimated
 from tests.support.distributed.subjects import HfSubject, Unpadded
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
+pytestmark = pytest.mark.distributed
 
 EPSILON = 2.0**-10
 FIXED = {"init_scale": 65536.0}

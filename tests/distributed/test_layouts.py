@@ -4,7 +4,7 @@ from autopar.lower.program import lower
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed.layouts import LAYOUTS, equals_one_device, planned
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
+pytestmark = pytest.mark.distributed
 
 KINDS = ["gpt2", "llama", "llama-untied"]
 CASES = [

@@ -23,7 +23,7 @@ from tests.support.distributed.plans import estimated, make_plan
 from tests.support.distributed.returning import Returning, plain
 from tests.support.zoo import description
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.distributed
 
 PINS = {
     "tp2": ["tp=2"],
@@ -98,7 +98,7 @@ def check(pool: WorkerPool, subject: Any, plan: Plan, graph: Graph, *sizes: int,
     """Outputs of batches of these sizes, one after the other; ``own``: also of a rank's own samples."""
     batches = [subject.make_batch(size, seed=1) for size in sizes]
     expected = [wanted(subject, batch) for batch in batches]
-    for rank in on_ranks(pool, returning.predicted, subject, plan, graph, batches, own, timeout_s=90.0):
+    for rank in on_ranks(pool, returning.predicted, subject, plan, graph, batches, own):
         for size, found, outputs in zip(sizes, rank, expected, strict=True):
             for way in ("complete", "split", "called"):
                 assert_same(found[way], outputs, f"{size} samples, {way}")
@@ -141,7 +141,7 @@ def test_a_call_in_training_gives_outputs_and_a_loss_with_gradients(pool: Worker
     expected = model.train()(**batch)
     expected.loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    for found in on_ranks(pool, returning.called, subject, plan, graph, batch, timeout_s=90.0):
+    for found in on_ranks(pool, returning.called, subject, plan, graph, batch):
         for way in ("output", "silent"):
             assert_same(found[way], plain(expected), f"{layout} {way}")
         assert_close(found["gradients"], gradients)
@@ -162,7 +162,7 @@ def test_outputs_where_a_function_makes_the_loss(pool: WorkerPool) -> None:
     subject, plan, graph = planned("scores", "pp2 x dp2")
     batch = subject.make_batch(8, seed=1)
     logits = wanted(subject, {"idx": batch["idx"]})
-    for (found,) in on_ranks(pool, returning.predicted, subject, plan, graph, [batch], timeout_s=90.0):
+    for (found,) in on_ranks(pool, returning.predicted, subject, plan, graph, [batch]):
         assert_same(found["called"], logits, "called")
 
 
@@ -172,7 +172,7 @@ def test_outputs_of_experts_over_data_ranks(pool: WorkerPool) -> None:
     assert plan.mesh.ep_data == 2
     batch = subject.make_batch(8, seed=1)
     expected = wanted(subject, batch)
-    for (found,) in on_ranks(pool, returning.predicted, subject, plan, graph, [batch], timeout_s=90.0):
+    for (found,) in on_ranks(pool, returning.predicted, subject, plan, graph, [batch]):
         for name in ("loss", "logits"):
             assert_close(found["complete"][name], expected[name], place=name)
 
@@ -181,7 +181,7 @@ def test_one_stage_is_needed_for_a_loss_with_gradients(pool: WorkerPool) -> None
     subject, plan, graph = planned("pair", "pp2 x dp2")
     batch = subject.make_batch(8, seed=1)
     with pytest.raises(Exception, match=r"by autopar\.integrations\.loss\.step_loss\(par, batch\)\. par\.predict"):
-        on_ranks(pool, returning.called, subject, plan, graph, batch, timeout_s=90.0)
+        on_ranks(pool, returning.called, subject, plan, graph, batch)
     assert loss_of(subject.build()(**batch)).requires_grad
 
 

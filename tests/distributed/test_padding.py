@@ -13,7 +13,7 @@ from autopar.verification.reference import Subject
 from tests.support.distributed.layouts import equals_one_device, goes_on
 from tests.support.distributed.plans import estimated
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
+pytestmark = pytest.mark.distributed
 
 SPLIT = "transformer.wte.weight=tp:S(0)"
 MODELS = {

@@ -34,7 +34,7 @@ from tests.support.distributed.plans import estimated
 from tests.support.distributed.subjects import graph_of
 from tests.support.step_traffic import Collective, stages_of, traffic
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.distributed
 
 
 Recorded = tuple[str, tuple[int, ...], int]
@@ -343,7 +343,7 @@ def test_categories_and_warnings(pool: WorkerPool, tmp_path: Path, pins: str, ca
     wide = replace(plan.predicted, step_time_interval_s=(1e-9, 1e9))
     quiet = replace(plan, predicted=wide)
     batch = subject.make_batch(8, seed=0)
-    rows = pool.run(jobs.watched, subject, quiet, graph, batch, str(tmp_path), called, timeout_s=60.0)
+    rows = pool.run(jobs.watched, subject, quiet, graph, batch, str(tmp_path), called, timeout_s=300.0)
     assert len({row["measured_s"] for row in rows}) == 1  # ranks agree
     assert not any(row["active"] for row in rows)
     assert all(row["restored"] for row in rows)
@@ -363,7 +363,7 @@ def test_an_altered_prediction_is_warned_of_once(pool: WorkerPool, tmp_path: Pat
 
     def rows(plan: Plan) -> Any:
         batch = subject.make_batch(8, seed=0)
-        return pool.run(jobs.watched, subject, plan, graph, batch, str(tmp_path), False, timeout_s=60.0)
+        return pool.run(jobs.watched, subject, plan, graph, batch, str(tmp_path), False, timeout_s=300.0)
 
     measured = rows(plan)[0]["measured_s"]
     for factor in (0.1, 10.0):

@@ -11,7 +11,7 @@ from autopar.measure.collective_times import COLLECTIVES, FEWEST, Limits, LinkJo
 from autopar.measure.job_of_ranks import GroupSet
 from autopar.verification.rank_pool import WorkerPool
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
+pytestmark = pytest.mark.distributed
 
 
 LARGEST = 16 * 1024
@@ -67,7 +67,7 @@ class SlowLink(LinkJob):
 
 def test_every_collective_is_timed_and_a_second_run_adds_nothing(pool: WorkerPool, tmp_path: Path) -> None:
     path = tmp_path / "points.json"
-    (points, failed), other = pool.run(measure, str(path), "", 20.0, size=2, timeout_s=60.0)
+    (points, failed), other = pool.run(measure, str(path), "", 20.0, size=2, timeout_s=300.0)
     assert (other, failed) == (None, [])
     assert {(kind, size) for _, kind, size, _, _ in points} == {
         (k, n) for k in COLLECTIVES for n in (1024, 4096, LARGEST)
@@ -80,14 +80,14 @@ def test_every_collective_is_timed_and_a_second_run_adds_nothing(pool: WorkerPoo
     dropped = data["points"].pop(4)
     data["trying"] = [dropped[0], "broadcast", 65536]
     path.write_text(json.dumps(data), encoding="utf-8")
-    (again, lost), _ = pool.run(measure, str(path), "", 20.0, size=2, timeout_s=60.0)
+    (again, lost), _ = pool.run(measure, str(path), "", 20.0, size=2, timeout_s=300.0)
     assert [p for p in again if p[:3] != dropped[:3]] == data["points"]
     assert [p[:3] for p in again if p not in data["points"]] == [dropped[:3]]
     assert lost == [[*data["trying"], "the job ended while this was measured"]]
 
 
 def test_a_collective_that_fails_is_told_and_skipped(pool: WorkerPool, tmp_path: Path) -> None:
-    (points, failed), _ = pool.run(measure, str(tmp_path / "points.json"), "all_gather", 2.0, size=2, timeout_s=60.0)
+    (points, failed), _ = pool.run(measure, str(tmp_path / "points.json"), "all_gather", 2.0, size=2, timeout_s=300.0)
     ((_, kind, size, reason),) = failed
     assert (kind, size) == ("all_gather", 1024)
     assert "rank 1: ValueError: refused" in reason
@@ -96,7 +96,7 @@ def test_a_collective_that_fails_is_told_and_skipped(pool: WorkerPool, tmp_path:
 
 
 def test_a_rank_that_is_gone_is_an_error_not_a_wait(pool: WorkerPool, tmp_path: Path) -> None:
-    text, _ = pool.run(leave, str(tmp_path / "points.json"), size=2, timeout_s=60.0)
+    text, _ = pool.run(leave, str(tmp_path / "points.json"), size=2, timeout_s=300.0)
     assert "in vain for an answer of rank 1" in text
 
 

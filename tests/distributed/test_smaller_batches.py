@@ -21,7 +21,7 @@ from tests.support.distributed.plans import estimated, make_plan
 from tests.support.distributed.subjects import HfSubject, graph_of
 from tests.support.parallel import gradients, state, train_step
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.distributed
 
 
 Batch = Mapping[str, Tensor]
@@ -81,7 +81,7 @@ def of_one_device(kind: str) -> tuple[list[Any], list[Any]]:
 def check(pool: WorkerPool, kind: str, plan: Plan, called: bool = False) -> None:
     subject, (batches, wanted) = SUBJECTS[kind], of_one_device(kind)
     job = partial(stepped, rate=0.0, called=called)
-    for found in on_ranks(pool, job, subject, plan, graph_of(subject), batches, batches, timeout_s=100.0):
+    for found in on_ranks(pool, job, subject, plan, graph_of(subject), batches, batches):
         for size, mine, rest, theirs in zip(SIZES, found["steps"], found["rests"], wanted, strict=True):
             assert (mine[0].item(), rest[0].item()) == pytest.approx((theirs[0].item(),) * 2, rel=1e-5), size
             assert_close(mine[1], theirs[1], 1e-4, place=f"{size} samples")
@@ -135,7 +135,7 @@ def compared(pool: WorkerPool, kind: type[nn.Module], layout: str, too_many: tup
     steps = [subject.make_batch(size, seed=seed + 1) for seed, size in enumerate(STEPS)]
     rests = [subject.make_batch(size, seed=seed + 9) for seed, size in enumerate(RESTS)]
     wanted = stepped(subject.build(), [s for s in steps if len(s["labels"]) not in too_many], rests)
-    for found in on_ranks(pool, stepped, subject, plan, graph, steps, rests, timeout_s=100.0):
+    for found in on_ranks(pool, stepped, subject, plan, graph, steps, rests):
         done = [step for step, size in zip(found["steps"], STEPS, strict=True) if size not in too_many]
         refused = [step for step, size in zip(found["steps"], STEPS, strict=True) if size in too_many]
         assert all("drop_last=True" in error for error in refused), refused

@@ -35,7 +35,7 @@ from tests.support.distributed.layouts import (
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.subjects import HfSubject, graph_of
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
+pytestmark = pytest.mark.distributed
 
 MIXED = [
     *("HSDP 2x2", "tp2 x dp2 whole parameters", "tp2 x dp2 ZeRO 3", "pp2 x tp2", "pp2 x dp2"),
@@ -84,7 +84,7 @@ def test_a_failure_of_one_rank_ends_all(tmp_path: Path, call: str, mesh: Mesh, w
     bad = {**batch, "labels": batch["labels"].clone()}
     bad["labels"][9] = 10**6
     with WorkerPool(2) as own, pytest.raises(AutoparError, match="rank 0: the process died"):
-        own.run(jobs.failing, subject, plan, graph, batch, bad, call, str(tmp_path), timeout_s=60.0)
+        own.run(jobs.failing, subject, plan, graph, batch, bad, call, str(tmp_path), timeout_s=300.0)
     first, again = (tmp_path / "rank1").read_text().splitlines()
     assert first.startswith(OUT_OF_BOUNDS)
     assert mesh.pp == 1 or first == f"{OUT_OF_BOUNDS} ['pipeline stage 1']"
@@ -109,7 +109,7 @@ def test_a_call_that_one_rank_makes_alone_ends_all(
     subject, plan, graph = planned_on(mesh, zero_stage=zero_stage)
     (batch,) = batches(subject, 1)
     with WorkerPool(2) as own, pytest.raises(AutoparError, match=r"rank \d: the process died"):
-        own.run(job, subject, plan, graph, batch, str(tmp_path), timeout_s=60.0)
+        own.run(job, subject, plan, graph, batch, str(tmp_path), timeout_s=300.0)
     if call == "evaluate":
         for rank, what in enumerate((call, "full_state_dict")):
             words = f"Rank {rank} called {what} while another rank made a different call"
@@ -122,7 +122,7 @@ def test_a_call_that_one_rank_makes_alone_ends_all(
 
 def test_a_rank_that_others_have_left_says_in_which_call(pool: WorkerPool) -> None:
     """Steps that were complete without it end the others as they should; what it had was gloo's closed connection."""
-    said, _ = pool.run(jobs.left_alone, size=2, timeout_s=40.0)
+    said, _ = pool.run(jobs.left_alone, size=2, timeout_s=300.0)
     assert (
         "rank 1 ended after 2 calls, and this one waits for it in its call 1, evaluate: different calls. Correct"
         in said
@@ -166,7 +166,7 @@ def test_a_later_batch_is_refused_by_all_ranks(pool: WorkerPool) -> None:
 def test_a_rank_that_cannot_build_its_part_ends_all(tmp_path: Path) -> None:
     subject, plan, graph = planned_on(Mesh(pp=2))
     with WorkerPool(2) as own, pytest.raises(AutoparError, match="rank 0: the process died"):
-        own.run(jobs.failing_build, subject, plan, graph, str(tmp_path), timeout_s=60.0)
+        own.run(jobs.failing_build, subject, plan, graph, str(tmp_path), timeout_s=300.0)
     assert "rank 1: LookupError: no such part. Correct" in (tmp_path / "rank0").read_text()
 
 
@@ -323,14 +323,14 @@ def test_checkpoint_of_another_model_is_refused(pool: WorkerPool, tmp_path: Path
 def test_all_ranks_take_the_weights_of_the_first(pool: WorkerPool, layout: str) -> None:
     subject, plan, graph = planned(layout, "gpt2")
     wanted = dict(subject.build().named_parameters())
-    for found in pool.run(jobs.launched_from, subject, plan, graph, "real", timeout_s=60.0):
+    for found in pool.run(jobs.launched_from, subject, plan, graph, "real", timeout_s=300.0):
         assert_close(found, wanted, 0.0)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama-untied"])
 def test_meta_weights_do_not_depend_on_the_plan(pool: WorkerPool, kind: str) -> None:
     layouts = ("tp2 x dp2", "pp2 x dp2 ZeRO 3")
-    launched = (pool.run(jobs.launched_from, *planned(layout, kind), "meta", timeout_s=60.0) for layout in layouts)
+    launched = (pool.run(jobs.launched_from, *planned(layout, kind), "meta", timeout_s=300.0) for layout in layouts)
     found = [rank for ranks in launched for rank in ranks]
     for rank in found[1:]:
         assert_close(rank, found[0], 0.0)
@@ -341,14 +341,14 @@ def test_meta_weights_do_not_depend_on_the_plan(pool: WorkerPool, kind: str) -> 
 def test_errors_of_the_planning_rank_reach_all(pool: WorkerPool) -> None:
     subject, graph = traced("gpt2")
     alone = make_plan(graph, Mesh(), global_batch_size=4, micro_batch_size=4)
-    for message in pool.run(jobs.launch_failure, subject, alone, graph, timeout_s=60.0):
+    for message in pool.run(jobs.launch_failure, subject, alone, graph, timeout_s=300.0):
         assert message == "AutoparError: plan.json: No plan. Expected one, got 0. Try again."
     two = make_plan(graph, Mesh(tp=2), global_batch_size=4, micro_batch_size=4)
-    for message in pool.run(jobs.launch_failure, subject, two, graph, timeout_s=60.0):
+    for message in pool.run(jobs.launch_failure, subject, two, graph, timeout_s=300.0):
         assert message.startswith("RuntimeMismatchError")
         assert "This job has 4 ranks, but the plan is for 2 (tp=2)." in message
     four = make_plan(graph, Mesh(tp=4), global_batch_size=4, micro_batch_size=4)
-    first, *others = pool.run(jobs.launch_failure, subject, four, graph, timeout_s=60.0)
+    first, *others = pool.run(jobs.launch_failure, subject, four, graph, timeout_s=300.0)
     assert first == "LookupError: no such thing", "of any kind: the others waited for an answer"
     for message in others:
         assert "Rank 0 failed to make the plan: LookupError: no such thing. See the traceback of rank 0" in message
@@ -358,7 +358,7 @@ def test_a_job_takes_nothing_from_the_job_before_it(pool: WorkerPool) -> None:
     """DTensor remembers meshes by their ranks alone; of groups of this process's last job nobody knows any more."""
     subject, plan, graph = planned("tp2 x dp2 ZeRO 3", "gpt2")
     given = (jobs.train_beside_other_groups, subject, plan, graph, *batches(subject, 1))
-    found = [pool.run(*given, num_groups, timeout_s=60.0) for num_groups in (30, 0)]
+    found = [pool.run(*given, num_groups, timeout_s=300.0) for num_groups in (30, 0)]
     (loss, gradients), (again, same) = found[0][0], found[1][0]
     assert again == loss
     assert_close(same, gradients, 0.0)
@@ -400,7 +400,7 @@ def test_nothing_that_is_kept_is_made_in_inference_mode(pool: WorkerPool, tmp_pa
     (batch,) = batches(subject, 1)
     first, second = jobs.train(subject.build(), [batch, batch])["losses"]
     wanted = [first, first, second, second]
-    found = pool.run(in_inference_mode, subject, plan, graph, batch, str(tmp_path), timeout_s=60.0)
+    found = pool.run(in_inference_mode, subject, plan, graph, batch, str(tmp_path), timeout_s=300.0)
     for losses, is_inference in found:
         assert losses == pytest.approx(wanted, rel=1e-5)
         assert not is_inference
@@ -431,6 +431,6 @@ def without_a_cluster(subject: HfSubject, batch: jobs.Batch) -> tuple[str, str, 
 def test_ranks_on_two_hosts_are_planned_as_two_nodes(pool: WorkerPool) -> None:
     subject, _, _ = planned("dp4 ZeRO 3", "gpt2")
     (batch,) = batches(subject, 1)
-    found = pool.run(without_a_cluster, subject, batch, timeout_s=80.0)
+    found = pool.run(without_a_cluster, subject, batch, timeout_s=300.0)
     assert {(cluster, mesh) for cluster, mesh, _ in found} == {("local (2x2)", found[0][1])}
     assert [nodes for _, _, nodes in found] == [[(2, 2)], [], [], []]  # rank 0 plans, and knows of all

@@ -22,7 +22,7 @@ from tests.support.distributed.oddities import REMEMBERING, UNUSUAL, WITHOUT_STA
 from tests.support.distributed.plans import estimated, make_plan, micro_batch_size
 from tests.support.distributed.subjects import OwnSubject
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
+pytestmark = pytest.mark.distributed
 
 BATCH = 8
 

@@ -34,7 +34,6 @@ runpy.run_module("autopar.measure.worker", run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(180)
 def test_this_machine_is_measured_once_and_kept(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

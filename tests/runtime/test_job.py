@@ -304,7 +304,6 @@ def test_a_script_that_is_not_there_is_named(run: Run) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(120)
 def test_a_script_gets_its_arguments(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkout: Path) -> None:
     import torch
 

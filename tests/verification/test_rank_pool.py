@@ -7,15 +7,15 @@ from autopar.errors import AutoparError
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed import jobs
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.distributed
 
 
 def test_workers_live_from_job_to_job() -> None:
     with WorkerPool(2) as pool:
-        first, again = pool.run(os.getpid, timeout_s=30.0), pool.run(os.getpid, timeout_s=30.0)
+        first, again = pool.run(os.getpid, timeout_s=300.0), pool.run(os.getpid, timeout_s=300.0)
         assert first == again
         assert len({*first, os.getpid()}) == 3
-        assert pool.run(os.getpid, size=1, timeout_s=30.0) == first[:1]
+        assert pool.run(os.getpid, size=1, timeout_s=300.0) == first[:1]
 
 
 def test_a_worker_that_dies_fails_or_is_late_is_told_and_replaced() -> None:
@@ -27,14 +27,14 @@ def test_a_worker_that_dies_fails_or_is_late_is_told_and_replaced() -> None:
         ):
             with pytest.raises(AutoparError, match=said):
                 pool.run(*job, timeout_s=timeout_s)
-            assert pool.run(jobs.sleep_on_last_rank, 0.0, timeout_s=30.0) == (0, 1)
+            assert pool.run(jobs.sleep_on_last_rank, 0.0, timeout_s=300.0) == (0, 1)
 
 
 def test_a_job_that_crashes_once_is_run_again(tmp_path: Path) -> None:
     path = tmp_path / "crashes"
     path.write_text("")
     with WorkerPool(2) as pool:
-        assert pool.run(jobs.crash, path, 1, timeout_s=30.0)[0] == 2
+        assert pool.run(jobs.crash, path, 1, timeout_s=300.0)[0] == 2
         with pytest.raises(AutoparError, match="rank 0: the process died of signal 6"):
-            pool.run(jobs.crash, path, 9, timeout_s=30.0)
+            pool.run(jobs.crash, path, 9, timeout_s=300.0)
     assert len(path.read_text()) == 4

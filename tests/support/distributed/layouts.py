@@ -100,10 +100,8 @@ def batches(subject: HfSubject, count: int) -> list[dict[str, Tensor]]:
     return [subject.make_batch(16, seed=seed) for seed in range(count)]
 
 
-def on_ranks(
-    pool: WorkerPool, job: Any, subject: Any, plan: Plan, graph: Any, *given: Any, timeout_s: float = 60.0
-) -> tuple[Any, ...]:
-    return pool.run(jobs.on_model, job, subject, plan, graph, *given, size=plan.mesh.world_size, timeout_s=timeout_s)
+def on_ranks(pool: WorkerPool, job: Any, subject: Any, plan: Plan, graph: Any, *given: Any) -> tuple[Any, ...]:
+    return pool.run(jobs.on_model, job, subject, plan, graph, *given, size=plan.mesh.world_size, timeout_s=300.0)
 
 
 def on_batch(pool: WorkerPool, job: Any, subject: Any, plan: Plan, graph: Any, *given: Any) -> tuple[Any, ...]:
@@ -132,7 +130,7 @@ def equals_one_device(
     pool: WorkerPool, subject: Any, plan: Plan, graph: Any, *, steps: int = 2, **how: Any
 ) -> VerifyReport:
     """Verified on every rank; no two steps have one loss."""
-    report = verify(subject, plan, graph, steps=steps, pool=pool, run_timeout_s=60.0, **how)
+    report = verify(subject, plan, graph, steps=steps, pool=pool, run_timeout_s=300.0, **how)
     report.check()
     assert len(report.rows) == plan.mesh.world_size
     assert len(set(report.reference_losses)) == steps
