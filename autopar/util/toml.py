@@ -17,7 +17,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from autopar.errors import UsageError
+from autopar.errors import UsageError, shown
 from autopar.util.files import read_text
 
 if TYPE_CHECKING:
@@ -130,14 +130,14 @@ class Table:
         """Return the string of a key."""
         value = self.raw(key, default)
         if not isinstance(value, str):
-            raise self.wrong(key, "a text", repr(value))
+            raise self.wrong(key, "a text", shown(value))
         return value
 
     def flag(self, key: Key, default: bool | None = None) -> bool:
         """Return the boolean of a key."""
         value = self.raw(key, default)
         if not isinstance(value, bool):
-            raise self.wrong(key, "true or false", repr(value))
+            raise self.wrong(key, "true or false", shown(value))
         return value
 
     def number(self, key: Key, default: float | None = None, *, positive: bool = True) -> float:
@@ -151,7 +151,7 @@ class Table:
         """Return the finite number of a key."""
         value = self.raw(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.wrong(key, "a number", repr(value))
+            raise self.wrong(key, "a number", shown(value))
         try:
             number = float(value)
         except OverflowError:
@@ -171,7 +171,7 @@ class Table:
         """Return the inner table of a key."""
         value = self.raw(key)
         if not isinstance(value, Mapping):
-            raise self.wrong(key, "a table", repr(value))
+            raise self.wrong(key, "a table", shown(value))
         return self._inner(value, key)
 
     def tables(self, key: str) -> tuple[Table, ...]:
@@ -239,7 +239,7 @@ class Table:
             if value not in known and isinstance(value, str):
                 raise UsageError.unknown(str(key), value, map(str, known), where=self._path(key))
             if value not in known:
-                raise self.wrong(key, f"one of {', '.join(map(str, known))}", repr(value))
+                raise self.wrong(key, f"one of {', '.join(map(str, known))}", shown(value))
             return value
         if get_origin(hint) in (tuple, list):
             return self._sequence(key, hint, positive)
@@ -272,7 +272,7 @@ class Table:
         """Return a list as a table, whose keys are the indices."""
         value = self.raw(key)
         if not isinstance(value, list | tuple):
-            raise self.wrong(key, "a list", repr(value))
+            raise self.wrong(key, "a list", shown(value))
         return self._inner(dict(enumerate(value)), key)
 
     def _inner(self, data: Mapping[Any, object], key: Key) -> Table:
