@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from autopar.errors import UsageError, shown, whole
 from autopar.hardware.cluster import Cluster
-from autopar.plan.plan import PRECISIONS, Precision, PrecisionName
+from autopar.plan.plan import MOST_SAMPLES, PRECISIONS, Precision, PrecisionName
 
 if TYPE_CHECKING:
     from autopar.models.graph_for_plan import Inputs
@@ -24,9 +24,6 @@ _EXAMPLES = {
     "name": "my-model",
 }
 """An example value of each argument that takes a string, for error messages."""
-
-MOST_SAMPLES = 2**24
-"""Of a global batch: a hundred times the largest that are published. Schedules of more micro-batches take minutes to simulate."""
 
 SAMPLES_PER_RANK = 8
 """Samples of the global batch for each rank if neither the global batch nor example inputs are given."""

@@ -116,10 +116,15 @@ def test_arguments_of_another_kind_are_refused(given: dict[str, Any], message: s
         autopar.search(mlp(), **{"cluster": "cpu:1x2", "global_batch_size": 4, **given})
 
 
-@pytest.mark.parametrize("inputs", [3, "x", {1, 2}, iter([])], ids=["number", "text", "set", "iterator"])
+@pytest.mark.parametrize(
+    "inputs",
+    [3, "x", {1, 2}, iter([]), {3: torch.zeros(4, 8)}],
+    ids=["number", "text", "set", "iterator", "number as name"],
+)
 def test_example_inputs_that_are_no_batch_are_refused(inputs: Any) -> None:
-    with pytest.raises(UsageError, match="Give a batch: a dict of tensors by the names of forward's parameters"):
-        autopar.trace(torch.nn.Linear(8, 8), example_inputs=inputs)
+    for use in (autopar.trace, lambda net, **given: autopar.verify(net, llama_plan(), **given)):
+        with pytest.raises(UsageError, match="Give a batch: a dict of tensors by the names of forward's parameters"):
+            use(torch.nn.Linear(8, 8), example_inputs=inputs)
 
 
 def test_a_graph_is_traced_for_one_sample_or_more() -> None:

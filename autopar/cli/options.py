@@ -124,7 +124,8 @@ ClusterOption = Annotated[
 ]
 GlobalBatch = Annotated[int, typer.Option(min=1, metavar="N", help="Samples of one optimizer step, over all ranks.")]
 Sequence_ = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Tokens of a sample; the length of the model if not given.")
+    int | None,
+    typer.Option(min=1, max=2**26, metavar="N", help="Tokens of a sample; the length of the model if not given."),
 ]
 PrecisionOption = Annotated[
     str,

@@ -61,8 +61,8 @@ def pin(
     check_flags(opaque=opaque)
     if opaque:
         pins["opaque"] = ""
-    if not (
-        isinstance(parameters, Mapping | None) and all(isinstance(kind, str) for kind in (parameters or {}).values())
+    if not isinstance(parameters, Mapping | None) or not all(
+        isinstance(text, str) for pair in (parameters or {}).items() for text in pair
     ):
         raise _bad(
             f"The parameters are {parameters!r:.60}", "Write for example parameters={'weight': 'tp:S(0)'}", module

@@ -34,6 +34,8 @@ CHANGE = "Change the value"
 
 MAY_BE_ZERO = {"may_be_zero": True}
 """Metadata of a dataclass's field whose number may be zero in a table."""
+_LEAST = 1e-30
+"""Least number but zero, and its inverse the largest: products and quotients of what files say are then finite."""
 RARE = {"rare": True}
 """Metadata of a field that a table contains only if it differs from its default."""
 
@@ -86,6 +88,8 @@ class Table:
                 got=f"{match['problem'] if match else error} at '{content}'",
                 fix="Correct that line",
             ) from error
+        except (ValueError, RecursionError) as error:  # a number of too many digits, lists that are nested too deeply
+            raise UsageError.unreadable(path, error) from error
 
     def wrong(self, key: Key | None, expected: str, got: object) -> UsageError:
         """Return the error for a wrong value of ``key``, or of this table itself if ``key`` is None."""
@@ -143,6 +147,8 @@ class Table:
     def number(self, key: Key, default: float | None = None, *, positive: bool = True) -> float:
         """Return the finite number of a key. It must be above zero, or at least zero if not ``positive``."""
         value = self._finite(key, default)
+        if value and not _LEAST <= abs(value) <= 1 / _LEAST:
+            raise self.wrong(key, f"zero, or a number between {_LEAST:g} and {1 / _LEAST:g}", value)
         if value < 0 or (value == 0 and positive):
             raise self.wrong(key, f"a number {'above' if positive else 'from'} zero", self.raw(key, default))
         return value
