@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch.distributed as dist
 
-from autopar.errors import AutoparError, RuntimeMismatchError, UsageError
+from autopar.errors import AutoparError, RuntimeMismatchError, UsageError, check_counts, check_seconds, shown
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import PRECISIONS, Plan, PrecisionName
@@ -387,11 +387,13 @@ def verify(
         PlanError: the plan is for another model.
         VerificationError: the model cannot be trained on one device, or not in fp64.
     """
-    from autopar.runtime.checks import check_counts
     from autopar.verification.against_one_device import verify as compare
     from autopar.verification.compared_models import build_module, user_model
 
     check_counts(steps=steps)
+    check_seconds(least=1.0, run_timeout_s=run_timeout_s)
+    if compare_in not in ("fp32", "fp64"):
+        raise UsageError(f"There is no compare_in={shown(compare_in)}", fix="Give fp32 or fp64")
     plan = _loaded(plan)
     module = build_module(model)
     subject = user_model(model, module, plan, example_inputs)

@@ -1,4 +1,4 @@
-"""The exceptions of autopar, and helpers that word their messages.
+"""The exceptions of autopar, helpers that word their messages, and checks of arguments.
 
 A message says what went wrong, what was expected, what was found, and what the user can do about it. All exceptions derive from
 :class:`AutoparError`. The subclasses tell apart who has to act: the user, the planner's constraints, the job, or autopar's developers.
@@ -10,12 +10,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from functools import partial
+from numbers import Integral, Real
 from typing import ClassVar, Self, TypeVar
 
 Kind = TypeVar("Kind", bound="AutoparError")
 
 CHECK_FILE = "Check the path and the file"
 """The default remedy for a file that cannot be read."""
+LONGEST_S = 1e9
+"""The longest time limit, some thirty years: timers of operating systems overflow beyond."""
 _REPORT = "This is a defect of autopar: please report it with the plan file"
 
 
@@ -200,6 +203,61 @@ def reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror[:1].lower() + error.strerror[1:]
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def shown(value: object) -> str:
+    """Return a value as an error shows it: on one line, and cut off where it is long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def whole(what: str, value: object, *, least: int = -(2**63), most: int = 2**63 - 1) -> int:
+    """Return an argument that has to be a whole number; those of numpy are converted, and truth values are none.
+
+    Raises:
+        UsageError: it is no such number, or out of range.
+
+    >>> whole("seed", "1", least=0)
+    Traceback (most recent call last):
+    autopar.errors.UsageError: The seed is '1'. Give a whole number, at least 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
+        bounds = (f", at least {least:,}" if least > -(2**63) else "") + (f", at most {most:,}" if most < 2**62 else "")
+        raise UsageError(f"The {what} is {shown(value)}", fix=f"Give a whole number{bounds}")
+    return int(value)
+
+
+def check_counts(**counts: object) -> None:
+    """Check that numbers of things are whole numbers from 1.
+
+    Raises:
+        UsageError: names the first that is none.
+    """
+    for name, count in counts.items():
+        whole(f"number {name}", count, least=1)
+
+
+def check_seconds(least: float = 0.0, **times: object) -> None:
+    """Check that times are finite numbers of seconds, at least ``least``.
+
+    Raises:
+        UsageError: names the first that is none.
+    """
+    for name, time in times.items():
+        if isinstance(time, bool) or not isinstance(time, Real) or time < least or not time <= LONGEST_S:
+            fix = f"Give a number of seconds from {least:g} to {LONGEST_S:g}"
+            raise UsageError(f"The {name} is {shown(time)}", fix=fix)
+
+
+def check_flags(**flags: object) -> None:
+    """Check that arguments are truth values, as the text "no" would count as true.
+
+    Raises:
+        UsageError: names the first that is none.
+    """
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise UsageError(f"{name} is {shown(flag)}", fix=f"Write {name}=True or {name}=False")
 
 
 def _sentence(text: str) -> str:

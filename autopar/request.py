@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from autopar.errors import UsageError
+from autopar.errors import UsageError, shown, whole
 from autopar.hardware.cluster import Cluster
-from autopar.plan.plan import PRECISIONS, Precision, PrecisionName
+from autopar.plan.plan import MOST_SAMPLES, PRECISIONS, Precision, PrecisionName
 
 if TYPE_CHECKING:
     from autopar.models.graph_for_plan import Inputs
@@ -25,9 +24,6 @@ _EXAMPLES = {
     "name": "my-model",
 }
 """An example value of each argument that takes a string, for error messages."""
-
-MOST_SAMPLES = 2**24
-"""Of a global batch: a hundred times the largest that are published. Schedules of more micro-batches take minutes to simulate."""
 
 SAMPLES_PER_RANK = 8
 """Samples of the global batch for each rank if neither the global batch nor example inputs are given."""
@@ -92,18 +88,12 @@ class Request:
             is_left_out = value is None and name in ("cluster", "sampler")
             if not (isinstance(value, str) or is_left_out or (name == "cluster" and isinstance(value, Cluster))):
                 raise UsageError(
-                    f"{name} takes a text, but got {_shown(value)}", fix=f"Write for example {name}='{example}'"
+                    f"{name} takes a text, but got {shown(value)}", fix=f"Write for example {name}='{example}'"
                 )
-        for name in ("global_batch_size", "sampler_seed"):  # integers of numpy are taken too
-            if isinstance(getattr(self, name), Integral):
-                object.__setattr__(self, name, int(getattr(self, name)))
-        if not isinstance(self.sampler_seed, int):
-            raise UsageError(f"The sampler_seed is {_shown(self.sampler_seed)}", fix="Give a whole number")
-        samples = self.global_batch_size
-        if isinstance(samples, int) and samples > MOST_SAMPLES:
-            raise UsageError(f"The global batch is {samples:.3g}", fix=f"Give at most {MOST_SAMPLES:,} samples")
-        if samples is not None and (not isinstance(samples, int) or samples < 1):
-            raise UsageError(f"The global batch is {_shown(samples)}", fix="Give a whole number of samples, at least 1")
+        object.__setattr__(self, "sampler_seed", whole("sampler_seed", self.sampler_seed))
+        if self.global_batch_size is not None:
+            samples = whole("global batch", self.global_batch_size, least=1, most=MOST_SAMPLES)
+            object.__setattr__(self, "global_batch_size", samples)
 
     @property
     def recipe(self) -> Precision:
@@ -115,12 +105,6 @@ class Request:
         if self.precision not in PRECISIONS:
             raise UsageError.unknown("precision", self.precision, PRECISIONS)
         return PRECISIONS[self.precision]
-
-
-def _shown(value: object) -> str:
-    """Return a value as an error shows it: on one line, and cut off where it is long."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _texts(name: str, value: object, example: str) -> tuple[str, ...]:
@@ -135,7 +119,7 @@ def _texts(name: str, value: object, example: str) -> tuple[str, ...]:
     wrong = [item for item in items if not isinstance(item, str)]
     if wrong:
         raise UsageError(
-            f"{name} takes texts, but got {_shown(wrong[0])}",
+            f"{name} takes texts, but got {shown(wrong[0])}",
             fix=f"Write {name}=['{example}', ...] or {name}='{example},...'",
         )
     return cast("tuple[str, ...]", items)

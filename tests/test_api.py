@@ -1,4 +1,5 @@
 import inspect
+import math
 import re
 from dataclasses import fields, replace
 from pathlib import Path
@@ -80,22 +81,28 @@ def test_pins_that_are_no_texts_are_refused(keyword: str, wrong: Any) -> None:
         ({"optimizer": torch.optim.Adam}, "optimizer takes a text, but got <class"),
         ({"sampler": 3}, "sampler takes a text, but got 3"),
         ({"sampler": "tpe", "sampler_seed": "a"}, "The sampler_seed is 'a'"),
-        ({"trials": "9"}, "A search of '9' trials"),
-        ({"search_timeout_s": "5"}, "The limit of time is '5'"),
-        ({"workers": 1.5}, "A search with 1.5 workers"),
+        ({"sampler": "tpe", "sampler_seed": True}, "The sampler_seed is True. Give a whole number."),
+        ({"trials": "9"}, "The number trials is '9'. Give a whole number, at least 1."),
+        ({"trials": True}, "The number trials is True"),
+        ({"search_timeout_s": "5"}, "The search_timeout_s is '5'. Give a number of seconds"),
+        ({"search_timeout_s": True}, "The search_timeout_s is True"),
+        ({"max_step_time_s": 10**400}, "The max_step_time_s is 1000"),
+        ({"workers": 1.5}, "The number workers is 1.5"),
+        ({"workers": True}, "The number workers is True"),
         (
             {"pins": ["layer.0.up=tp:S(0)"]},
             "No parameter of the model matches 'layer.0.up'. Did you mean 'layers.0.up'",
         ),
         ({"global_batch_size": 0}, "The global batch is 0"),
         ({"global_batch_size": 4.5}, "The global batch is 4.5"),
-        ({"workers": 0}, "A search with 0 workers"),
-        ({"trials": 0}, "A search of 0 trials"),
+        ({"global_batch_size": True}, "The global batch is True"),
+        ({"workers": 0}, "The number workers is 0"),
+        ({"trials": 0}, "The number trials is 0"),
         ({"sampler": "tep"}, "Did you mean 'tpe'"),
-        ({"search_timeout_s": -1.0}, "The limit of time is -1.0"),
+        ({"search_timeout_s": -1.0}, "The search_timeout_s is -1.0"),
         ({"study_name": "mine"}, "Say which with --storage"),
         ({"storage": "sqlite://", "workers": 2}, "Leave it out for a temporary file"),
-        ({"global_batch_size": 10**20}, "The global batch is 1e+20. Give at most 16,777,216 samples"),
+        ({"global_batch_size": 10**400}, "Give a whole number, at least 1, at most 16,777,216."),
         ({"storage": Path("study.db")}, "storage takes a text, but got PosixPath('study.db')"),
         ({"storage": "sqlite://", "study_name": 3}, "study_name takes a text, but got 3"),
         ({"precision": "bf16"}, "The graph was traced for float32, but a plan in bf16 computes in bfloat16"),
@@ -109,10 +116,15 @@ def test_arguments_of_another_kind_are_refused(given: dict[str, Any], message: s
         autopar.search(mlp(), **{"cluster": "cpu:1x2", "global_batch_size": 4, **given})
 
 
-@pytest.mark.parametrize("inputs", [3, "x", {1, 2}, iter([])], ids=["number", "text", "set", "iterator"])
+@pytest.mark.parametrize(
+    "inputs",
+    [3, "x", {1, 2}, iter([]), {3: torch.zeros(4, 8)}],
+    ids=["number", "text", "set", "iterator", "number as name"],
+)
 def test_example_inputs_that_are_no_batch_are_refused(inputs: Any) -> None:
-    with pytest.raises(UsageError, match="Give a batch: a dict of tensors by the names of forward's parameters"):
-        autopar.trace(torch.nn.Linear(8, 8), example_inputs=inputs)
+    for use in (autopar.trace, lambda net, **given: autopar.verify(net, llama_plan(), **given)):
+        with pytest.raises(UsageError, match="Give a batch: a dict of tensors by the names of forward's parameters"):
+            use(torch.nn.Linear(8, 8), example_inputs=inputs)
 
 
 def test_a_graph_is_traced_for_one_sample_or_more() -> None:
@@ -125,8 +137,15 @@ def test_what_is_no_plan_is_refused() -> None:
     for use in (autopar.Plan.load, llama_plan().save):
         with pytest.raises(UsageError, match="path takes a path, but got 3"):
             use(3)
-    with pytest.raises(UsageError, match="The number steps is 'x'"):
-        autopar.verify(net, llama_plan(), steps="x")
+    for given, message in (
+        ({"steps": "x"}, "The number steps is 'x'"),
+        ({"steps": True}, "The number steps is True"),
+        ({"run_timeout_s": math.nan}, "The run_timeout_s is nan"),
+        ({"run_timeout_s": "5"}, "The run_timeout_s is '5'"),
+        ({"compare_in": "bf16"}, "There is no compare_in='bf16'. Give fp32 or fp64"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            autopar.verify(net, llama_plan(), **given)
     for function in (autopar.verify, lambda model, plan: autopar.parallelize(model, plan=plan)):
         with pytest.raises(UsageError, match="The plan 3 is neither a Plan nor the path of a file"):
             function(net, 3)

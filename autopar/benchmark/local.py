@@ -27,13 +27,15 @@ from autopar.planner.planner import Planner
 from autopar.planner.search import Limits, Task
 from autopar.planner.search import task_of as planned
 from autopar.planner.space.pins import Pins
-from autopar.planner.space.space import Space
+from autopar.planner.space.space import Space, load_space
 from autopar.request import Request
 from autopar.util.files import default_cache_dir
 from autopar.verification.reference import trained_alone
 
 GPU_PRECISIONS = ("fp32", "bf16")
 """Precisions whose plans are run on one GPU."""
+MAX_RANKS = 1024
+"""Most processes that are started on this machine: more are a mistake, or a job for several machines."""
 MAX_AGE_S = 6 * 3600.0
 """Age in seconds up to which a measured speed of this machine is used: a shared machine may be a third faster at another time."""
 
@@ -88,10 +90,11 @@ def run_local(
     Raises:
         AutoparError: the model cannot make a step on one device.
         InfeasibleError: no plan fits.
-        UsageError: the plans do not have the rank of ``as_rank``.
+        UsageError: the plans do not have the rank of ``as_rank``, or too many ranks; there is no such space.
     """
-    _check_rank(request)
-    source = resolve_model(request.model, sequence_length=request.sequence)  # before long measurements
+    _check_ranks(request)
+    load_space(request.space)  # before long measurements, as the model
+    source = resolve_model(request.model, sequence_length=request.sequence)
     is_gpu = torch.cuda.is_available()
     if request.as_rank is None and not is_gpu:  # as one rank, the model may be too large for a device
         trained_alone(source.build(), [source.make_batch(source.batch_size)])  # if it fails, every plan fails
@@ -118,8 +121,14 @@ def run_local(
     return replace(outcome, machine=note)
 
 
-def _check_rank(request: BenchmarkRequest) -> None:
-    """Raise an error if the plans do not have the rank of ``as_rank``."""
+def _check_ranks(request: BenchmarkRequest) -> None:
+    """Raise an error if the plans do not have the rank of ``as_rank``, or more ranks than one machine runs."""
+    if request.as_rank is None and request.num_ranks > MAX_RANKS:
+        raise UsageError(
+            f"One machine does not run {request.num_ranks:,} ranks",
+            where="--ranks",
+            fix=f"Give at most {MAX_RANKS}, or measure one of them alone with --as-rank 0",
+        )
     if not 0 <= (request.as_rank or 0) < request.num_ranks:
         raise UsageError(
             f"The plans have no rank {request.as_rank or 0}: they are for {request.num_ranks} ranks",

@@ -55,7 +55,10 @@ Batch = Annotated[int | None, typer.Option(min=1, metavar="N", help="Samples of 
 Ranks = Annotated[
     int | None,
     typer.Option(
-        min=2, metavar="N", help="Local ranks without torchrun; if not given, one for each GPU or core (at least 2)."
+        min=2,
+        max=1024,
+        metavar="N",
+        help="Local ranks without torchrun; if not given, one for each GPU or core (at least 2).",
     ),
 ]
 Budget = Annotated[float, typer.Option(min=1, metavar="S", help="Seconds for measuring all collectives.")]

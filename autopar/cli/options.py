@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from autopar.errors import UsageError
+from autopar.errors import LONGEST_S, UsageError
 from autopar.util.files import default_cache_dir, read_text, write_text
 
 if TYPE_CHECKING:
@@ -124,7 +124,8 @@ ClusterOption = Annotated[
 ]
 GlobalBatch = Annotated[int, typer.Option(min=1, metavar="N", help="Samples of one optimizer step, over all ranks.")]
 Sequence_ = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Tokens of a sample; the length of the model if not given.")
+    int | None,
+    typer.Option(min=1, max=2**26, metavar="N", help="Tokens of a sample; the length of the model if not given."),
 ]
 PrecisionOption = Annotated[
     str,
@@ -194,13 +195,13 @@ class PlanOptions:
 
 
 class StrictCommand(TyperCommand):
-    """A command that refuses values that are empty, and a second value of an option that holds one."""
+    """A command that refuses values that are empty, a second value of an option that holds one, and numbers without bound."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words after the name of the command.
 
         Raises:
-            UsageError: a value is empty, or an option is given twice.
+            UsageError: a value is empty, an option is given twice, or a time is NaN, infinite or too long for timers.
         """
         values, _, given = self.make_parser(ctx).parse_args(args=list(args))
         for parameter in given:
@@ -212,7 +213,11 @@ class StrictCommand(TyperCommand):
                 )
             if given.count(parameter) > 1 and isinstance(value, str):
                 raise UsageError(f"{name} is given twice", fix="Keep one of them")
-        return super().parse_args(ctx, args)
+        rest = super().parse_args(ctx, args)
+        for parameter in given:
+            if isinstance(value := ctx.params[parameter.name], float) and not value <= LONGEST_S:
+                raise UsageError(f"{parameter.opts[-1]} is {value:g}", fix=f"Give a number up to {LONGEST_S:g}")
+        return rest
 
 
 Verb = Callable[..., None]

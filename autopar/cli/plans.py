@@ -233,7 +233,7 @@ Scale = Annotated[
 Objectives = Annotated[
     str, typer.Option(metavar="A,B,...", help="Two or more of time, memory (left over), devices, price (with --price).")
 ]
-Step = Annotated[int, typer.Option(min=1, metavar="N", help="Step between sequence lengths, in tokens.")]
+Step = Annotated[int, typer.Option(min=1, max=2**26, metavar="N", help="Step between sequence lengths, in tokens.")]
 
 
 @takes_plan_options(cluster=LargestCluster)

@@ -12,9 +12,10 @@ from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar.errors import UsageError
+from autopar.errors import UsageError, shown
 from autopar.hardware.device import Device
 from autopar.hardware.link import CollectiveLibrary, Link
+from autopar.util.files import check_places
 from autopar.util.toml import Table, as_table
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class Cluster:
             )
 
     @classmethod
-    def parse(cls, text: str, *, cache_dir: Path | None = None) -> Cluster:
+    def parse(cls, text: str | Path, *, cache_dir: Path | None = None) -> Cluster:
         """Return a cluster from ``DEVICE:NODESxPER_NODE``, ``local`` or the path of a TOML file.
 
         The first two take options as in ``cpu:1x4?memory=1e9&cores=2``: ``memory`` (bytes of one device, ``80GB`` or
@@ -106,13 +107,16 @@ class Cluster:
         """
         from autopar.hardware.describe import parse_cluster  # below this module would be a cycle: it builds clusters
 
-        return parse_cluster(text, cache_dir=cache_dir)
+        if not isinstance(text, str | Path):
+            raise UsageError(f"A cluster is a text, and not {shown(text)}", fix="Write for example h100-sxm5-80gb:4x8")
+        return parse_cluster(str(text), cache_dir=cache_dir)
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
         """Return a cluster from a TOML file, whose schema is in ``profiles/README.md``. :meth:`parse` reads such files too."""
         from autopar.hardware import read as store
 
+        check_places(path=path)
         return store.load_cluster(Path(path))
 
     @classmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,15 +22,9 @@ from autopar.hardware.read import (
     load_library,
     load_profile,
 )
-from autopar.util.formatting import num_bytes, plain_table
+from autopar.util.formatting import SIZE, bytes_of, num_bytes, plain_table
 
 _SHAPE = re.compile(r"^(?P<device>[^?]+):(?P<nodes>\d+)x(?P<per_node>\d+)$")
-_BYTES = re.compile(r"^(?P<number>(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*(?P<unit>[kmgt]i?b|b)?$", re.IGNORECASE)
-_UNIT_BYTES = {"": 1, "b": 1} | {
-    f"{letter}{kind}": base ** (power + 1)
-    for kind, base in (("b", 1000), ("ib", 1024))
-    for power, letter in enumerate("kmgt")
-}
 _OPTIONS = ("memory", "host_memory", "nics", "nic_bandwidth", "cores", "ranks", "links")
 
 
@@ -159,15 +152,11 @@ def _whole(text: str, options: dict[str, str], key: str) -> int | None:
 
 
 def _bytes(text: str, key: str, value: str) -> int:
-    found = _BYTES.match(value)
-    number = float(found["number"]) * _UNIT_BYTES[(found["unit"] or "").lower()] if found else 0.0
-    if not 1.0 <= number < math.inf:
-        raise UsageError(
-            f"'{key}' is '{value}'",
-            where=f"cluster '{text}'",
-            fix="Give a number of bytes above zero, with a unit if you like (1e9, 80GB, 80GiB)",
-        )
-    return int(number)
+    size = bytes_of(value)
+    if size is None:
+        fix = f"Give {SIZE}"
+        raise UsageError(f"'{key}' is '{value}'", where=f"cluster '{text}'", fix=fix)
+    return size
 
 
 def _with_links(

@@ -25,7 +25,7 @@ import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from autopar.errors import RuleError, TraceError, UsageError
+from autopar.errors import RuleError, TraceError, UsageError, shown
 from autopar.graph.graph import Graph
 from autopar.ops.opaque import deep_copy
 from autopar.plan.plan import PRECISIONS, Precision
@@ -43,19 +43,20 @@ Inputs = Mapping[str, Any] | Sequence[Any] | torch.Tensor
 
 def samples_of(example_inputs: Inputs | None) -> int | None:
     """Return the number of samples in example inputs (see :func:`autopar.tracing.batch.size_of`); None if there are no inputs."""
-    return None if example_inputs is None else size_of(_plain(example_inputs))
+    return None if example_inputs is None else size_of(plain(example_inputs))
 
 
-def _plain(inputs: Inputs) -> dict[str, Any] | list[Any]:
+def plain(inputs: Inputs) -> dict[str, Any] | list[Any]:
     """Return the inputs as a dict or list, as pytrees take other mappings (a ``BatchEncoding``) for a single value.
 
     A tensor becomes a list of one input, as iterating over it would yield its rows.
     """
     if isinstance(inputs, torch.Tensor):
         return [inputs]
-    if not isinstance(inputs, Mapping | Sequence) or isinstance(inputs, str):
+    is_named = isinstance(inputs, Mapping) and all(isinstance(name, str) for name in inputs)
+    if isinstance(inputs, str) or not (is_named or isinstance(inputs, Sequence)):
         raise UsageError(
-            f"The example inputs are a {type(inputs).__name__}",
+            f"The example inputs are {shown(inputs)}",
             fix="Give a batch: a dict of tensors by the names of forward's parameters, a list of them in order, or one tensor",
         )
     return dict(inputs) if isinstance(inputs, Mapping) else list(inputs)
@@ -63,7 +64,7 @@ def _plain(inputs: Inputs) -> dict[str, Any] | list[Any]:
 
 def _mapped(change: Callable[[torch.Tensor], torch.Tensor], inputs: Inputs) -> dict[str, Any] | list[Any]:
     """Return the inputs with ``change`` applied to every tensor."""
-    result: dict[str, Any] | list[Any] = pytree.tree_map_only(torch.Tensor, change, _plain(inputs))
+    result: dict[str, Any] | list[Any] = pytree.tree_map_only(torch.Tensor, change, plain(inputs))
     return result
 
 
@@ -124,7 +125,7 @@ def trace_model(
         if is_cast or precision.compute != "float32":
             inputs = _mapped(lambda value: value.to(dtype) if value.is_floating_point() else value, inputs)
         args, kwargs = ((), inputs) if isinstance(inputs, dict) else (tuple(inputs), {})
-        is_exact, examples = samples is not None, _plain(batch)
+        is_exact, examples = samples is not None, plain(batch)
         return trace(model, args, kwargs, name=name, loss_fn=loss_fn, opaque=opaque, examples=examples, exact=is_exact)
 
     def ordered_at(samples: int | None) -> Graph:

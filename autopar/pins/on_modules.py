@@ -17,7 +17,7 @@ from typing import SupportsIndex, TypeVar
 
 import torch
 
-from autopar.errors import UsageError
+from autopar.errors import UsageError, check_flags
 from autopar.plan.plan import RECOMPUTES, Recompute
 
 _ATTRIBUTE = "_autopar_pins"
@@ -58,10 +58,11 @@ def pin(
         if isinstance(stage, bool) or not isinstance(stage, SupportsIndex) or stage < 0:
             raise _bad(f"The stage is {stage!r}", "Give a whole number, counted from 0", module)
         pins["stage"] = str(int(stage))
+    check_flags(opaque=opaque)
     if opaque:
         pins["opaque"] = ""
-    if not (
-        isinstance(parameters, Mapping | None) and all(isinstance(kind, str) for kind in (parameters or {}).values())
+    if not isinstance(parameters, Mapping | None) or not all(
+        isinstance(text, str) for pair in (parameters or {}).items() for text in pair
     ):
         raise _bad(
             f"The parameters are {parameters!r:.60}", "Write for example parameters={'weight': 'tp:S(0)'}", module

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from autopar.errors import PlanError
-from autopar.plan.plan import Plan, RankGroup, StagePlan
+from autopar.plan.plan import MOST_SAMPLES, Plan, RankGroup, StagePlan
 
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 _GRID = re.compile(r":(\d+)x(\d+)(?:\?.*)?$")
@@ -81,6 +81,8 @@ def _degrees(plan: Plan) -> Iterator[_Fault]:
     for name in ("global_batch_size", "micro_batch_size", "virtual_stages", "bucket_bytes", "vocab_multiple"):
         if getattr(plan, name) < 1:
             yield name, "at least 1", getattr(plan, name), _AGAIN
+    if plan.global_batch_size > MOST_SAMPLES:
+        yield "global_batch_size", f"at most {MOST_SAMPLES:,}", plan.global_batch_size, _AGAIN
     if not plan.data_shares and plan.global_batch_size % (plan.micro_batch_size * mesh.data):
         expected = "a multiple of micro_batch_size * dp_replicate * dp_shard"
         got = f"{plan.global_batch_size} with {plan.micro_batch_size} * {mesh.dp_replicate} * {mesh.dp_shard}"

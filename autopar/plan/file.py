@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from autopar.errors import PlanError, PlanFileError, UsageError
+from autopar.errors import PlanError, PlanFileError, UsageError, reason
 from autopar.plan.check import check_plan
 from autopar.plan.plan import FORMAT_VERSION, Plan
 from autopar.util.files import check_places, write_json
@@ -92,6 +92,8 @@ def _read_plan(path: Path) -> Plan:
         is_cut = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated")
         state = "is empty" if not text.strip() else "is cut off" if is_cut else f"is not JSON ({error.msg})"
         raise PlanError(f"The plan file {state}", where=where, fix=_MAKE_ANEW) from error
+    except (ValueError, RecursionError) as error:  # a number of too many digits, lists that are nested too deeply
+        raise PlanError(f"The plan file is not JSON ({reason(error)})", where=place, fix=_MAKE_ANEW) from error
     return plan_from_dict(data, place=place)
 
 

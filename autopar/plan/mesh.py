@@ -20,7 +20,7 @@ from typing import Literal
 
 import numpy as np
 
-from autopar.errors import UsageError
+from autopar.errors import UsageError, whole
 
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The axes, outermost first: ranks of the last axis are neighbours. ``ep`` is not among them, as it uses the ranks of other axes."""
@@ -57,8 +57,7 @@ class Mesh:
 
     def __post_init__(self) -> None:
         for axis in (*MESH_AXES, "ep", "ep_data"):
-            if getattr(self, axis) < 1:
-                raise UsageError(f"The degree of {axis} is {getattr(self, axis)}", fix=f"Use {axis}=1 or more")
+            object.__setattr__(self, axis, whole(f"degree of {axis}", getattr(self, axis), least=1))
 
     @property
     def degrees(self) -> tuple[int, ...]:

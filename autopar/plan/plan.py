@@ -337,6 +337,9 @@ def recompute_text(blocks: Sequence[BlockPlan]) -> str:
     return ", ".join(f"{mode} {n}/{len(blocks)}" for mode, n in counts.items() if n and mode != "none") or "none"
 
 
+MOST_SAMPLES = 2**24
+"""Of a global batch: a hundred times the largest that are published. Schedules of more micro-batches take minutes to simulate."""
+
 PrecisionName = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64"]
 
 PRECISIONS = {cast("PrecisionName", precision.name): precision for precision in (FP32, TF32, BF16, FP16, FP8, FP64)}

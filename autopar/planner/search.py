@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from numbers import Real
-from typing import SupportsIndex
 
 import torch
 
 from autopar.cost.model import CostModel, Step, flops_per_sample, tokens_per_sample
-from autopar.errors import InfeasibleError, UsageError
+from autopar.errors import InfeasibleError, UsageError, check_counts, check_seconds
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import BUCKET_BYTES, Precision, Recompute
@@ -188,16 +186,10 @@ class Limits:
 
     def __post_init__(self) -> None:
         """Check the limits."""
-        if self.trials is not None and not (isinstance(self.trials, SupportsIndex) and self.trials >= 1):
-            raise UsageError(
-                f"A search of {self.trials!r} trials finds nothing",
-                where="trials",
-                fix="Give 1 or more, or leave it out for no limit",
-            )
-        for name in ("search_timeout_s", "max_step_time_s"):
-            seconds = getattr(self, name)
-            if seconds is not None and not (isinstance(seconds, Real) and float(seconds) >= 0):
-                raise UsageError(f"The limit of time is {seconds!r}", where=name, fix="Give a number of seconds from 0")
+        if self.trials is not None:
+            check_counts(trials=self.trials)
+        times = {"search_timeout_s": self.search_timeout_s, "max_step_time_s": self.max_step_time_s}
+        check_seconds(**{name: time for name, time in times.items() if time is not None})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

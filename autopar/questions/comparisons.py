@@ -22,6 +22,7 @@ from autopar.hardware.describe import SCALES, scaled
 from autopar.models.transformer import Sizes, build
 from autopar.plan.plan import Plan
 from autopar.planner.search import Limits, peak_bytes
+from autopar.planner.space.pins import Pins
 from autopar.questions.sizing import Ask, prices_of, sizes_of
 from autopar.util.files import data_files
 from autopar.util.toml import Table
@@ -337,14 +338,16 @@ def run_study(
         workers: processes of the search.
 
     Raises:
+        UsageError: the study names no cluster or pins that there are.
         InfeasibleError: nothing fits the cluster.
     """
     from autopar import api
 
-    start = time.monotonic()
+    start, cluster = time.monotonic(), cluster_of(study)
+    Pins.parse(study.pins)  # raises before the model is traced, and another plan searched
     if progress is not None:
         progress("tracing the model", 0, 0)
-    graph, cluster = graph_of(study), cluster_of(study)
+    graph = graph_of(study)
     trace_s = time.monotonic() - start
 
     def best(pins: tuple[str, ...]) -> Plan:

@@ -175,7 +175,7 @@ def cheapest_cluster(ask: Ask, prices: Mapping[str, float], others: Sequence[str
             ask.say(f"trying {text}")
             per_second = price * cluster.world_size / 3600
             as_cheap_s = best.cost / per_second if best and best.cost else math.inf
-            most_s = min(ask.max_step_time_s or math.inf, as_cheap_s)
+            most_s = min(math.inf if ask.max_step_time_s is None else ask.max_step_time_s, as_cheap_s)
             plan = replace(ask, max_step_time_s=None if most_s == math.inf else most_s).fastest(cluster)
             cost = plan.predicted.step_time_s * per_second if plan else None
             missing = "" if plan else "none cheaper" if most_s == as_cheap_s < math.inf else _none_within(ask)

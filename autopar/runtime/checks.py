@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from numbers import Integral, Real
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
@@ -53,17 +53,6 @@ def absent(name: str, model: nn.Module | None) -> AttributeError:
             f"par.named_parameters() as {name}..., outputs of layers are what the model's forward returns"
         )
     return AttributeError(f"{text}. Instead: model.{name}, of the model that was given to autopar.parallelize")
-
-
-def check_counts(**counts: object) -> None:
-    """Check that numbers of things are whole numbers from 1.
-
-    Raises:
-        UsageError: names the first that is none.
-    """
-    for name, count in counts.items():
-        if not isinstance(count, Integral) or int(count) < 1:
-            raise UsageError(f"The number {name} is {count!r}", fix="Give 1 or more, as a whole number")
 
 
 def check_model(par: object, of: str) -> None:

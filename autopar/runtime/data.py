@@ -19,9 +19,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
-from autopar.errors import UsageError
+from autopar.errors import UsageError, check_counts, check_flags, whole
 from autopar.plan.plan import Plan
-from autopar.runtime.checks import check_counts
 from autopar.runtime.step.other_runs import WholeBatch
 
 try:
@@ -150,7 +149,7 @@ class PlannedBatches(_Order, Sampler[list[int]]):
     def _batches(self, epoch: int, start: int) -> Iterator[list[int]]:
         order = self.samples
         if self._shuffle:
-            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+            generator = torch.Generator().manual_seed((self._seed * 1_000_003 + epoch) % 2**63)
             order = torch.randperm(len(order), generator=generator).tolist()
         for count in self.sizes(start):
             yield list(self.kept(order[start : start + count]))
@@ -258,6 +257,8 @@ def planned_loader(  # noqa: PLR0913  keywords of the public call
         )
     size = plan.global_batch_size if batch_size is None else batch_size
     check_counts(batch_size=size)
+    check_flags(drop_last=drop_last, shuffle=shuffle is not None and shuffle)
+    seed = None if seed is None else whole("seed", seed)
     if size > plan.global_batch_size:
         raise UsageError(
             f"A batch of {size} samples is larger than that of the plan ({plan.global_batch_size})",

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from autopar.errors import NonFiniteError, UsageError
+from autopar.errors import NonFiniteError, UsageError, check_counts
 from autopar.runtime.checkpoint.series import Checkpoints
-from autopar.runtime.checks import check_counts, check_max_norm, check_model, is_out_of_memory
+from autopar.runtime.checks import check_max_norm, check_model, is_out_of_memory
 from autopar.runtime.job import on_sigterm
 from autopar.runtime.step.gradients import clip
 from autopar.runtime.step.runner import Batch

@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from numbers import Real
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -29,7 +28,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from autopar.errors import RankFailedError, RuntimeMismatchError, UsageError
+from autopar.errors import RankFailedError, RuntimeMismatchError, UsageError, check_seconds
 from autopar.hardware.describe import shipped_profile_name
 from autopar.plan.plan import Plan, RankGroup
 
@@ -104,14 +103,11 @@ def start(device_type: str, *, collective_timeout_s: float = DEFAULT_TIMEOUT_S) 
         Whether no launcher gave the number of ranks.
 
     Raises:
+        UsageError: the timeout is no number of seconds.
         RuntimeMismatchError: a launcher has set only some of torch's variables; there is no GPU for this rank, or two ranks have the same;
             the existing process group cannot carry tensors of ``device_type``.
     """
-    given: object = collective_timeout_s
-    if not (isinstance(given, Real) and 0 < float(given) < timedelta.max.total_seconds()):
-        raise UsageError(
-            f"The collective_timeout_s is {collective_timeout_s!r}", fix="Give a number of seconds above 0"
-        )
+    check_seconds(least=0.001, collective_timeout_s=collective_timeout_s)
     if device_type == "cuda":
         torch.cuda.set_device(local_device(device_type))
     if dist.is_initialized():

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import Store
 
-from autopar.errors import AutoparError, RankFailedError, UsageError, first_line
+from autopar.errors import AutoparError, RankFailedError, first_line, whole
 from autopar.graph.graph import Graph
 from autopar.lower.check_sums import check_program
 from autopar.lower.program import lower
@@ -64,8 +64,7 @@ def launch(
         InternalError: some gradient would lack its sum over ranks, or be summed although it is complete.
     """
     check_places(weights="" if weights is None else weights, log_dir="" if log_dir is None else log_dir)
-    if not isinstance(seed, int):
-        raise UsageError(f"The seed is {seed!r}", fix="Give a whole number")
+    seed = whole("seed", seed)
     start(device_type, collective_timeout_s=collective_timeout_s)
     with ordinary():
         plan, graph = _from_first_rank(partial(_made, make, log_dir))

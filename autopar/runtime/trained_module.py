@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from autopar.errors import UsageError
+from autopar.errors import UsageError, check_flags
 from autopar.lower.program import Program
 from autopar.runtime.assemble import Assembly, assemble, forget_gathered, uses_fsdp
 from autopar.runtime.checks import (
@@ -206,6 +206,7 @@ class TrainedModule(PlannedModule):
             UsageError: as :meth:`evaluate`.
         """
         with ordinary(), self._calls.together("predict"):
+            check_flags(gather=gather)
             self._calls.meet("predict")
             return self._predict(batch, gather=gather)
 

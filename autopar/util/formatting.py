@@ -1,14 +1,19 @@
-"""Formats numbers, sizes, lists of labels and tables as plain text for people."""
+"""Formats numbers, sizes, lists of labels and tables as plain text for people, and reads sizes."""
 
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
 _NUMBER = re.compile(r"(\d+)")
+_SIZE = re.compile(r"\s*((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*(?:([kmgt]?)(i?)b?)\s*", re.IGNORECASE)
+
+SIZE = "a number of bytes above zero, with a unit if you like (1e9, 80GB, 80GiB)"
+"""What :func:`bytes_of` reads, for error messages."""
 
 
 def seconds(value_s: float) -> str:
@@ -30,6 +35,19 @@ def num_bytes(value: float) -> str:
     """
     units = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
     return _in_units(value, units) or f"{value:.0f} B"
+
+
+def bytes_of(size: object) -> int | None:
+    """Return the bytes of a number or text, with or without a unit; None if it is no size, or less than a byte.
+
+    >>> bytes_of("80GiB") == 80 * 2**30, bytes_of("20 KB"), bytes_of("1e9"), bytes_of(7), bytes_of("7 parsecs")
+    (True, 20000, 1000000000, 7, None)
+    """
+    found = _SIZE.fullmatch(str(size))
+    if found is None or (found[3] and not found[2]):
+        return None
+    number = float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2].lower() or " ")
+    return int(number) if 1.0 <= number < math.inf else None
 
 
 def count(value: float) -> str:

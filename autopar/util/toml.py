@@ -17,7 +17,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from autopar.errors import UsageError
+from autopar.errors import UsageError, shown
 from autopar.util.files import read_text
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ CHANGE = "Change the value"
 
 MAY_BE_ZERO = {"may_be_zero": True}
 """Metadata of a dataclass's field whose number may be zero in a table."""
+_LEAST = 1e-30
+"""Least number but zero, and its inverse the largest: products and quotients of what files say are then finite."""
 RARE = {"rare": True}
 """Metadata of a field that a table contains only if it differs from its default."""
 
@@ -86,6 +88,8 @@ class Table:
                 got=f"{match['problem'] if match else error} at '{content}'",
                 fix="Correct that line",
             ) from error
+        except (ValueError, RecursionError) as error:  # a number of too many digits, lists that are nested too deeply
+            raise UsageError.unreadable(path, error) from error
 
     def wrong(self, key: Key | None, expected: str, got: object) -> UsageError:
         """Return the error for a wrong value of ``key``, or of this table itself if ``key`` is None."""
@@ -130,19 +134,21 @@ class Table:
         """Return the string of a key."""
         value = self.raw(key, default)
         if not isinstance(value, str):
-            raise self.wrong(key, "a text", repr(value))
+            raise self.wrong(key, "a text", shown(value))
         return value
 
     def flag(self, key: Key, default: bool | None = None) -> bool:
         """Return the boolean of a key."""
         value = self.raw(key, default)
         if not isinstance(value, bool):
-            raise self.wrong(key, "true or false", repr(value))
+            raise self.wrong(key, "true or false", shown(value))
         return value
 
     def number(self, key: Key, default: float | None = None, *, positive: bool = True) -> float:
         """Return the finite number of a key. It must be above zero, or at least zero if not ``positive``."""
         value = self._finite(key, default)
+        if value and not _LEAST <= abs(value) <= 1 / _LEAST:
+            raise self.wrong(key, f"zero, or a number between {_LEAST:g} and {1 / _LEAST:g}", value)
         if value < 0 or (value == 0 and positive):
             raise self.wrong(key, f"a number {'above' if positive else 'from'} zero", self.raw(key, default))
         return value
@@ -151,7 +157,7 @@ class Table:
         """Return the finite number of a key."""
         value = self.raw(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.wrong(key, "a number", repr(value))
+            raise self.wrong(key, "a number", shown(value))
         try:
             number = float(value)
         except OverflowError:
@@ -171,7 +177,7 @@ class Table:
         """Return the inner table of a key."""
         value = self.raw(key)
         if not isinstance(value, Mapping):
-            raise self.wrong(key, "a table", repr(value))
+            raise self.wrong(key, "a table", shown(value))
         return self._inner(value, key)
 
     def tables(self, key: str) -> tuple[Table, ...]:
@@ -239,7 +245,7 @@ class Table:
             if value not in known and isinstance(value, str):
                 raise UsageError.unknown(str(key), value, map(str, known), where=self._path(key))
             if value not in known:
-                raise self.wrong(key, f"one of {', '.join(map(str, known))}", repr(value))
+                raise self.wrong(key, f"one of {', '.join(map(str, known))}", shown(value))
             return value
         if get_origin(hint) in (tuple, list):
             return self._sequence(key, hint, positive)
@@ -272,7 +278,7 @@ class Table:
         """Return a list as a table, whose keys are the indices."""
         value = self.raw(key)
         if not isinstance(value, list | tuple):
-            raise self.wrong(key, "a list", repr(value))
+            raise self.wrong(key, "a list", shown(value))
         return self._inner(dict(enumerate(value)), key)
 
     def _inner(self, data: Mapping[Any, object], key: Key) -> Table:

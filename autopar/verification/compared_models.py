@@ -22,7 +22,7 @@ from autopar.errors import InternalError, UsageError, reason
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.describe import with_free_links
-from autopar.models.graph_for_plan import samples_of, trace_model
+from autopar.models.graph_for_plan import plain, samples_of, trace_model
 from autopar.models.inputs import order_of_samples
 from autopar.models.resolve import is_factory, model_of, random_example_for, resolve_model, sequence_of
 from autopar.ops.opaque import deep_copy, without_dropout
@@ -217,10 +217,8 @@ def user_model(
             "A model on the meta device has no weights to train with",
             fix="Build it on the CPU, or give a function that builds it there",
         )
-    inputs = random_example_for(model, batch_size=EXAMPLES) if example_inputs is None else example_inputs
-    if isinstance(inputs, Tensor):
-        inputs = (inputs,)
-    named = named_batch(model, (), inputs) if isinstance(inputs, Mapping) else named_batch(model, tuple(inputs), {})
+    inputs = plain(random_example_for(model, batch_size=EXAMPLES) if example_inputs is None else example_inputs)
+    named = named_batch(model, (), inputs) if isinstance(inputs, dict) else named_batch(model, tuple(inputs), {})
     examples = pytree.tree_map_only(Tensor, lambda value: value.detach().cpu(), named)
     if plan.mesh.data > 1 and samples_of(examples) == 1:
         raise UsageError(

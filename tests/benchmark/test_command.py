@@ -64,6 +64,21 @@ def test_a_benchmark_all_of_whose_plans_fail_has_failed(run: Run, failures: tupl
     assert ("own:model: All 2 plans failed" in done.err) == (code == 1)
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--ranks", "5000"), "--ranks: One machine does not run 5,000 ranks. Give at most 1024"),
+        (("--space", "quik"), "Unknown space 'quik'. Did you mean 'quick'?"),
+        (("--as-rank", "4"), "--as-rank: The plans have no rank 4"),
+    ],
+)
+def test_options_are_refused_before_the_machine_is_measured(run: Run, options: tuple[str, ...], says: str) -> None:
+    with mock.patch("autopar.benchmark.local.machine_profile", side_effect=NotImplementedError("it is measured")):
+        done = run("benchmark", "local", "gpt:layers=1,hidden=32,heads=4,vocab=64,seq=16", *options)
+    assert done.code == 2
+    assert says in done.error
+
+
 def test_a_model_that_cannot_make_a_step_is_refused_before_the_machine_is_measured(run: Run, tmp_path: Path) -> None:
     lines = ("import torch", "", "class Net(torch.nn.Module):", "    def __init__(self):", "        super().__init__()")
     lines += ("        self.rows = torch.nn.Embedding(4, 8)", "", "    def forward(self, x):")

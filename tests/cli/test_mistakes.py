@@ -142,6 +142,9 @@ MISTAKES = (
     (2, "verify torn.json", "The plan file is cut off"),
     (2, "explain empty.json", "empty.json: Missing key 'version'"),
     (2, "verify MODELS:net", "write --cluster cpu:1x4"),
+    (2, "verify torn.json --run-timeout inf", "--run-timeout is inf. Give a number up to 1e+09."),
+    (2, f"search MODELS:net {ON} --timeout 1e10", "--timeout is 1e+10. Give a number up to 1e+09."),
+    (2, "profile links -o l.toml --budget 1e300", "--budget is 1e+300. Give a number up to 1e+09."),
     (2, "validate none.csv", "Cannot read none.csv: no such file or directory"),
 )  # fmt: skip
 

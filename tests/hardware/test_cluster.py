@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import networkx
 import pytest
@@ -18,6 +19,7 @@ from autopar.hardware.device import CurvePoint, MatmulRate
 from autopar.hardware.link import Link
 from autopar.hardware.read import known_devices, load_library, load_profile
 from autopar.hardware.topology import Fabric
+from autopar.plan.mesh import Mesh
 from autopar.util.files import data_directory
 
 TWO_RACKS = """
@@ -169,6 +171,13 @@ def test_a_file_can_mix_devices_links_and_tiers(tmp_path: Path) -> None:
             17,
             "Wrong value of 'group[1].nic.bandwidth_bytes_per_s'",
         ),
+        (
+            "bandwidth_bytes_per_s = 1e9",
+            "bandwidth_bytes_per_s = 1e-300",
+            17,
+            "Wrong value of 'group[1].nic.bandwidth_bytes_per_s'",
+        ),
+        ("latency_s = 1e-6", "latency_s = 1e300", 27, "Wrong value of 'tier[0].uplink.latency_s'"),
         ("latency_s = 1e-6", "latency_s = inf", 27, "Wrong value of 'tier[0].uplink.latency_s'"),
         ('name = "uplink"', 'name = "uplink"\nspeed = 3', 26, "Unknown key 'speed'"),
     ],
@@ -178,6 +187,24 @@ def test_a_malformed_file_names_file_line_and_key(tmp_path: Path, old: str, new:
     with pytest.raises(UsageError) as caught:
         Cluster.parse(str(path))
     assert (caught.value.where, caught.value.problem) == (f"{path}, line {line}", problem)
+
+
+@pytest.mark.parametrize("text", ["name = " + 100_000 * "[", "name = 1" + 5000 * "0"], ids=["nested", "digits"])
+def test_what_the_reader_of_toml_cannot_hold_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(UsageError, match=r"^Cannot read .*Check the path and the file"):
+        Cluster.load(write(tmp_path, text))
+
+
+@pytest.mark.parametrize("wrong", [None, 3, b"cpu:1x2", ["cpu:1x2"]], ids=repr)
+def test_what_is_no_description_is_refused(wrong: Any) -> None:
+    with pytest.raises(UsageError, match="A cluster is a text, and not"):
+        Cluster.parse(wrong)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, 2.0, "2", None], ids=repr)
+def test_degrees_are_whole_numbers_from_one(wrong: Any) -> None:
+    with pytest.raises(UsageError, match=f"The degree of tp is {wrong!r}. Give a whole number, at least 1"):
+        Mesh(tp=wrong)
 
 
 def test_a_group_without_nodes_a_library_or_a_rank_are_refused(tmp_path: Path) -> None:

@@ -87,6 +87,8 @@ def test_a_module_is_pinned_opaque() -> None:
         ({}, "Nothing is pinned"),
         ({"recompute": "some"}, "Unknown recompute 'some'.*'none', 'selective' or 'full'"),
         ({"stage": -1}, "The stage is -1.*counted from 0"),
+        ({"opaque": "no"}, "opaque is 'no'. Write opaque=True"),
+        ({"parameters": {3: "tp:I"}}, "The parameters are {3: 'tp:I'}"),
         ({"parameters": "weight"}, "The parameters are 'weight'. Write for example parameters="),
         ({"parameters": {"wieght": "tp:I"}}, "No parameter .* matches 'wieght'.*up.weight"),
     ],

@@ -75,6 +75,8 @@ BAD_TEXTS: dict[str, tuple[str, str]] = {
     "binary words": ("hello", "line 1, column 1: The plan file is not JSON"),
     "list": ("[]", "holds a JSON object, this one something else"),
     "not a number": ('{"version": NaN}', "A number of the plan is NaN"),
+    "too many digits": ('{"version": 1' + 5000 * "0" + "}", "The plan file is not JSON"),
+    "nested too deeply": (100_000 * "[", "The plan file is not JSON"),
     "key twice": ('{"version": 1, "version": 1}', "The key 'version' is given twice"),
 }
 
@@ -122,6 +124,11 @@ BAD_VALUES: list[tuple[str, object, str]] = [
         "global_batch_size",
         63,
         "Expected a multiple of micro_batch_size * dp_replicate * dp_shard, got 63 with 2 * 1 * 2.",
+    ),
+    (
+        "global_batch_size",
+        2**26,
+        "'global_batch_size' does not fit the plan. Expected at most 16,777,216, got 67108864.",
     ),
     ("micro_batch_size", 0, "'micro_batch_size' does not fit the plan. Expected at least 1, got 0."),
     ("zero_stage", 0, "Expected 1, 2 or 3 where dp_shard is above 1, got 0 with dp_shard=2."),

@@ -11,7 +11,7 @@ from autopar.planner.space.candidates import candidates
 from autopar.planner.space.constraints import Problem
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
-from autopar.questions.comparisons import cluster_of, load_study, study_files
+from autopar.questions.comparisons import cluster_of, load_study, run_study, study_files
 from tests.support.cli_runner import Run
 
 SMALL = """
@@ -100,6 +100,20 @@ def test_a_malformed_study_says_where(tmp_path: Path, change: tuple[str, str], m
     path.write_text(SMALL.format(pins="[]", family="gpt").replace(*change))
     with pytest.raises(UsageError, match=re.escape(message)):
         load_study(str(path))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(("cpu:2x4", "cpuu:2x4"), "Did you mean 'cpu'"), (("[]", '["tpp=2"]'), "Unknown pin 'tpp'")],
+)
+def test_a_cluster_and_pins_are_read_before_the_model_is_traced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: tuple[str, str], message: str
+) -> None:
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL.format(pins="[]", family="gpt").replace(*change))
+    monkeypatch.setattr("autopar.questions.comparisons.graph_of", None)
+    with pytest.raises(UsageError, match=re.escape(message)):
+        run_study(load_study(str(path)))
 
 
 def test_an_unknown_study_is_told_the_known_ones(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,8 @@ def test_the_cheapest_cluster_is_that_of_all_sizes_of_all_kinds(times: dict[str,
                 ("", "none cheaper") if dear else ("", "none fits", f"none within {most_s or 0:g} s")
             )
             assert (trial.plan is None) is bool(trial.missing)
+    with pytest.raises(InfeasibleError, match="within 0 s"):
+        cheapest_cluster(replace(ASK, max_step_time_s=0.0), {"h100-sxm5-80gb": 2.0})
     with pytest.raises(UsageError, match="price"):
         cheapest_cluster(ASK, {"a100-sxm4-80gb": 1.0})
 

@@ -374,7 +374,9 @@ def test_the_newest_are_kept_and_found(tmp_path: Path, caplog: pytest.LogCapture
     (tmp_path / "runs" / "step-00000003" / NAME).unlink()
     with pytest.raises(CheckpointError, match=r"damaged.*No checkpoint in .* can be loaded"):
         Checkpoints(tmp_path / "runs").load(loaded)
-    for keep in (0, 1.5, "a"):
+    with pytest.raises(UsageError, match=r"asynchronous is 'no'\. Write asynchronous=True or asynchronous=False"):
+        Checkpoints(tmp_path, asynchronous="no")
+    for keep in (0, 1.5, "a", True):
         with pytest.raises(UsageError, match=f"The number keep is {keep!r}"):
             Checkpoints(tmp_path, keep=keep)
     with pytest.raises(UsageError, match="root takes a path, but got 3"):

@@ -171,7 +171,10 @@ def test_what_cannot_be_loaded_is_refused(plans: dict[str, Plan]) -> None:
     for make, options, said in (
         (streams, {"shuffle": True}, "Stream is a stream of samples, which has an order already"),
         (streams, {"num_workers": 1, "persistent_workers": True}, "persistent_workers=True is not supported"),
-        (loaders, {"batch_size": -1}, r"The number batch_size is -1.*Give 1 or more"),
+        (loaders, {"batch_size": -1}, r"The number batch_size is -1.*at least 1"),
+        (loaders, {"drop_last": "no"}, "drop_last is 'no'. Write drop_last=True or drop_last=False"),
+        (loaders, {"shuffle": "no"}, "shuffle is 'no'"),
+        (loaders, {"seed": 1.5}, "The seed is 1.5"),
         (loaders, {"batch_size": 0}, "The number batch_size is 0"),
         (loaders, {"batch_size": 16}, r"A batch of 16 samples is larger than that of the plan \(8\)"),
     ):

@@ -188,7 +188,7 @@ def test_sigterm_saves_and_ends_with_a_word(tmp_path: Path, caplog: pytest.LogCa
 @pytest.mark.parametrize(
     ("data", "options", "text"),
     [
-        (batches(), {"steps": 0}, r"The number steps is 0\. Give 1 or more"),
+        (batches(), {"steps": 0}, r"The number steps is 0\. Give a whole number, at least 1"),
         (batches(), {"steps": "9"}, "The number steps is '9'"),
         (batches(), {"max_norm": "1"}, "The max_norm is '1'"),
         (batches(), {"max_norm": -1}, "The max_norm is -1"),

@@ -567,6 +567,9 @@ def test_a_configuration_that_cannot_be_written_is_refused_and_leaves_nothing(tm
         ({"log_dir": 3}, "log_dir takes a path, but got 3"),
         ({"log_dir": __file__}, "Cannot write .*autopar-run.jsonl"),
         ({"seed": "x"}, "The seed is 'x'"),
+        ({"seed": True}, "The seed is True"),
+        ({"seed": 2**63}, "The seed is 9223"),
+        ({"collective_timeout_s": True}, "The collective_timeout_s is True"),
         ({"collective_timeout_s": "x"}, "The collective_timeout_s is 'x'"),
         ({"collective_timeout_s": math.nan}, "The collective_timeout_s is nan"),
     ],
@@ -584,6 +587,10 @@ def test_a_save_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
     taken.write_text("")
     for save, said in (
         (lambda: par.save_pretrained(taken), "Cannot write the weights"),
+        *(
+            (lambda size=size: par.save_pretrained(tmp_path / "new", max_shard_size=size), "The max_shard_size is ")
+            for size in (0, True, -5, math.nan, None, "5 parsecs")
+        ),
         (lambda: par.save(taken), "Cannot write the checkpoint"),
         (lambda: par.save(3), "path takes a path, but got 3"),
         (

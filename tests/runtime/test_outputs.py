@@ -57,6 +57,8 @@ def test_labels_may_be_left_out() -> None:
     assert found.more["accuracy"] is None
     assert_close(found.logits, wanted.logits)
     assert torch.equal(found.more["guess"], wanted.more["guess"])
+    with pytest.raises(UsageError, match=r"gather is 'no'\. Write gather=True or gather=False"):
+        parallel.predict({"idx": batch()["idx"]}, gather="no")
     pair, _ = build("pair")
     pair.eval()
     logits, loss = pair(batch()["idx"], None)

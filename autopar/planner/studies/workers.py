@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopar.errors import UsageError
+from autopar.errors import UsageError, check_counts
 from autopar.graph.graph import Graph, digest
 from autopar.planner.branch_and_bound.process_group import can_fork
 from autopar.planner.search import Limits, Task
@@ -87,8 +87,7 @@ def sharing_of(storage: str | None, study_name: str | None, workers: int) -> Sha
     Raises:
         UsageError: the options contradict each other.
     """
-    if not isinstance(workers, int) or workers < 1:
-        raise UsageError(f"A search with {workers!r} workers does nothing", where="workers", fix="Give 1 or more")
+    check_counts(workers=workers)
     for name, text, example in (("storage", storage, "sqlite:///study.db"), ("study_name", study_name, "mine")):
         if not isinstance(text, str | None):
             raise UsageError(f"{name} takes a text, but got {text!r}", fix=f"Write for example {name}='{example}'")

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from autopar.errors import UsageError, first_line
+from autopar.errors import UsageError, first_line, shown
 from autopar.runtime.checkpoint import write
 from autopar.runtime.checkpoint.checkpoint_index import as_bytes
 from autopar.runtime.checkpoint.chunk_files import header, new_file
@@ -25,10 +25,10 @@ from autopar.runtime.checkpoint.contents import WholeTensors
 from autopar.runtime.checkpoint.write import Target
 from autopar.runtime.state_dict import Untrained
 from autopar.runtime.world import Peers
+from autopar.util.formatting import SIZE, bytes_of
 
 _INDEX = "model.safetensors.index.json"
 _WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|" + re.escape(_INDEX))
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,9 @@ class Export:
         Raises:
             UsageError: it cannot be written; raised on all ranks.
         """
-        limit, place = num_bytes(max_shard_size), Path(path).absolute()
+        limit, place = bytes_of(max_shard_size), Path(path).absolute()
+        if limit is None:
+            raise UsageError(f"The max_shard_size is {shown(max_shard_size)}", fix=f"Give {SIZE}")
         files = self._files(limit)
         target = self.peers.from_first_rank(lambda: _begun(place))
         try:
@@ -148,25 +150,6 @@ class Export:
                 got=first_line(error),
                 fix="Correct model.config or model.generation_config before autopar.parallelize, which keeps copies of them",
             ) from error
-
-
-def num_bytes(size: str | int) -> int:
-    """Return the bytes of a size in the notation of transformers.
-
-    Raises:
-        UsageError: it is not a size.
-
-    >>> num_bytes("5GB"), num_bytes("20 KB"), num_bytes(7)
-    (5000000000, 20000, 7)
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B)\s*", str(size).upper())
-    if isinstance(size, int) and size > 0:
-        return size
-    if match is None:
-        raise UsageError(
-            f"The max_shard_size {size!r} is no size", fix='Write a number of bytes, or "5GB", "500MB", "2GiB"'
-        )
-    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def _begun(place: Path) -> Target:

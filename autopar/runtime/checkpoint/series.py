@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from autopar.errors import AutoparError, CheckpointError, PlanError, UsageError
+from autopar.errors import AutoparError, CheckpointError, PlanError, UsageError, check_counts, check_flags
 from autopar.plan.plan import Plan
 from autopar.runtime.checkpoint import checkpoint_index, contents
 from autopar.runtime.checkpoint.chunk_files import Folder
 from autopar.runtime.checkpoint.contents import RankContents, Settings, part_of
 from autopar.runtime.checkpoint.load import Loading, saved_state
 from autopar.runtime.checkpoint.write import Save, copied_to_host
-from autopar.runtime.checks import check_counts, check_model
+from autopar.runtime.checks import check_model
 from autopar.runtime.state_dict import State, Untrained
 from autopar.runtime.step.gradients import RankParameter
 from autopar.runtime.world import DISKS, Peers, World
@@ -251,12 +251,13 @@ class Checkpoints:
             :meth:`wait`.
 
     Raises:
-        UsageError: ``root`` is no path, or ``keep`` no number from 1.
+        UsageError: ``root`` is no path, ``keep`` no number from 1, or ``asynchronous`` no truth value.
     """
 
     def __init__(self, root: str | Path, keep: int = 3, *, asynchronous: bool = False) -> None:
         check_places(root=root)
         check_counts(keep=keep)
+        check_flags(asynchronous=asynchronous)
         self.root, self.keep, self.asynchronous = Path(root).absolute(), keep, asynchronous
         self._damaged: set[Path] = set()
         self._peers: Peers | None = None
