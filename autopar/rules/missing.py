@@ -301,6 +301,9 @@ def _example(spec: TensorSpec, shape: tuple[int, ...], seed: int, *, is_signed: 
     With ``is_signed`` an operand without gradient has elements 1 and -1, as the targets of margin losses do.
     """
     generator = torch.Generator().manual_seed(seed)
+    if spec.dtype.is_complex:
+        parts = torch.randn((*shape, 2), dtype=torch.float64, generator=generator)
+        return torch.view_as_complex(parts).requires_grad_(spec.requires_grad)
     if not spec.dtype.is_floating_point:
         return torch.randint(0, 2, shape, generator=generator).to(spec.dtype)
     if is_signed:

@@ -102,6 +102,15 @@ def test_targets_of_both_signs_show_what_a_loss_by_margins_is() -> None:
         assert found.line == line
 
 
+def test_an_operator_of_complex_numbers_is_found() -> None:
+    """Numbers that are zero or one have no phase, which told nothing."""
+    graph = graph_of("aten.angle.default", (2, 12))
+    (x,) = graph.inputs
+    graph = replace(graph, inputs=(replace(x, spec=replace(x.spec, dtype=torch.complex64)),))
+    (found,) = complete(graph, table=RuleTable(rules=torch_rules()))
+    assert found.line == "a b -> a b"
+
+
 def test_an_operator_of_one_number_has_no_dim_to_split() -> None:
     (found,) = complete(graph_of("autopar_test.whole.default", ()), table=RuleTable(rules=torch_rules()))
     assert (found.line, found.why) == ("", "no operand has a dim")
