@@ -53,6 +53,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     accelerator: Any
     _signature_columns: Any
+    model: Any
 
     def __init__(
         self, model: ParallelModel, args: transformers.TrainingArguments, *others: Any, **options: Any
@@ -168,9 +169,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return int(self._train_batch_size * args.gradient_accumulation_steps)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        """Return this rank's share of the FLOPs."""
-        count = getattr(self._given_model, "floating_point_ops", None)
-        return 0.0 if count is None else count(inputs) / self.args.world_size
+        """Return this rank's share of the FLOPs, which the Trainer counts by the parameters of the original model."""
+        par, self.model = self.model, self._given_model
+        try:
+            return float(super().floating_point_ops(inputs) / self.args.world_size)
+        finally:
+            self.model = par
 
     # --- checkpoints
 

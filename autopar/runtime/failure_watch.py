@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +15,7 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from autopar.errors import AutoparError, RankFailedError, UsageError, first_line
 from autopar.runtime.checks import MemoryReport, is_out_of_memory
@@ -24,19 +26,19 @@ from autopar.runtime.world import World
 _LOGGER = logging.getLogger("autopar")
 
 POLL_S = 1.0
-"""Seconds between two polls of a rank: each sends one or two small requests to the job's store."""
+"""Seconds between two polls of a rank: each sends two or three small requests to the job's store."""
 
 GRACE_S = 5.0
 """Seconds in which a call may end by itself after another rank has failed, before the process is ended."""
 
-_NUM_LOOKS = 5
-"""Polls within :data:`POLL_S` of a rank that has lost a connection."""
+_NUM_LOOKS = 10
+"""Polls within :data:`GRACE_S` of a rank whose collective has failed."""
 
 _RECENT = 8
 """Number of last calls whose names are compared with those of other ranks: so far ahead may a host be that only launches work."""
 
-_CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-_FAILED, _LEFT = "failed", "left"
+_CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
+_FAILED, _LEFT, _SEEN = "failed", "left", "seen"
 
 Launched = Callable[[], Callable[[], bool]]
 """Is called at the end of a call; returns a function that says whether the device has done all work launched until then."""
@@ -71,14 +73,15 @@ class Alarm:
         poll_s: float = POLL_S,
         grace_s: float = GRACE_S,
     ) -> None:
-        self._rank, self._recovers = rank, recovers and num_ranks == 1
+        self._rank, self._num_ranks, self._recovers = rank, num_ranks, recovers and num_ranks == 1
         self._poll_s, self._grace_s = poll_s, grace_s
         has_others = num_ranks > 1 and dist.get_backend() != FAKE
         self._store = own_store("alarm", rank) if has_others else None
         self._num_calls, self._compared = 0, 0
         self._recent: deque[tuple[int, str]] = deque(maxlen=_RECENT)
         self._inside: tuple[int, str] | None = None
-        self._launched, self._is_done = launched, _always
+        self._launched = launched
+        self._is_done: Callable[[], bool] = lambda: True
         self._is_running = False
         self._failure = ""
         self._closed = threading.Event()
@@ -116,7 +119,7 @@ class Alarm:
         self._inside, self._is_running = (self._num_calls, what), False
         self._recent.append(self._inside)
         if self._thread is None and self._store is not None:
-            self._thread = threading.Thread(target=self._watch, name="autopar-alarm", daemon=True)
+            self._thread = threading.Thread(target=self._watch, args=(self._store,), name="autopar-alarm", daemon=True)
             self._thread.start()
 
     def end(self) -> None:
@@ -160,7 +163,7 @@ class Alarm:
         local = f"rank {self._rank}{where}: {type(error).__name__}: {first_line(error)}"
         if self._is_running and not isinstance(error, AutoparError):
             with suppress(Exception):  # see _told
-                local = self._ended_before(self._num_calls) or (self._ended(what) if _is_lost(error) else "") or local
+                local = self._ended_before(self._num_calls) or (self._silent(what) if _is_lost(error) else "") or local
         return self._first_message(local)
 
     def _first_message(self, local: str) -> str:
@@ -179,11 +182,12 @@ class Alarm:
             with suppress(Exception):  # see _told
                 self._store.compare_set(_FAILED, "", f"{self._num_calls} {message}")
 
-    def _watch(self) -> None:
+    def _watch(self, store: Store) -> None:
         """Run as the thread until another rank has failed in the call in which this one waits, or the process ends."""
         while not self._closed.wait(self._poll_s):
             waits = self._waits()
             try:
+                store.set(f"{_SEEN}/{self._rank}", f"{self._num_calls} {time.monotonic()}")
                 message = self._failure_of_others(waits) or (self._different_call() if waits else "")
             except Exception:  # noqa: BLE001  the store has ended with its process: the launcher ends the others
                 return
@@ -226,16 +230,28 @@ class Alarm:
         message = self._read(_LEFT)
         return f"{message}, this one is in its call {call}" if message and int(message.split()[-2]) < call else ""
 
-    def _ended(self, what: str) -> str:
-        """Return a message that a rank has ended and makes no more calls; empty if none has.
+    def _silent(self, what: str) -> str:
+        """Return a message on ranks that have ended, stand still, or have not come to this call; empty if there are none.
 
-        A rank writes this when it ends, at which time its connections may be closed already.
+        A rank writes that it ends, at which time its connections may be closed already. While it lives, its thread writes at each poll.
         """
+        before, here = self._seen(), f"its call {self._num_calls}, {what}"
         for _ in range(_NUM_LOOKS):
-            if message := self._read(_LEFT):
-                return f"{message}, and this one waits for it in its call {self._num_calls}, {what}: different calls"
-            self._closed.wait(self._poll_s / _NUM_LOOKS)
+            if left := self._read(_LEFT):
+                return f"{left}, and this one waits for it in {here}: different calls"
+            if failed := self._read(str(self._num_calls)):
+                return failed
+            self._closed.wait(self._grace_s / _NUM_LOOKS)
+        now = self._seen()
+        if still := [rank for rank in now if now[rank] == before[rank] != ""]:
+            return f"rank {still[0]} was killed or stopped, and rank {self._rank} waits for it in {here}"
+        if behind := [rank for rank in now if int(now[rank].partition(" ")[0] or 0) < self._num_calls]:
+            return f"rank {behind[0]} hangs, or is slower than collective_timeout_s, and rank {self._rank} waits for it in {here}"
         return ""
+
+    def _seen(self) -> dict[int, str]:
+        """Return what the threads of the other ranks have written last; empty if nothing yet."""
+        return {rank: self._read(f"{_SEEN}/{rank}") for rank in range(self._num_ranks) if rank != self._rank}
 
     def _different_call(self) -> str:
         """Return a message that a rank makes another call in place of one of this rank's last ones; empty if none does.
@@ -243,9 +259,7 @@ class Alarm:
         A rank that waits longer than a poll compares the name of each call once, with the first rank that has done so.
         """
         assert self._store is not None
-        for number, what in tuple(self._recent):
-            if number <= self._compared:
-                continue
+        for number, what in [call for call in self._recent if call[0] > self._compared]:
             self._compared = number
             local = f"{what} on rank {self._rank}"
             first = self._store.compare_set(f"{number}/what", "", local).decode()
@@ -265,16 +279,12 @@ class Alarm:
             os._exit(RankFailedError.exit_code)
 
 
-def _always() -> bool:
-    return True
-
-
 def _is_of_rank(message: str, rank: int) -> bool:
     return message.startswith((f"rank {rank}:", f"rank {rank},"))
 
 
 def _is_lost(error: Exception) -> bool:
-    """Return whether a collective failed because another process has closed its connection."""
+    """Return whether a collective failed because another process has closed its connection, or did not come in time."""
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _CLOSED)
 
 

@@ -1,5 +1,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -118,6 +119,15 @@ def test_a_call_that_one_rank_makes_alone_ends_all(
     assert f"{call} on rank 0" in said, said
     assert "train_step on rank 1" in said, said
     assert "different calls at the same time. Correct" in said, said
+
+
+@pytest.mark.parametrize(
+    ("is_stopped", "state"), [(True, "was killed or stopped"), (False, "hangs, or is slower than collective_timeout_s")]
+)
+def test_a_rank_that_does_not_come_is_named(pool: WorkerPool, *, is_stopped: bool, state: str) -> None:
+    """All that the others had was gloo's text on a time-out."""
+    said, _ = pool.run(partial(jobs.waits_in_vain, is_stopped=is_stopped), size=2, timeout_s=40.0)
+    assert f"rank 1 {state}, and rank 0 waits for it in its call 2, train_step. Correct" in said
 
 
 def test_a_rank_that_others_have_left_says_in_which_call(pool: WorkerPool) -> None:

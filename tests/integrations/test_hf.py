@@ -74,7 +74,7 @@ def trained(
     )  # fmt: skip
     done = trainer.train(resume_from_checkpoint=resume or None)
     logs = [{k: v for k, v in log.items() if k in NUMBERS} for log in trainer.state.log_history]
-    found = {"logs": logs, "train_loss": done.training_loss, "called": steps.called}
+    found = {"logs": logs, "train_loss": done.training_loss, "called": steps.called, "flos": trainer.state.total_flos}
     if metrics:
         predicted = trainer.predict(Texts(11, seed=13))
         found |= {"predictions": np.asarray(predicted.predictions), "test": predicted.metrics["test_loss"]}
@@ -139,6 +139,8 @@ def test_logs_equal_one_process(pair: WorkerPool, graph: Graph, tmp_path: Path, 
         assert_logs_close(found["logs"], expected["logs"])
         assert found["called"] == expected["called"]
         assert_close(found["train_loss"], expected["train_loss"], 1e-5)
+        assert found["flos"] == pytest.approx(expected["flos"], rel=1e-9)
+        assert found["flos"] > 0
 
 
 @pytest.mark.parametrize(("first", "second"), [("tp2", "pp2"), ("ZeRO 3", "tp2")])

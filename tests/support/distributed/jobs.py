@@ -124,6 +124,29 @@ def left_alone() -> str:
     return ""
 
 
+def waits_in_vain(*, is_stopped: bool) -> str:
+    """What the first rank says of a collective that timed out; the second is not in that call, and its thread runs or does not."""
+    alarm = Alarm(dist.get_rank(), 2, poll_s=0.1, grace_s=0.5 if is_stopped else 5.0)
+    with alarm.watched("train_step"):
+        while not alarm._read(f"seen/{dist.get_rank()}"):
+            time.sleep(0.05)
+    if is_stopped and dist.get_rank() == 1:
+        alarm._closed.set()
+        alarm._thread.join()
+    dist.barrier()
+    try:
+        if dist.get_rank() == 0:
+            with alarm.watched("train_step"):
+                alarm.runs()
+                raise RuntimeError("[unbound_buffer.cc:78] Timed out waiting 12000ms for recv operation to complete")
+    except AutoparError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+        alarm.close()
+    return ""
+
+
 def _failing(name: str) -> Any:
     """A function of the runtime fails on the last rank, as one of torch's does."""
     if dist.get_rank() == 0:
