@@ -235,14 +235,17 @@ class Alarm:
 
         A rank writes that it ends, at which time its connections may be closed already. While it lives, its thread writes at each poll.
         """
-        before, here = self._seen(), f"its call {self._num_calls}, {what}"
-        for _ in range(_NUM_LOOKS):
+        assert self._store is not None
+        local, here = str(self._rank), f"its call {self._num_calls}, {what}"
+        is_first = self._store.compare_set(f"{self._num_calls}/asks", "", local).decode() == local
+        before = self._seen() if is_first else {}  # every rank asking for all others would be too much for the store
+        for _ in range(_NUM_LOOKS if is_first else 2 * _NUM_LOOKS):
             if left := self._read(_LEFT):
                 return f"{left}, and this one waits for it in {here}: different calls"
             if failed := self._read(str(self._num_calls)):
                 return failed
             self._closed.wait(self._grace_s / _NUM_LOOKS)
-        now = self._seen()
+        now = self._seen() if is_first else {}
         if still := [rank for rank in now if now[rank] == before[rank] != ""]:
             return f"rank {still[0]} was killed or stopped, and rank {self._rank} waits for it in {here}"
         if behind := [rank for rank in now if int(now[rank].partition(" ")[0] or 0) < self._num_calls]:

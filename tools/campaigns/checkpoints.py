@@ -63,13 +63,13 @@ def save(pool: WorkerPool, name: str, folder: Path, other: Path | None = None) -
     plan = planned(name)
     batches = [subject.make_batch(plan.global_batch_size, seed=seed, padded=False) for seed in range(2)]
     folders = [str(folder), *([str(other)] if other else [])]
-    on_ranks(pool, jobs.saved, subject, plan, graph, batches, folders, timeout_s=200.0)
+    on_ranks(pool, jobs.saved, subject, plan, graph, batches, folders)
 
 
 def move(pool: WorkerPool, source: Path, name: str, target: Path) -> None:
     """Loads under a plan, and saves."""
     subject, graph = traced()
-    on_ranks(pool, jobs.moved, subject, planned(name), graph, str(source), str(target), timeout_s=200.0)
+    on_ranks(pool, jobs.moved, subject, planned(name), graph, str(source), str(target))
 
 
 def difference(one: Path, other: Path) -> str:

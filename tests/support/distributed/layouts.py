@@ -100,8 +100,10 @@ def batches(subject: HfSubject, count: int) -> list[dict[str, Tensor]]:
     return [subject.make_batch(16, seed=seed) for seed in range(count)]
 
 
-def on_ranks(pool: WorkerPool, job: Any, subject: Any, plan: Plan, graph: Any, *given: Any) -> tuple[Any, ...]:
-    return pool.run(jobs.on_model, job, subject, plan, graph, *given, size=plan.mesh.world_size, timeout_s=300.0)
+def on_ranks(
+    pool: WorkerPool, job: Any, subject: Any, plan: Plan, graph: Any, *given: Any, timeout_s: float = 300.0
+) -> tuple[Any, ...]:
+    return pool.run(jobs.on_model, job, subject, plan, graph, *given, size=plan.mesh.world_size, timeout_s=timeout_s)
 
 
 def on_batch(pool: WorkerPool, job: Any, subject: Any, plan: Plan, graph: Any, *given: Any) -> tuple[Any, ...]:
