@@ -15,7 +15,7 @@ import typer
 
 from autopar.cli import machines, measurements, plan_files, plans
 from autopar.cli.options import StrictCommand, json_alone
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, UsageError, reason
 
 INTERRUPTED = 130
 """The exit code of a command that Ctrl-C ended: 128 plus the number of the signal, as in shells."""
@@ -88,12 +88,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     end = words.index("run") if "run" in words else len(words)  # the rest may belong to the script that is run
     debug = "--debug" in words[:end]
     words = [argument for argument in words[:end] if argument != "--debug"] + words[end:]
-    if "" not in sys.path and os.getcwd() not in sys.path:  # noqa: PTH109  sys.path holds strings
-        sys.path.insert(0, os.getcwd())  # noqa: PTH109  'package.module:factory' is imported from here
     if not debug:
         warnings.simplefilter("ignore")  # torch and transformers warn about themselves
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
+        if "" not in sys.path and (folder := _folder()) not in sys.path:
+            sys.path.insert(0, folder)  # 'package.module:factory' is imported from here
         is_json = "--json" in words[:end] and not {"--help", "-h"} & set(words)
         with json_alone() if is_json else nullcontext():
             app(words, prog_name="autopar")
@@ -107,6 +107,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stderr.write(f"error: {_message(error)}\n")
         sys.exit(error.exit_code if isinstance(error, AutoparError) else 1)
     sys.exit(0)
+
+
+def _folder() -> str:
+    """Return the folder in which the command is started.
+
+    Raises:
+        UsageError: it has been removed meanwhile.
+    """
+    try:
+        return os.getcwd()  # noqa: PTH109  sys.path holds strings
+    except OSError as error:
+        raise UsageError("The folder of this shell is not there", got=reason(error), fix="Change to another") from error
 
 
 def _message(error: Exception) -> str:

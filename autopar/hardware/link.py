@@ -81,7 +81,7 @@ def load_json(path: Path) -> dict[str, Any]:
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError.unreadable(path, error, fix="Check that the file is there and holds JSON") from error
     if not isinstance(data, dict):
         raise UsageError(

@@ -21,7 +21,7 @@ from autopar.errors import AutoparError, UsageError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.describe import convolves_in_tf32, multiplies_in_tf32, shipped_profile_name
 from autopar.hardware.read import MachineProfile, load_library, load_profile
-from autopar.util.files import child_environment, default_cache_dir, write_toml
+from autopar.util.files import check_writable, child_environment, default_cache_dir, write_toml
 from autopar.util.toml import Table
 
 _LOGGER = logging.getLogger("autopar")
@@ -86,6 +86,7 @@ def machine_profile(*, cache_dir: Path | None = None, refresh: bool = False) -> 
     path = profile_path(cache_dir)
     assert path is not None
     if refresh or not path.is_file():
+        check_writable(path, make_folder=True)
         write_toml(path, profile_dict(_measure()))
     profile = Table.load(path).record(MachineProfile)
     if profile.intra_node.provenance.startswith(_ASSUMED):

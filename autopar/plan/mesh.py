@@ -57,7 +57,9 @@ class Mesh:
 
     def __post_init__(self) -> None:
         for axis in (*MESH_AXES, "ep", "ep_data"):
-            object.__setattr__(self, axis, whole(f"degree of {axis}", getattr(self, axis), least=1))
+            degree = getattr(self, axis)
+            if type(degree) is not int or degree < 1:  # searches make many meshes
+                object.__setattr__(self, axis, whole(f"degree of {axis}", degree, least=1))
 
     @property
     def degrees(self) -> tuple[int, ...]:

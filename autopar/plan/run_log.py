@@ -250,7 +250,7 @@ def read_log(folder: Path) -> RunRecord:
             event = json.loads(line)
             if event["event"] == "comparison":
                 record = _record(Table(event, file=f"event {number}"))
-        except (ValueError, KeyError, TypeError, UsageError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError, UsageError) as error:
             raise UsageError(
                 "This line is not an event that autopar wrote",
                 where=f"{path}:{number}",

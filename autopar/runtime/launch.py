@@ -63,7 +63,8 @@ def launch(
         RankFailedError: another rank failed to build its part.
         InternalError: some gradient would lack its sum over ranks, or be summed although it is complete.
     """
-    check_places(weights="" if weights is None else weights, log_dir="" if log_dir is None else log_dir)
+    places = {"weights": weights, "log_dir": log_dir}
+    check_places(**{name: place for name, place in places.items() if place is not None})
     seed = whole("seed", seed)
     start(device_type, collective_timeout_s=collective_timeout_s)
     with ordinary():

@@ -309,7 +309,7 @@ def _readable(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError, SafetensorError) as error:
         raise UsageError(
             f"Cannot read the weights {path}",
             got=f"{type(error).__name__}: {first_line(error)}",

@@ -16,13 +16,13 @@ from autopar.errors import CHECK_FILE, AutoparError, UsageError, reason
 
 
 def check_places(**places: object) -> None:
-    """Check that files and folders are given as paths.
+    """Check that files and folders are given as paths; an empty text would be the folder in which the program was started.
 
     Raises:
         UsageError: names the first that is none.
     """
     for name, place in places.items():
-        if not isinstance(place, str | Path):
+        if not isinstance(place, str | Path) or not str(place):
             raise UsageError(f"{name} takes a path, but got {place!r}", fix=f"Write for example {name}='folder'")
 
 

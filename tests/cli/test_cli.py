@@ -33,6 +33,16 @@ def test_an_interrupt_without_a_result_is_said(run: Run, monkeypatch: pytest.Mon
     assert (done.code, done.out, done.err.splitlines()[-1]) == (130, "", "interrupted before there was a result")
 
 
+def test_a_shell_whose_folder_was_removed_is_told_so(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (gone := tmp_path / "gone").mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+    done = run("devices")
+    assert done.code == 2
+    assert done.error == "The folder of this shell is not there: no such file or directory. Change to another."
+
+
 def test_show_has_the_keys_of_the_contract(run: Run, plan_file: Path) -> None:
     done = run("show", plan_file)
     assert (done.code, done.out, done.err) == (0, f"{llama_plan()}\n", "")

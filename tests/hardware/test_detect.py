@@ -125,6 +125,14 @@ def test_an_unknown_gpu_has_assumed_links(
     assert "5.31 GB/s are assumed" in caplog.text
 
 
+def test_a_machine_whose_speed_cannot_be_kept_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect, "_shipped_here", lambda: None)
+    monkeypatch.setattr(detect, "_measure", None)
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(UsageError, match=r"^Cannot write .*taken"):
+        detect.machine_profile(cache_dir=tmp_path / "taken")
+
+
 def test_unknown_gpus_are_measured_by_nccl(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, gpus: Gpus
 ) -> None:

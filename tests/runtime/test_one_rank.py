@@ -565,6 +565,8 @@ def test_a_configuration_that_cannot_be_written_is_refused_and_leaves_nothing(tm
     [
         ({"weights": 3}, "weights takes a path, but got 3"),
         ({"log_dir": 3}, "log_dir takes a path, but got 3"),
+        ({"log_dir": ""}, "log_dir takes a path, but got ''"),
+        ({"weights": ""}, "weights takes a path, but got ''"),
         ({"log_dir": __file__}, "Cannot write .*autopar-run.jsonl"),
         ({"seed": "x"}, "The seed is 'x'"),
         ({"seed": True}, "The seed is True"),
@@ -593,6 +595,8 @@ def test_a_save_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
         ),
         (lambda: par.save(taken), "Cannot write the checkpoint"),
         (lambda: par.save(3), "path takes a path, but got 3"),
+        (lambda: par.save(""), "path takes a path, but got ''"),
+        (lambda: par.save_pretrained(""), "path takes a path, but got ''"),
         (
             lambda: par.save(tmp_path / "new", torch.optim.SGD(nn.Linear(2, 2).parameters())),
             "no parameter of this model",

@@ -182,6 +182,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path, changes: dict[str,
         ("model.safetensors", "garbage"),
         ("model.safetensors.index.json", "{"),
         ("model.safetensors.index.json", "{}"),
+        pytest.param("model.safetensors.index.json", 100_000 * "[", id="nested"),
         ("model.safetensors.index.json", '{"weight_map": {"table.weight": "none.safetensors"}}'),
     ],
 )
