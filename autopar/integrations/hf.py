@@ -191,12 +191,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self.model.save_pretrained(folder)
             if self.processing_class is not None and self.args.should_save:
                 self.processing_class.save_pretrained(folder)
-        elif self.args.save_only_model:
-            folder.mkdir(parents=True, exist_ok=True)
+            return
+        folder.mkdir(parents=True, exist_ok=True)  # every rank looks for it next, to note where the best model is
+        if self.args.save_only_model:
             self.model.save(folder / _WEIGHTS)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        Path(output_dir).mkdir(parents=True, exist_ok=True)
         self.model.save(Path(output_dir, _WEIGHTS), self._inner_optimizer(), scheduler=self.lr_scheduler)
 
     def _save_rng_state(self, output_dir: str) -> None:

@@ -119,6 +119,7 @@ class Alarm:
         self._inside, self._is_running = (self._num_calls, what), False
         self._recent.append(self._inside)
         if self._thread is None and self._store is not None:
+            self._store.set(f"{_SEEN}/{self._rank}", str(self._num_calls))
             self._thread = threading.Thread(target=self._watch, args=(self._store,), name="autopar-alarm", daemon=True)
             self._thread.start()
 

@@ -82,7 +82,7 @@ class TrainedModule(PlannedModule):
         weakref.finalize(self, self._alarm.close)
         self._calls = Calls(world, self._alarm, world.meeting_group(), self._gradients)
         # no attribute refers back to self, so that an unused model is freed at once, with its hooks
-        self._shared = SharedSamples(world, program.graph.inputs, self._alarm)
+        self._shared = SharedSamples(world, program.graph.inputs, self._alarm, held)
         self._batches = Batches(program, world, self._shared, self._calls)
         self._scaler = scaler = ParallelScaler(self.plan.precision, held, self._calls, self._norm.group, world.device)
         self._changing_buffers = State(program, world, weights, stages)

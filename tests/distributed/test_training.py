@@ -1,3 +1,4 @@
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -171,6 +172,17 @@ def test_a_later_batch_is_refused_by_all_ranks(pool: WorkerPool) -> None:
     for first, own, after in on_batch(pool, jobs.with_own_shuffle_later, *planned_on(Mesh(tp=2))):
         assert (first, after) == ("", "")
         assert "Ranks 1 and 0 were given different samples, but must share them (par.data_rank 0)" in own
+
+
+@pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(dp_shard=2), Mesh(pp=2, dp_replicate=2)], ids=str)
+def test_a_parameter_that_one_rank_alone_has_frozen_is_refused(pool: WorkerPool, mesh: Mesh) -> None:
+    """The others would go on to train it."""
+    refused = (
+        r"Ranks \d and \d have frozen different parameters. Call requires_grad_ for the same parameters on every rank."
+    )
+    for first, after in on_batch(pool, jobs.frozen_alone, *planned_on(mesh)):
+        assert re.fullmatch(refused, first), first
+        assert not after
 
 
 def test_a_rank_that_cannot_build_its_part_ends_all(tmp_path: Path) -> None:

@@ -405,7 +405,7 @@ def test_what_is_written_beside_training_is_what_a_save_writes(tmp_path: Path, m
     with monkeypatch.context() as patched:
         patched.setattr("autopar.runtime.checkpoint.write.commit", full)
         beside.save(par, optimizer)
-        refusal = r"Cannot write the checkpoint .* no space left on device.*checkpoint that was"
+        refusal = r"Cannot write the checkpoint .* no space left on device\. Make room there.*checkpoint that was"
         with pytest.raises(UsageError, match=refusal):
             beside.save(par, optimizer)
     assert beside.latest() == other

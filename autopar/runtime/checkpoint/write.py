@@ -10,6 +10,7 @@ contents: two saves of the same state by the same job have the same bytes.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -80,11 +81,10 @@ def as_usage_errors(what: str, more: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UsageError(
-            f"Cannot write {what}",
-            got=reason(error),
-            fix=f"Name the same folder on all ranks, on a file system that all nodes share{more}",
-        ) from error
+        fix = "Name the same folder on all ranks, on a file system that all nodes share"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            fix = "Make room there, or name another folder on all ranks"
+        raise UsageError(f"Cannot write {what}", got=reason(error), fix=fix + more) from error
 
 
 def remove_failed(folder: Path, target: Target, *, name: str, is_first: bool) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
+from zlib import crc32
 
 import spmd_types
 import torch
@@ -25,6 +26,7 @@ from autopar.plan.plan import Plan
 from autopar.runtime.failure_watch import Alarm, Calls
 from autopar.runtime.job import FAKE
 from autopar.runtime.same_values import checksums
+from autopar.runtime.step.gradients import RankParameter
 from autopar.runtime.step.other_runs import BatchSizes, BatchSplit, split_batch, split_of
 from autopar.runtime.step.runner import Batch, micro_batches
 from autopar.runtime.world import World
@@ -42,14 +44,15 @@ _ELEMENTS = 1 << 16
 
 
 class SharedSamples:
-    """Compares the samples that ranks were given; every rank of the job makes one and makes the same calls.
+    """Compares the samples that ranks were given, and what they train; every rank of the job makes one and makes the same calls.
 
     Args:
         alarm: the alarm of the calls in which samples are compared.
+        held: the parameters of this rank.
     """
 
-    def __init__(self, world: World, inputs: Sequence[Input], alarm: Alarm) -> None:
-        self._rank, self._group, self._alarm = world.rank, world.host_group(), alarm
+    def __init__(self, world: World, inputs: Sequence[Input], alarm: Alarm, held: Sequence[RankParameter]) -> None:
+        self._rank, self._group, self._alarm, self._held = world.rank, world.host_group(), alarm, held
         self._data_index = [world.mesh.data_index(rank) for rank in range(world.mesh.world_size)]
         self._inputs = tuple(inputs)
         self._calls, self._has_warned = 0, False
@@ -66,7 +69,8 @@ class SharedSamples:
             own: the positions of these samples in the global batch.
 
         Raises:
-            UsageError: ranks of one ``data_rank`` have different samples, or any ranks have different values of an input without samples.
+            UsageError: ranks of one ``data_rank`` have different samples, or any ranks have different values of an input without samples;
+                a parameter is frozen on some ranks alone.
         """
         if self._is_alone:
             return
@@ -75,6 +79,7 @@ class SharedSamples:
             for place, leaf in enumerate(self._inputs):
                 self._compare(leaf, [row[0][place] for row in rows])
             self._warn_of_other_batches([row[1] for row in rows])
+            self._compare_frozen()
         self._calls += 1  # not if the comparison raises: the next step is compared then
 
     def are_equal(self, given: Mapping[str, Tensor]) -> bool:
@@ -94,10 +99,28 @@ class SharedSamples:
                 numbers[1, place].copy_(_checksum(value))
             part = value.narrow(dim, own.start, len(own)) if is_whole and dim is not None else value
             numbers[0, place].copy_(_checksum(part))
+        return self._of_ranks(numbers)
+
+    def _of_ranks(self, numbers: Tensor) -> list[Any]:
+        """Return the numbers of every rank of the job, as nested lists."""
+        rows = [torch.empty_like(numbers) for _ in self._data_index]
         self._alarm.runs()
-        rows = _gather_numbers(numbers, len(self._data_index), self._group)
+        dist.all_gather(rows, numbers, group=self._group)
         self._alarm.met()
-        return rows
+        return [row.tolist() for row in rows]
+
+    def _compare_frozen(self) -> None:
+        """Compare which parameters require gradients among the ranks that hold the same ones, whose copies would drift apart."""
+        states = sorted((h.name, h.parameter.requires_grad) for h in self._held)
+        marks = [crc32(repr(value).encode()) for value in ([name for name, _ in states], states)]
+        rows, first = self._of_ranks(torch.tensor(marks)), dict[int, int]()
+        for rank, (names, trained) in enumerate(rows):
+            other = first.setdefault(names, rank)
+            if trained != rows[other][1]:
+                raise UsageError(
+                    f"Ranks {rank} and {other} have frozen different parameters",
+                    fix="Call requires_grad_ for the same parameters on every rank",
+                )
 
     def _compare(self, leaf: Input, marks: Sequence[int]) -> None:
         first: dict[int, int] = {}
@@ -128,13 +151,6 @@ def _checksum(value: Tensor) -> Tensor:
     """Return a checksum of elements and their positions: a scalar on the value's device."""
     flat = value.detach().contiguous().view(-1)
     return checksums([flat[:: (flat.numel() // _ELEMENTS) | 1]])[0]
-
-
-def _gather_numbers(numbers: Tensor, num_ranks: int, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return the numbers of every rank of the job, as nested lists."""
-    rows = [torch.empty_like(numbers) for _ in range(num_ranks)]
-    dist.all_gather(rows, numbers, group=group)
-    return [row.tolist() for row in rows]
 
 
 def num_samples(batch: object, inputs: Sequence[Input]) -> int | None:

@@ -186,6 +186,15 @@ def with_own_shuffle_later(parallel: ParallelModel, batch: Batch) -> list[str]:
     return found
 
 
+def frozen_alone(parallel: ParallelModel, batch: Batch) -> list[str]:
+    """What is said in a step while the last rank has frozen a parameter, and in one after it."""
+    found, parameter = list[str](), max(parallel.parameters(), key=lambda p: p.numel())
+    for is_frozen in (dist.get_rank() == dist.get_world_size() - 1, False):
+        parameter.requires_grad_(not is_frozen)
+        found.append(said(UsageError, parallel.train_step, batch))
+    return found
+
+
 def failing_build(subject: HfSubject, plan: Plan, graph: Graph, folder: str) -> None:
     """The last rank cannot make its part, which the others meet in collectives."""
     rank, size = dist.get_rank(), dist.get_world_size()
