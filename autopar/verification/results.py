@@ -86,7 +86,7 @@ class RankErrors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confirmation:
-    """Runs in fp64 that tell rounding from a fault, after a comparison in fp32 that exceeds a tolerance.
+    """Runs that tell rounding from a fault, after a comparison that exceeds a tolerance. Where that was in fp64, all of them are.
 
     Attributes:
         rows: errors of the same plan in fp64, by rank; empty if it could not run.
@@ -152,7 +152,7 @@ class VerifyReport:
         steps: steps of AdamW.
         reference_losses: the losses of one device.
         rows: errors by rank.
-        confirmation: runs in fp64, if the comparison was in fp32 and exceeded a tolerance.
+        confirmation: runs in fp64, if the comparison exceeded a tolerance; if it was in fp64 itself, of one device alone.
         bisection: the result of a search for the first difference, if there was one.
     """
 
@@ -262,13 +262,14 @@ def render_report(report: VerifyReport) -> str:
     ]
     double = report.confirmation
     if double is not None:
-        if double.rows:
+        if double.rows and double.rows != report.rows:
             lines.append("the same plan in float64, against one device in float64")
             lines.append(plain_table(head, [_cells(row) for row in double.rows], left=_LEFT, width=120))
         moved = (
             f": the most in {1 + len(double.nudged)} runs, its parameters moved by a rounding" if double.nudged else ""
         )
-        lines.append(f"one device alone, float32 against float64{moved}")
+        kinds = "float64" if double.rows == report.rows else "float32 against float64"
+        lines.append(f"one device alone, {kinds}{moved}")
         lines.append(plain_table(head[1:-1], [_cells(double.one_device)[1:-1]], left=_LEFT, width=120))
     loss, tensor = report.rows[0].tolerances
     lines.append(f"{report.verdict} (allowed: loss {loss:g}, gradients and parameters {tensor:g})")

@@ -259,3 +259,20 @@ def test_rounding_in_float64_is_measured_by_one_device_in_float64() -> None:
     assert not judged(2e-7).agrees
     assert judged(2e-7).nudged_double == ()  # no rounding is as large: nothing is run
     assert judged(9e-10).agrees
+
+
+def test_a_comparison_in_float64_alone_tells_rounding_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias before a batch norm has a gradient of nothing but rounding, which exceeded the tolerance."""
+    run = run_of(1)
+    truth = run._reference(Compared(KINKED, is_double=True))
+
+    def judged(gradient: float) -> VerifyReport:
+        report = VerifyReport(steps=1, reference_losses=(1.0,), rows=(double(gradient=gradient),))
+        monkeypatch.setattr(_Run, "compared_in_double", lambda *_: (report, truth))
+        return run.in_double(Compared(KINKED), trace(KINKED.build(), (), KINKED.make_batch(1, seed=0)))
+
+    report = judged(9e-8)
+    assert report.passed
+    assert "one device alone, float64: the most in " in str(report)
+    assert "the same plan in float64, against" not in str(report)
+    assert not judged(2e-7).passed
