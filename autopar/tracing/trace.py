@@ -205,9 +205,8 @@ def _without_region(cause: TraceError, error: TraceError) -> TraceError:
     """
     if error is cause or not isinstance(error, RegionError):
         return cause
-    return cause.becoming(
-        TraceError, fix=f"{cause.fix} (as an opaque module it fails too: {error.got.partition('; on fake tensors')[0]})"
-    )
+    tried = "as an opaque module it fails too" if error.path else "the whole model cannot run so"
+    return cause.becoming(TraceError, fix=f"{cause.fix} ({tried}: {error.got.partition('; on fake tensors')[0]})")
 
 
 def _counted(graph: Graph, job: _Job, *, exact: bool) -> Outputs | None:
