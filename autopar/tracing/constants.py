@@ -141,7 +141,7 @@ def _allowed(mask: torch.Tensor) -> torch.Tensor | None:
     return allowed if bool((allowed | (mask <= torch.finfo(mask.dtype).min)).all()) else None
 
 
-_FILLS = {"zeros": 0, "ones": 1, "empty": 0, "full": "fill_value", "fill": "value"}
+_FILLS = {"zeros": 0, "ones": 1, "empty": 0, "full": "fill_value", "fill": "value", "zero": 0}
 """The value with which each factory fills its tensor, or the argument that gives it.
 
 The names stand for all variants of a factory, such as ``new_zeros``, ``zeros_like`` and ``empty_strided``.

@@ -299,8 +299,19 @@ def _written(self: Any, x: Tensor) -> Tensor:
     return (y * x).square().sum()
 
 
-@pytest.mark.parametrize("forward", [_contrast, _written])
-@pytest.mark.parametrize("pins", [["dp_shard=2"], ["tp=2"]])
+def _zeroed(self: Any, x: Tensor) -> Tensor:
+    y = 1.0 * self.linear(x)
+    y.view(len(y), 2, -1)[:, 1].zero_()
+    return (y * x).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("forward", "pins"),
+    [
+        *((forward, [pin]) for forward in (_contrast, _written) for pin in ("dp_shard=2", "tp=2")),
+        (_zeroed, ["dp_shard=2", "num_micro_batches=2"]),
+    ],
+)
 def test_what_is_written_by_strides_leaves_the_gradients_of_the_rest(
     forward: Callable[..., Any], pins: list[str]
 ) -> None:
