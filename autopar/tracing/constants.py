@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -141,8 +141,8 @@ def _allowed(mask: torch.Tensor) -> torch.Tensor | None:
     return allowed if bool((allowed | (mask <= torch.finfo(mask.dtype).min)).all()) else None
 
 
-_FILLS = {"zeros": 0, "ones": 1, "empty": 0, "full": None}
-"""The value with which each factory fills its tensor; None if an argument gives the value.
+_FILLS = {"zeros": 0, "ones": 1, "empty": 0, "full": "fill_value", "fill": "value", "zero": 0}
+"""The value with which each factory fills its tensor, or the argument that gives it.
 
 The names stand for all variants of a factory, such as ``new_zeros``, ``zeros_like`` and ``empty_strided``.
 """
@@ -172,7 +172,9 @@ def fold(builder: Builder, call: Call) -> Value | None:
     name = call.target.removeprefix("aten.").partition(".")[0]
     factory = name.removeprefix("new_").removesuffix("_like").removesuffix("_strided")
     if call.overload.namespace == "aten" and factory in _FILLS:
-        return _fill(builder, call, factory)
+        filled = _fill(builder, call, factory)
+        if filled is not None:
+            return filled
     if len(call.outputs) != 1 or call.outputs[0] is None or _is_random(call):
         return None
     refs = call.operands
@@ -301,12 +303,10 @@ def evaluate(builder: Builder, call: Call) -> torch.Tensor | None:
 
 def _fill(builder: Builder, call: Call, factory: str) -> Value | None:
     """Return the constant of a factory that fills a tensor with one value; None if the value is not a literal."""
-    fill: float | None = _FILLS[factory]
-    if fill is None:
-        literal = call.bound()["fill_value"]
-        if not isinstance(literal, bool | int | float):
-            return None
-        fill = literal
+    fill: Any = _FILLS[factory]
+    fill = call.bound()[fill] if isinstance(fill, str) else fill
+    if not isinstance(fill, bool | int | float):
+        return None
     return builder.constant(call, torch.full((1,) * len(call.spec.shape), fill, dtype=call.spec.dtype))
 
 

@@ -113,9 +113,9 @@ class Converter:
         if not call.outputs:
             return None
         try:
-            if call.target == "aten.as_strided.default":
+            if call.target in _STRIDED:
                 (source, *_) = node.all_input_nodes
-                return _strided(self.builder, call, source.meta["val"])
+                return _STRIDED[call.target](self.builder, call, source.meta["val"])
             return _apply(self.builder, call)
         except FAILURES as error:
             raise TraceError(
@@ -179,16 +179,55 @@ def _opaque(builder: Builder, call: Call) -> Value:
 
 
 def _strided(builder: Builder, call: Call, traced: torch.Tensor) -> Value:
-    """Return ``x.as_strided(...)`` as an index of constant positions: in a program, x may lie in memory in another way.
+    """Return ``x.as_strided(...)`` as an index of constant positions; ``traced`` is x."""
+    read = _elements(call, traced)
+    source, samples = call.operands[0], traced.shape[0]
+    numbers = torch.arange(traced.numel())
+    of_each = numbers[:: traced.numel() // samples].view(-1, *(1,) * (read.dim() - 1))
+    if len(read) == samples and torch.equal(read, read[:1] + of_each):
+        rows, read = view_to(builder, call, source, (samples, traced.numel() // samples)), read[0]
+    else:
+        rows = view_to(builder, call, source, (traced.numel(),))
+    positions = builder.constant(call, read, TensorSpec.of(read))
+    return builder.emit(call, "aten.index.Tensor", (rows, (*(None,) * (len(builder.shape(rows)) - 1), positions)))
+
+
+def _strided_scatter(builder: Builder, call: Call, traced: torch.Tensor) -> Value:
+    """Return ``x.as_strided_scatter(y, ...)``, as ``fill_diagonal_`` is traced, as a choice of x or y; ``traced`` is x.
+
+    The gradient that torch gives to x is wrong: it reaches the elements that are replaced, and no other.
+    """
+    written = _elements(call, traced).flatten()
+    chosen = torch.full((traced.numel(),), -1)  # the element of y for each element of x
+    chosen[written] = torch.arange(len(written))
+    target, source = call.operands
+    places, is_written = chosen.clamp(min=0).view(traced.shape), (chosen >= 0).view(traced.shape)
+    number = builder.values.get(source)
+    if number is not None and number.numel() == 1:
+        spread = builder.constant(call, number.reshape((1,) * traced.dim()), call.spec)
+    else:
+        flat = view_to(builder, call, source, (len(written),))
+        index = builder.constant(call, places, TensorSpec.of(places))
+        spread = builder.emit(call, "aten.index.Tensor", (flat, (index,)))
+    mask = builder.constant(call, is_written, TensorSpec.of(is_written))
+    return builder.emit(call, "aten.where.self", (mask, spread, target))
+
+
+_STRIDED = {"aten.as_strided.default": _strided, "aten.as_strided_scatter.default": _strided_scatter}
+"""The functions for operators that address memory by strides: in a program, a tensor may lie in memory in another way."""
+
+
+def _elements(call: Call, traced: torch.Tensor) -> torch.Tensor:
+    """Return the number of the element of x at each place that the strides of ``call`` address.
 
     Args:
         traced: x as it lay in memory where it was traced.
 
     Raises:
-        TraceError: it reads memory that is not x's, or too much of it.
+        TraceError: a place is not x's, or there are too many.
     """
     given: dict[str, Any] = call.bound()
-    source, size, stride, start = (given[key] for key in ("self", "size", "stride", "storage_offset"))
+    size, stride, start = (given[key] for key in ("size", "stride", "storage_offset"))
     first = traced.storage_offset() if start is None else start
     layouts = ((size, stride, first), (traced.shape, traced.stride(), traced.storage_offset()))
     length = 1 + max(at + sum((n - 1) * step for n, step in zip(*dims, strict=True)) for *dims, at in layouts)
@@ -199,8 +238,7 @@ def _strided(builder: Builder, call: Call, traced: torch.Tensor) -> Value:
             fix=_NO_STRIDES,
         )
     elements = torch.full((length,), -1)  # the element of x at each place of the memory
-    numbers = torch.arange(traced.numel()).view(traced.shape)
-    elements.as_strided(*layouts[1]).copy_(numbers)
+    elements.as_strided(*layouts[1]).copy_(torch.arange(traced.numel()).view(traced.shape))
     read = elements.as_strided(size, stride, first)
     if (read < 0).any():
         raise TraceError(
@@ -208,14 +246,7 @@ def _strided(builder: Builder, call: Call, traced: torch.Tensor) -> Value:
             where=call.source or call.name,
             fix=_NO_STRIDES,
         )
-    samples = traced.shape[0]
-    of_each = numbers.flatten()[:: traced.numel() // samples].view(-1, *(1,) * (read.dim() - 1))
-    if len(read) == samples and torch.equal(read, read[:1] + of_each):
-        rows, read = view_to(builder, call, source, (samples, traced.numel() // samples)), read[0]
-    else:
-        rows = view_to(builder, call, source, (traced.numel(),))
-    positions = builder.constant(call, read, TensorSpec.of(read))
-    return builder.emit(call, "aten.index.Tensor", (rows, (*(None,) * (len(builder.shape(rows)) - 1), positions)))
+    return read
 
 
 _NO_STRIDES = "Use unfold, or slices, in its place"

@@ -127,7 +127,9 @@ def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
             f"`{line}` {NO_VALUES}" if line else f"The model {NO_VALUES}",
             where=place,
             got=None if line else reason,
-            fix=_SKIPS_LAYERS if _skips_layers(place) else "Use torch.where or a mask, or decide it outside forward",
+            fix=_SKIPS_LAYERS
+            if _skips_layers(place)
+            else "Use torch.where, a mask or a tensor as index, or decide it outside forward",
         )
     if any(frame.name == "_call_loss_fn" for frame in traceback.extract_tb(error.__traceback__)):
         problem = "The loss_fn fails"

@@ -100,7 +100,7 @@ MISTAKES = (
     (2, f"search MODELS:nothing {ON}", "got NoneType. Return (model, {'input_ids': ...})"),
     (2, f"search MODELS:alone {ON}", "Cannot make example inputs for Net"),
     (1, f"search MODELS:no_loss {ON}", "NoLoss: The model returns no scalar loss: outputs of shape (2, 8)"),
-    (1, f"search MODELS:branch {ON}", "MODELS.py:21: `return self.inner(x).mean() if x.sum() > 0 else self.skipped(x)` depends on the values of tensors, which cannot be traced. Use torch.where or a mask, or decide it outside forward. Or move the line into a separate module"),
+    (1, f"search MODELS:branch {ON}", "MODELS.py:21: `return self.inner(x).mean() if x.sum() > 0 else self.skipped(x)` depends on the values of tensors, which cannot be traced. Use torch.where, a mask or a tensor as index, or decide it outside forward. Or move the line into a separate module"),
     (1, f"search MODELS:misspelt {ON}", "has no attribute 'iner'"),
     (1, f"search MODELS:wide {ON}", "Check the shapes of the example inputs"),
     (2, f"search MODELS:net {ON} --seq 32", "Leave --seq out"),

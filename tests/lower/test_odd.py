@@ -288,6 +288,37 @@ def test_strides_are_those_of_the_trace(turned: bool) -> None:
         autopar.trace(outside, example_inputs={"x": torch.randn(2, 5, 4)})
 
 
+def _contrast(self: Any, x: Tensor) -> Tensor:
+    y = self.linear(x)
+    return torch.logsumexp((y @ y.T).fill_diagonal_(float("-inf")), 1).mean()
+
+
+def _written(self: Any, x: Tensor) -> Tensor:
+    y = 1.0 * self.linear(x)
+    y.as_strided((2, len(y)), (2, 4)).copy_(self.linear(x.sin())[:, 1:3].T)
+    return (y * x).square().sum()
+
+
+def _zeroed(self: Any, x: Tensor) -> Tensor:
+    y = 1.0 * self.linear(x)
+    y.view(len(y), 2, -1)[:, 1].zero_()
+    return (y * x).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("forward", "pins"),
+    [
+        *((forward, [pin]) for forward in (_contrast, _written) for pin in ("dp_shard=2", "tp=2")),
+        (_zeroed, ["dp_shard=2", "num_micro_batches=2"]),
+    ],
+)
+def test_what_is_written_by_strides_leaves_the_gradients_of_the_rest(
+    forward: Callable[..., Any], pins: list[str]
+) -> None:
+    """Torch's own gradient of ``as_strided_scatter`` reaches what was replaced, and nothing else."""
+    check(model_of(forward, linear=nn.Linear(4, 4)), {"x": torch.randn(4, 4)}, pins)
+
+
 def test_indices_of_a_put_may_end_in_none() -> None:
     """As calls of the operator itself have them; slices of Python leave none."""
 

@@ -316,6 +316,12 @@ def counts(self: Any, x: Tensor) -> Tensor:
     return x if x.sum().item() > 0 else x / self.calls
 
 
+def divides(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Reads in the model itself a buffer that it changes, as the queue of MoCo is written."""
+    self.calls += 1
+    return (self.layer(x) / int(self.calls) - y).square().mean()
+
+
 def averages(self: Any, x: Tensor) -> Tensor:
     """A buffer that each forward pass sets, as a moving average is set, beside one that it leaves as it is."""
     self.kept = self.kept.to(x.device)
@@ -350,6 +356,10 @@ def with_a_hook() -> nn.Module:
         (
             lambda: u.Around(lambda: model_of(counts, calls=nn.Buffer(torch.zeros(())))),
             r"test_opaque.py:\d+: .*torch.where.*it changes buffers \(inner.calls\)",
+        ),
+        (
+            lambda: model_of(divides, layer=nn.Linear(8, 8), calls=nn.Buffer(torch.zeros(()))),
+            r"tensor as index.* a separate module.*\(the whole model cannot run so: it changes buffers \(calls\)",
         ),
         (
             lambda: u.Around(

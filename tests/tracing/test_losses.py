@@ -68,6 +68,12 @@ APART: dict[str, Loss] = {
     "weighted sum": lambda y, c, t: F.cross_entropy(y.transpose(1, 2), c, WEIGHTS, reduction="sum"),
     "flattened": lambda y, c, t: F.nll_loss(y.log_softmax(-1).view(-1, 5), _ignoring(c).view(-1)),
     "weighted flattened": lambda y, c, t: F.nll_loss(y.log_softmax(-1).view(-1, 5), _ignoring(c).view(-1), WEIGHTS),
+    "of a mixture of softmaxes": lambda y, c, t: F.nll_loss(
+        torch.logsumexp(torch.stack([y.log_softmax(-1), t.log_softmax(-1)]), 0).view(-1, 5), _ignoring(c).view(-1)
+    ),
+    "the sum of logarithms of a softmax": lambda y, c, t: F.nll_loss(
+        y.softmax(-1).log().transpose(1, 2), _ignoring(c), reduction="sum"
+    ),
     "weighted sum of logarithms": lambda y, c, t: F.nll_loss(
         y.transpose(1, 2).log_softmax(1), c, WEIGHTS, reduction="sum"
     ),

@@ -108,14 +108,21 @@ def _in_one_dtype(builder: Builder, call: Call) -> Call:
 
 
 def _nll(builder: Builder, call: Call) -> Value:
-    """Handle nll_loss: of a log_softmax it is the cross entropy of the operand of the log_softmax."""
+    """Handle nll_loss: of a log_softmax it is the cross entropy of the operand of the log_softmax, else a mean or sum of losses."""
     given = call.bound()
-    source = given["self"]
-    assert isinstance(source, Ref)
+    source, target, ignore = given["self"], given["target"], given["ignore_index"]
+    assert isinstance(source, Ref) and isinstance(target, Ref)
     logits = _logits(builder, call, source)
-    if logits is None or given["reduction"] == _NONE:
+    if given["reduction"] == _NONE or (logits is None and given["weight"] is not None):
         return generic(builder, _in_one_dtype(builder, call))
-    loss = _of_classes(builder, call, given | {"self": logits, "label_smoothing": 0.0})
+    if logits is not None:
+        loss = _of_classes(builder, call, given | {"self": logits, "label_smoothing": 0.0})
+    else:
+        wide = torch.float32 if call.spec.dtype in _HALVES else call.spec.dtype
+        losses = cast_to(builder, call, source, wide), target, None, _NONE, ignore
+        each = builder.make(call, "aten.nll_loss_nd.default", *losses, name="each_loss")
+        total = builder.make(call, "aten.sum.default", each, name="loss")
+        loss = total if given["reduction"] == _SUM else _of_valid(builder, call, total, target, ignore)
     return (loss, None) if len(call.outputs) > 1 else loss
 
 
@@ -145,11 +152,14 @@ def _token_loss(builder: Builder, call: Call, given: dict[str, Argument]) -> Ref
     is_half = call.spec.dtype in _HALVES
     scalar = TensorSpec(shape=(), dtype=torch.float32 if is_half else call.spec.dtype)
     total = builder.emit(call, "autopar.cross_entropy_sum", (logits, target, ignore, smoothing), scalar)
-    if given["reduction"] == _SUM:
-        return total
+    return total if given["reduction"] == _SUM else _of_valid(builder, call, total, target, ignore)
+
+
+def _of_valid(builder: Builder, call: Call, total: Ref, target: Ref, ignore: Argument) -> Ref:
+    """Divide a sum of losses by the number of targets that are not ignored."""
     valid = builder.make(call, "aten.ne.Scalar", target, ignore, name="valid")
     count = builder.make(call, "aten.sum.default", valid, name="count")
-    number = builder.make(call, "aten.to.dtype", count, scalar.dtype, name="count_as_float")
+    number = builder.make(call, "aten.to.dtype", count, builder.specs[total].dtype, name="count_as_float")
     return builder.make(call, "aten.div.Tensor", total, number, name="loss")
 
 
