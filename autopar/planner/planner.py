@@ -274,8 +274,11 @@ class Planner:
     def _improved(self, best: Evaluation, outcome: Outcome, group: ProcessGroup) -> Plan:
         """Return the plan of the best evaluation after local improvement; an alternative that is faster takes its place, until none is.
 
-        The certificate holds for each of them, as it bounds all candidates.
+        The certificate holds for each of them, as it bounds all candidates. The plan of a search that the user interrupted stays as it is,
+        since that takes as long as several evaluations.
         """
+        if outcome.interrupted:
+            return self._written(best, outcome, ())
         steps: list[str] = []
         best = group.broadcast(partial(self.evaluator.improved, best))
         while True:
