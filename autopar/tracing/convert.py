@@ -86,7 +86,7 @@ class Converter:
                 raise TraceError(
                     f"{getattr(node.args[0], 'target', '')} returns a list of one tensor, which cannot be traced",
                     where=source_of(node),
-                    fix="Call the form that takes and returns a tensor",
+                    fix="Write it with operators that return a tensor",
                 )
             assert isinstance(index, int)
             return values[index]

@@ -189,7 +189,14 @@ def _receive(worker: _Worker) -> _Outcome:
         answer = pickle.loads(worker.connection.recv_bytes())
     except (EOFError, ConnectionResetError):
         worker.process.join(_GRACE_S)
-        code = max(0, -(worker.process.exitcode or 0))
+        ended = worker.process.exitcode or 0
+        if (
+            ended == 1
+        ):  # jobs never raise: Python could not run the script of this program again, as each process does first
+            return _Outcome(
+                failure='the process ended at its start. A script has to make this call under `if __name__ == "__main__":`'
+            )
+        code = max(0, -ended)
         return _Outcome(failure="the process died" + (f" of signal {code}" if code else ""), signal=code)
     assert isinstance(answer, _Outcome)
     return answer
