@@ -132,6 +132,7 @@ def waits_in_vain(*, is_stopped: bool) -> str:
             time.sleep(0.05)
     if is_stopped and dist.get_rank() == 1:
         alarm._closed.set()
+        assert alarm._thread is not None
         alarm._thread.join()
     dist.barrier()
     try:
