@@ -155,15 +155,27 @@ class WorkerPool:
         self._workers, self._jobs = [], 0
 
     def _start(self) -> None:
-        """Start the workers that are missing; if one has died, all are replaced."""
+        """Start the workers that are missing; if one has died, all are replaced.
+
+        Raises:
+            AutoparError: a worker ended at its start, as it does where the script of this program cannot be imported.
+        """
         if any(not worker.process.is_alive() for worker in self._workers):
             self.close(kill=True)
+        num_running = len(self._workers)
         while len(self._workers) < self.size:
             pool_end, worker_end = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(worker_end, len(self._workers)), daemon=True)
             process.start()
             worker_end.close()
             self._workers.append(_Worker(process, pool_end))
+        try:
+            for worker in self._workers[num_running:]:
+                worker.connection.recv_bytes()
+        except (EOFError, ConnectionResetError) as error:
+            self.close(kill=True)
+            fix = 'In a script, make this call under `if __name__ == "__main__":`, as each process imports the script first'
+            raise AutoparError("A process of the ranks ended at its start", fix=fix) from error
 
     def _collect(self, workers: list[_Worker], timeout_s: float) -> list[_Outcome]:
         """Return the outcome of each worker. After the first failure the others have :data:`_GRACE_S` seconds left."""
@@ -189,14 +201,7 @@ def _receive(worker: _Worker) -> _Outcome:
         answer = pickle.loads(worker.connection.recv_bytes())
     except (EOFError, ConnectionResetError):
         worker.process.join(_GRACE_S)
-        ended = worker.process.exitcode or 0
-        if (
-            ended == 1
-        ):  # jobs never raise: Python could not run the script of this program again, as each process does first
-            return _Outcome(
-                failure='the process ended at its start. A script has to make this call under `if __name__ == "__main__":`'
-            )
-        code = max(0, -ended)
+        code = max(0, -(worker.process.exitcode or 0))
         return _Outcome(failure="the process died" + (f" of signal {code}" if code else ""), signal=code)
     assert isinstance(answer, _Outcome)
     return answer
@@ -206,6 +211,7 @@ def _serve(connection: Connection, rank: int) -> None:
     """Run jobs from the pipe, one after the other, until an empty message."""
     torch.set_num_threads(1)
     gc.freeze()  # no collection goes through the server's imports, which would take time and copy their pages
+    connection.send_bytes(b"")
     while True:
         try:
             message = connection.recv_bytes()

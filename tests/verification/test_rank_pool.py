@@ -49,4 +49,4 @@ def test_a_script_that_starts_processes_at_its_top_level_is_told_where_to(tmp_pa
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
-    assert 'A script has to make this call under `if __name__ == "__main__":`' in done.stderr
+    assert 'make this call under `if __name__ == "__main__":`' in done.stderr
