@@ -26,7 +26,7 @@ OFFLOADED: Literal["offloaded"] = "offloaded"
 """The mode of a block that recomputes nothing and keeps on the host what its backward needs."""
 
 Mode = Recompute | Literal["offloaded"]
-"""An activation mode of a block: what it recomputes, or :data:`MOVED`."""
+"""An activation mode of a block: what it recomputes, or :data:`OFFLOADED`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
