@@ -33,6 +33,7 @@ _LAYERS = 8
 """Largest number of equal calls in one period. Jamba's period has 8 layers. ADR 0023 describes the benefit."""
 
 _NUMBERED = re.compile(r"^(.*?\b\d+)(\.|$)")
+_NUMBER_AT_END = re.compile(r"^(.*?\d)(\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ def find_blocks(
     tokens = [ids.setdefault(_token(op, specs, parameters), len(ids)) for op in ops]
     context = _Context(ops, specs, parameters, last_use, np.asarray(tokens, dtype=np.int64))
     spans = _partition(context, 0, len(ops))
+    spans = spans if len(spans) > 1 else _by_name(context)
     labels = _labels(ops, spans)
     hashes = [_hash(context, start, stop) for start, stop in spans]
     exact = [_hash(context, start, stop, is_exact=True) for start, stop in spans]
@@ -305,10 +307,32 @@ def _by_module(context: _Context, low: int, high: int) -> list[tuple[int, int]]:
     return list(pairwise(sorted({low, high, *(low + edge for span in spans for edge in span)})))
 
 
+def _by_name(context: _Context) -> list[tuple[int, int]]:
+    """Partition all operators where modules begin, in a model that neither repeats layers nor has numbered ones.
+
+    The modules are the outermost ones whose name ends in a number (``conv1``, ``denseblock2``). If fewer than two begin, they are the
+    outermost ones that differ (``encoder``, ``decoder``).
+    """
+    modules = [op.module for op in context.ops]
+    depth = len(_shared([module for module in modules if module]))
+    numbered = [match[1] if (match := _NUMBER_AT_END.match(module)) else "" for module in modules]
+    differing = [".".join(path[: depth + 1]) if len(path := m.split(".")) > depth else "" for m in modules]
+    for owners in (numbered, differing):
+        begins = [begin for begin, _ in _spans_of(owners) or ()]
+        if len(begins) > 1:
+            return list(pairwise((0, *begins[1:], len(modules))))
+    return [(0, len(modules))] if modules else []
+
+
+def _shared(modules: Iterable[str]) -> list[str]:
+    """Return the names with which the paths of all ``modules`` begin."""
+    names = zip(*(module.split(".") for module in modules), strict=False)
+    return [at_depth[0] for at_depth in takewhile(lambda at_depth: len(set(at_depth)) == 1, names)]
+
+
 def _innermost(modules: Sequence[str]) -> str:
     """Return the innermost module with a numeric name that contains all of ``modules``; empty if there is none."""
-    paths = zip(*(module.split(".") for module in modules), strict=False)
-    shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, paths)]
+    shared = _shared(modules)
     depth = max((i for i, part in enumerate(shared) if part.isdecimal()), default=-1)
     return ".".join(shared[: depth + 1])
 

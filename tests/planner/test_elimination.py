@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.planner.sharding.elimination import MAX_TABLE_ENTRIES, Entry, Marginals, minimise_by_milp, prepare
+from autopar.planner.sharding.elimination import MAX_TABLE_ENTRIES, Entry, Marginals, prepare
 from autopar.planner.sharding.energy import Energy, Factor, Minimum, elimination_order
 
 Solver = Callable[[Energy], Minimum | None]
@@ -48,8 +48,8 @@ def minimise(energy: Energy, *, max_entries: int = MAX_TABLE_ENTRIES) -> Minimum
     return None if np.isinf(value) else Minimum(assignment=marginals.decode([Entry(0, ())])[0], value=value)
 
 
-# where no table may have more than 8 entries, most problems go to the integer program
-SOLVERS = [minimise, minimise_by_milp, partial(minimise, max_entries=8)]
+# where no table may have an entry, all problems go to the integer program; where 8, most of them
+SOLVERS = [minimise, partial(minimise, max_entries=0), partial(minimise, max_entries=8)]
 
 
 @pytest.mark.parametrize("solve", SOLVERS)

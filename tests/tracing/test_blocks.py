@@ -131,6 +131,27 @@ def test_layers_of_stochastic_depth_are_equal_blocks_under_the_names_of_their_ow
     assert len(numbers) == 6, "each drops as it did"
 
 
+@pytest.mark.parametrize(
+    ("names", "labels"),
+    [
+        (("conv1", "act", "fc1", "out", "fc2"), ["conv1+act", "fc1+out", "fc2"]),
+        (("encoder", "decoder"), ["encoder", "decoder"]),
+        (("encoder", "decoder", "encoder"), ["encoder+decoder"]),  # a module that is called again ends nowhere
+        (("only",), ["only"]),
+    ],
+)
+def test_without_repeats_and_numbered_layers_named_modules_begin_blocks(names: list[str], labels: list[str]) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        for i, name in enumerate(names):
+            x = getattr(self.net, name)(x) ** (i + 2)  # no two calls are equal
+        return x.mean()
+
+    net = model_of(forward, **{name: nn.Linear(4, 4) for name in names})
+    graph = trace(model_of(forward, net=net), (torch.randn(2, 4),))
+    assert [block.label for block in graph.blocks] == labels
+    assert [block.start for block in graph.blocks[1:]] == [block.stop for block in graph.blocks[:-1]]
+
+
 @pytest.mark.slow
 def test_encoder_and_decoder_are_both_found() -> None:
     found = hashes(traced("t5", layers=3))

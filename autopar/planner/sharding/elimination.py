@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.errors import InternalError
 from autopar.planner.sharding.energy import (
@@ -28,6 +29,9 @@ from autopar.planner.sharding.energy import (
     elimination_order,
     elimination_steps,
 )
+
+if TYPE_CHECKING:
+    from scipy.sparse import csc_array
 
 MAX_TABLE_ENTRIES = 1 << 23
 """Entries of the largest table that elimination may make (64 MiB of float64). Energies with larger ones go to the integer program."""
@@ -243,8 +247,9 @@ def _by_integer_program(energy: Energy, keep: tuple[int, ...]) -> tuple[Table, D
     """Return the same as :func:`_eliminate` by one integer program for each combination of the kept variables, for a single energy."""
     table = np.full([1, *(energy.sizes[k] for k in keep)], np.inf)
     assignments: dict[tuple[int, ...], tuple[int, ...]] = {}
+    program = _Program.of(energy)
     for index in product(*(range(energy.sizes[k]) for k in keep)):
-        minimum = minimise_by_milp(energy, fixed=dict(zip(keep, index, strict=True)))
+        minimum = program.minimum(dict(zip(keep, index, strict=True)))
         if minimum is not None:
             table[0, *index], assignments[index] = minimum.value, minimum.assignment
     return table, lambda entries: np.array([assignments[entry.index] for entry in entries], dtype=np.intp)
@@ -252,81 +257,85 @@ def _by_integer_program(energy: Energy, keep: tuple[int, ...]) -> tuple[Table, D
 
 _OPTIMAL, _INFEASIBLE = 0, 2  # of scipy.optimize.milp's status codes
 
-_Row = tuple[list[tuple[int, float]], float]
-"""An equality constraint: columns with their coefficients, and the right-hand side."""
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Program:
+    """An energy as an integer program over columns (unknowns).
 
-def minimise_by_milp(energy: Energy, *, fixed: Mapping[int, int] | None = None) -> Minimum | None:
-    """Return the exact minimum with the variables of ``fixed`` held at their states; None when every assignment is forbidden.
+    There is a binary column for each state of each variable, and a column in [0, 1] for each allowed entry of each table of two or more
+    variables. Marginalisation constraints tie these entries to the states (the local polytope of Wainwright, Jordan).
 
-    The program has a binary column (an unknown) for each state of each variable, and a column in [0, 1] for each allowed entry of each
-    table of two or more variables. Marginalisation constraints tie these entries to the states (the local polytope of Wainwright, Jordan).
-
-    Raises:
-        InternalError: the solver stops without an answer.
+    Attributes:
+        energy: the energy.
+        first: the column of the first state of each variable, and the number of such columns at the end.
+        cost: the cost of each column; infinite where it is forbidden.
+        matrix: the coefficients of the equality constraints [rows, columns].
+        rhs: their right-hand sides.
     """
-    first = np.concatenate([[0], np.cumsum(energy.sizes)]).astype(int)  # the first column of each variable
-    cost: list[float] = [0.0] * int(first[-1])
-    upper = [1.0] * int(first[-1])
-    rows: list[_Row] = [([(int(first[v]) + s, 1.0) for s in range(n)], 1.0) for v, n in enumerate(energy.sizes)]
-    rows += [([(int(first[v]) + state, 1.0)], 1.0) for v, state in (fixed or {}).items()]
-    constant = 0.0
-    for factor in energy.factors:
-        if not factor.scope:
-            constant += float(factor.table)
-        elif len(factor.scope) == 1:
-            start, stop = first[factor.scope[0]], first[factor.scope[0] + 1]
-            allowed = np.isfinite(factor.table)
-            upper[start:stop] = (np.array(upper[start:stop]) * allowed).tolist()
-            cost[start:stop] = (np.array(cost[start:stop]) + np.where(allowed, factor.table, 0.0)).tolist()
-        else:
-            _add_joint(factor, energy.sizes, first, cost, rows)
-    if np.isinf(constant):
-        return None
-    return _solve_program(energy, first, np.array(cost), np.array(upper + [1.0] * (len(cost) - len(upper))), rows)
 
+    energy: Energy
+    first: NDArray[np.int64]
+    cost: Table
+    matrix: csc_array
+    rhs: Table
 
-def _add_joint(factor: Factor, sizes: tuple[int, ...], first: np.ndarray, cost: list[float], rows: list[_Row]) -> None:
-    """Add a column to ``cost`` for each allowed entry of a table, and rows by which those with a state in common add up to its column.
+    @classmethod
+    def of(cls, energy: Energy) -> _Program:
+        """Return the program of an energy."""
+        from scipy.sparse import coo_array  # slow to import: only where it is needed
 
-    ``first[v]`` is the column of the first state of variable ``v``; its other states follow.
-    """
-    sums: dict[tuple[int, int], list[tuple[int, float]]] = {
-        (v, s): [(int(first[v]) + s, -1.0)] for v in factor.scope for s in range(sizes[v])
-    }
-    for index in product(*(range(sizes[v]) for v in factor.scope)):
-        value = float(factor.table[index])
-        if np.isfinite(value):
-            for v, s in zip(factor.scope, index, strict=True):
-                sums[v, s].append((len(cost), 1.0))
-            cost.append(value)
-    rows += [(terms, 0.0) for terms in sums.values()]
+        sizes = np.array(energy.sizes)
+        first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        states, num_columns, num_rows = np.zeros(first[-1]), int(first[-1]), len(sizes)
+        costs = [states]
+        # (rows, columns, coefficients): the states of a variable add up to one
+        entries = [(np.repeat(np.arange(len(sizes)), sizes), np.arange(num_columns), np.ones(num_columns))]
+        for factor in energy.factors:
+            if len(factor.scope) <= 1:
+                for v in factor.scope or (0,):
+                    states[first[v] : first[v + 1]] += factor.table
+                continue
+            allowed = np.nonzero(np.isfinite(factor.table))
+            columns = num_columns + np.arange(len(allowed[0]))
+            for v, state in zip(
+                factor.scope, allowed, strict=True
+            ):  # entries with a state in common add up to its column
+                every = np.arange(sizes[v])
+                entries.append((num_rows + state, columns, np.ones(len(columns))))
+                entries.append((num_rows + every, first[v] + every, -np.ones(len(every))))
+                num_rows += len(every)
+            costs.append(factor.table[allowed])
+            num_columns += len(columns)
+        rows, places, coefficients = (np.concatenate(parts) for parts in zip(*entries, strict=True))
+        matrix = coo_array((coefficients, (rows, places)), shape=(num_rows, num_columns)).tocsc()
+        rhs = (np.arange(num_rows) < len(sizes)).astype(float)
+        return cls(energy=energy, first=first, cost=np.concatenate(costs), matrix=matrix, rhs=rhs)
 
+    def minimum(self, fixed: Mapping[int, int]) -> Minimum | None:
+        """Return the minimum with the variables of ``fixed`` held at their states; None where no assignment is allowed.
 
-def _solve_program(
-    energy: Energy, first: np.ndarray, cost: np.ndarray, upper: np.ndarray, rows: list[_Row]
-) -> Minimum | None:
-    """Solve the integer program and read the assignment off its columns; return None where it is infeasible."""
-    from scipy.optimize import Bounds, LinearConstraint, milp  # slow to import: only where it is needed
-    from scipy.sparse import coo_array
+        Raises:
+            InternalError: the solver stops without an answer.
+        """
+        from scipy.optimize import Bounds, LinearConstraint, milp
 
-    scale = float(np.max(np.abs(cost), initial=0.0)) or 1.0  # the tolerances of the solver are absolute
-    integrality = np.zeros(len(cost))
-    integrality[: first[-1]] = 1
-    entries = [(coefficient, row, column) for row, (terms, _) in enumerate(rows) for column, coefficient in terms]
-    coefficients, row_indices, columns = zip(*entries, strict=True)
-    rhs = [rhs for _, rhs in rows]
-    matrix = coo_array((coefficients, (row_indices, columns)), shape=(len(rows), len(cost))).tocsc()
-    result = milp(
-        cost / scale * 1e3,
-        integrality=integrality,
-        bounds=Bounds(np.zeros(len(cost)), upper),
-        constraints=LinearConstraint(matrix, rhs, rhs),
-        options={"mip_rel_gap": 0.0},
-    )
-    if result.status == _INFEASIBLE:
-        return None
-    if result.status != _OPTIMAL:
-        raise InternalError(f"The integer program has no answer: {result.message}")
-    assignment = tuple(int(np.argmax(result.x[first[v] : first[v + 1]])) for v in range(len(energy.sizes)))
-    return Minimum(assignment=assignment, value=energy.value(assignment))
+        is_allowed = np.isfinite(self.cost)
+        for v, state in fixed.items():
+            is_other = np.arange(self.energy.sizes[v]) != state
+            is_allowed[self.first[v] : self.first[v + 1]][is_other] = False
+        cost = np.where(is_allowed, self.cost, 0.0)
+        scale = float(np.max(np.abs(cost), initial=0.0)) or 1.0  # the tolerances of the solver are absolute
+        result = milp(
+            cost / scale * 1e3,
+            integrality=np.arange(len(cost)) < self.first[-1],
+            bounds=Bounds(0.0, is_allowed.astype(float)),
+            constraints=LinearConstraint(self.matrix, self.rhs, self.rhs),
+            options={"mip_rel_gap": 0.0},
+        )
+        if result.status == _INFEASIBLE:
+            return None
+        if result.status != _OPTIMAL:
+            raise InternalError(f"The integer program has no answer: {result.message}")
+        states = np.split(result.x, self.first[1:])[:-1]
+        assignment = tuple(int(np.argmax(of_variable)) for of_variable in states)
+        return Minimum(assignment=assignment, value=self.energy.value(assignment))
