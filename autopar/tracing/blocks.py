@@ -308,31 +308,19 @@ def _by_module(context: _Context, low: int, high: int) -> list[tuple[int, int]]:
 
 
 def _by_name(context: _Context) -> list[tuple[int, int]]:
-    """Partition all operators where modules begin, in a model that neither repeats layers nor has numbered ones.
+    """Partition all operators where modules begin whose name ends in a number (``conv1``, ``denseblock2``), the outermost ones.
 
-    The modules are the outermost ones whose name ends in a number (``conv1``, ``denseblock2``). If fewer than two begin, they are the
-    outermost ones that differ (``encoder``, ``decoder``).
+    This is for models that neither repeat layers nor have modules whose whole name is a number.
     """
-    modules = [op.module for op in context.ops]
-    depth = len(_shared([module for module in modules if module]))
-    numbered = [match[1] if (match := _NUMBER_AT_END.match(module)) else "" for module in modules]
-    differing = [".".join(path[: depth + 1]) if len(path := m.split(".")) > depth else "" for m in modules]
-    for owners in (numbered, differing):
-        begins = [begin for begin, _ in _spans_of(owners) or ()]
-        if len(begins) > 1:
-            return list(pairwise((0, *begins[1:], len(modules))))
-    return [(0, len(modules))] if modules else []
-
-
-def _shared(modules: Iterable[str]) -> list[str]:
-    """Return the names with which the paths of all ``modules`` begin."""
-    names = zip(*(module.split(".") for module in modules), strict=False)
-    return [at_depth[0] for at_depth in takewhile(lambda at_depth: len(set(at_depth)) == 1, names)]
+    matches = [_NUMBER_AT_END.match(op.module) for op in context.ops]
+    begins = [begin for begin, _ in _spans_of(match[1] if match else "" for match in matches) or ()]
+    return list(pairwise(dict.fromkeys((0, *begins[1:], len(matches)))))
 
 
 def _innermost(modules: Sequence[str]) -> str:
     """Return the innermost module with a numeric name that contains all of ``modules``; empty if there is none."""
-    shared = _shared(modules)
+    paths = zip(*(module.split(".") for module in modules), strict=False)
+    shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, paths)]
     depth = max((i for i, part in enumerate(shared) if part.isdecimal()), default=-1)
     return ".".join(shared[: depth + 1])
 
