@@ -62,38 +62,26 @@ PAIR = (spec(4, 8), spec(4, 8))
     ("target", "args", "out", "operands", "kind", "wanted"),
     [
         # the weight and its bias are frozen: one product backward, and no input is kept
-        (
-            "aten.linear.default", (X, W, B), LINEAR.spec,
-            (LINEAR_OPERANDS[0], spec(32, 16, grad=False), spec(32, grad=False)), "cpu",
-            {"backward_flops": 2 * 32 * 16 * 32, "saved": (1,)},
-        ),
+        ("aten.linear.default", (X, W, B), LINEAR.spec,
+         (LINEAR_OPERANDS[0], spec(32, 16, grad=False), spec(32, grad=False)), "cpu",
+         {"backward_flops": 2 * 32 * 16 * 32, "saved": (1,)}),
         # nothing goes backward
-        (
-            "aten.linear.default", (X, W, B), spec(4, 8, 32, grad=False),
-            tuple(replace(s, requires_grad=False) for s in LINEAR_OPERANDS), "cpu",
-            {"backward_flops": 0, "backward_bytes": 0, "backward_launches": 0, "saved": ()},
-        ),
+        ("aten.linear.default", (X, W, B), spec(4, 8, 32, grad=False),
+         tuple(replace(s, requires_grad=False) for s in LINEAR_OPERANDS), "cpu",
+         {"backward_flops": 0, "backward_bytes": 0, "backward_launches": 0, "saved": ()}),
         ("autopar.dropout", (X, 0.5), spec(4, 8), (spec(4, 8),), "cpu", {"saved_bytes": 4 * 8}),
         ("autopar.dropout", (X, 0.5), spec(4, 8), (spec(4, 8),), "cuda", {"saved_bytes": 4 * 8}),
         # probabilities, in single precision
-        (
-            "autopar.cross_entropy_sum", (X, K), spec(dtype=F32),
-            (spec(16, 1000), TensorSpec(shape=(16,), dtype=torch.int64)), "cuda", {"saved_bytes": 16 * 1000 * 4},
-        ),
+        ("autopar.cross_entropy_sum", (X, K), spec(dtype=F32),
+         (spec(16, 1000), TensorSpec(shape=(16,), dtype=torch.int64)), "cuda", {"saved_bytes": 16 * 1000 * 4}),
         # views are free, and parts fill their gradient
-        (
-            "aten.view.default", (X, (8, 4)), spec(8, 4), (spec(4, 8),), "cuda",
-            {"launches": 0, "num_bytes": 0, "backward_bytes": 0},
-        ),
-        (
-            "aten.slice.Tensor", (X, 0, 0, 2), spec(2, 8), (spec(4, 8),), "cuda",
-            {"launches": 0, "num_bytes": 0, "backward_bytes": 2 * (32 + 2 * 16)},
-        ),
+        ("aten.view.default", (X, (8, 4)), spec(8, 4), (spec(4, 8),), "cuda",
+         {"launches": 0, "num_bytes": 0, "backward_bytes": 0}),
+        ("aten.slice.Tensor", (X, 0, 0, 2), spec(2, 8), (spec(4, 8),), "cuda",
+         {"launches": 0, "num_bytes": 0, "backward_bytes": 2 * (32 + 2 * 16)}),
         # it was counted as kept, with what it was made of
-        (
-            "aten.repeat_interleave.self_int", (X, 2, 1), spec(4, 16), (spec(4, 8),), "cuda",
-            {"saved": (), "saves_output": False, "saved_bytes": 0},
-        ),
+        ("aten.repeat_interleave.self_int", (X, 2, 1), spec(4, 16), (spec(4, 8),), "cuda",
+         {"saved": (), "saves_output": False, "saved_bytes": 0}),
         # a product keeps the other factor
         ("aten.mul.Tensor", (X, K), spec(4, 8), PAIR, "cuda", {"saved": (0, 1)}),
         ("aten.mul.Tensor", (X, K), spec(4, 8), (spec(4, 8), spec(8, grad=False)), "cuda", {"saved": (1,)}),

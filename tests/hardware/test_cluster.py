@@ -158,30 +158,18 @@ def test_a_file_can_mix_devices_links_and_tiers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "line", "problem"),
     [
-        (
-            "num_nodes = 2\ndevices_per_node = 4",
-            "num_nodes = -2\ndevices_per_node = 4",
-            6,
-            "Wrong value of 'group[0].num_nodes'",
-        ),
+        ("num_nodes = 2\ndevices_per_node = 4", "num_nodes = -2\ndevices_per_node = 4", 6,
+         "Wrong value of 'group[0].num_nodes'"),
         ('device = "a100-sxm4-40gb"', 'device = "a100-sxm4-40"', 11, "Unknown device profile 'a100-sxm4-40'"),
-        (
-            "bandwidth_bytes_per_s = 1e9",
-            'bandwidth_bytes_per_s = "fast"',
-            17,
-            "Wrong value of 'group[1].nic.bandwidth_bytes_per_s'",
-        ),
-        (
-            "bandwidth_bytes_per_s = 1e9",
-            "bandwidth_bytes_per_s = 1e-300",
-            17,
-            "Wrong value of 'group[1].nic.bandwidth_bytes_per_s'",
-        ),
+        ("bandwidth_bytes_per_s = 1e9", 'bandwidth_bytes_per_s = "fast"', 17,
+         "Wrong value of 'group[1].nic.bandwidth_bytes_per_s'"),
+        ("bandwidth_bytes_per_s = 1e9", "bandwidth_bytes_per_s = 1e-300", 17,
+         "Wrong value of 'group[1].nic.bandwidth_bytes_per_s'"),
         ("latency_s = 1e-6", "latency_s = 1e300", 27, "Wrong value of 'tier[0].uplink.latency_s'"),
         ("latency_s = 1e-6", "latency_s = inf", 27, "Wrong value of 'tier[0].uplink.latency_s'"),
         ('name = "uplink"', 'name = "uplink"\nspeed = 3', 26, "Unknown key 'speed'"),
     ],
-)
+)  # fmt: skip
 def test_a_malformed_file_names_file_line_and_key(tmp_path: Path, old: str, new: str, line: int, problem: str) -> None:
     path = write(tmp_path, TWO_RACKS.replace(old, new, 1))
     with pytest.raises(UsageError) as caught:

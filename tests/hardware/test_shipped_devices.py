@@ -128,16 +128,14 @@ def test_two_nodes_of_eight_are_two_nodes() -> None:
     ("ranks", "wanted"),
     [
         (job(("a", H100, 4)), [("h100-sxm5-80gb", 1, 4)]),
-        (
-            job(("a", A100, 8), ("b", A100, 8), ("c", H100, 8), ("d", H100, 4)),
-            [("a100-sxm4-80gb", 2, 8), ("h100-sxm5-80gb", 1, 8), ("h100-sxm5-80gb", 1, 4)],
-        ),
+        (job(("a", A100, 8), ("b", A100, 8), ("c", H100, 8), ("d", H100, 4)),
+         [("a100-sxm4-80gb", 2, 8), ("h100-sxm5-80gb", 1, 8), ("h100-sxm5-80gb", 1, 4)]),
         (job(("a", H100, 1), ("b", H100, 1)), [("h100-sxm5-80gb", 2, 1)]),
         ([replace(*job(("", H100, 1)), host=("node", boot)) for boot in "xy"], [("h100-sxm5-80gb", 2, 1)]),
         (job(("a", EPYC, 2), ("b", EPYC, 2)), [("cpu", 2, 2)]),
     ],
     ids=["one node", "other devices and sizes", "containers of a machine", "machines of one name", "CPUs"],
-)
+)  # fmt: skip
 def test_nodes_of_equal_devices_and_sizes_are_one_group(
     monkeypatch: pytest.MonkeyPatch, ranks: list[Place], wanted: list[tuple[str, int, int]]
 ) -> None:
@@ -154,13 +152,11 @@ def test_nodes_of_equal_devices_and_sizes_are_one_group(
         (job(("a", H100, 2), ("a", A40, 2)), "host a: The devices of this node differ"),
         (job(("a", H100, 8), ("b", A40, 8)), "host b.*autopar profile all"),
         (job(("a", A40, 8), ("b", "other A40", 8)), "host b.*autopar profile all"),
-        (
-            [*job(("a", A40, 1)), replace(*job(("b", A40, 1)), memory_bytes=BYTES[A40] // 2)],
-            "GiB, and rank 0, which is measured, is on NVIDIA A40 with",
-        ),
+        ([*job(("a", A40, 1)), replace(*job(("b", A40, 1)), memory_bytes=BYTES[A40] // 2)],
+         "GiB, and rank 0, which is measured, is on NVIDIA A40 with"),
     ],
     ids=["not one after the other", "two devices", "unknown device", "another unknown device", "another size"],
-)
+)  # fmt: skip
 def test_what_is_no_cluster_is_refused(measured: list[str], ranks: list[Place], said: str) -> None:
     with pytest.raises(RuntimeMismatchError, match=said):
         cluster_at(ranks)

@@ -46,10 +46,8 @@ def hooked(x: Tensor) -> Tensor:
     ("inner", "pins"),
     [
         (u.Router, ["tp=2", "dp_shard=2", "recompute=full"]),
-        (
-            lambda: calling(lambda x: x + torch.from_numpy(0.5 * x.detach().numpy())),
-            ["dp_replicate=2", "num_micro_batches=2"],
-        ),
+        (lambda: calling(lambda x: x + torch.from_numpy(0.5 * x.detach().numpy())),
+         ["dp_replicate=2", "num_micro_batches=2"]),
         (lambda: calling(printed), ["tp=2"]),
         (applies(u.StraightThrough), ["tp=2", "dp_replicate=2"]),
         (applies(u.Clipped), ["tp=2"]),
@@ -57,7 +55,7 @@ def hooked(x: Tensor) -> Tensor:
         (lambda: calling(lambda x: CLIPPED_APART(x) + u.ClippedApart.forward(x)), ["tp=2"]),
         (lambda: calling(hooked), ["dp_replicate=2"]),
     ],
-)
+)  # fmt: skip
 def test_a_region_runs_as_it_is_written(inner: Callable[[], nn.Module], pins: list[str]) -> None:
     plan = check(u.Around(inner), u.batch(), pins)
     (note,) = (note for note in plan.notes if note.startswith("opaque"))
@@ -345,46 +343,27 @@ def with_a_hook() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (
-            lambda: u.Around(lambda: model_of(remembers, seen=[])),
-            r"test_opaque.py:\d+: .*left something in the model.*takes 2 in one step, 3 .*sets inner.seen. .*buffer",
-        ),
-        (
-            lambda: u.Around(lambda: model_of(counts, calls=0)),
-            r"test_opaque.py:\d+: .*item.*depends on the values of tensors.*torch.where",
-        ),
-        (
-            lambda: u.Around(lambda: model_of(counts, calls=nn.Buffer(torch.zeros(())))),
-            r"test_opaque.py:\d+: .*torch.where.*it changes buffers \(inner.calls\)",
-        ),
-        (
-            lambda: model_of(divides, layer=nn.Linear(8, 8), calls=nn.Buffer(torch.zeros(()))),
-            r"tensor as index.* a separate module.*\(the whole model cannot run so: it changes buffers \(calls\)",
-        ),
-        (
-            lambda: u.Around(
-                lambda: model_of(averages, largest=nn.Buffer(torch.zeros(())), kept=nn.Buffer(torch.ones(())))
-            ),
-            r"test_opaque.py:\d+: .*it changes buffers \(inner.largest\)",
-        ),
-        (
-            lambda: u.Around(lambda: model_of(normalizes, weight=nn.Parameter(2 * torch.eye(8)))),
-            r"test_opaque.py:\d+: .*it changes parameters \(inner.weight\)",
-        ),
-        (
-            lambda: u.Around(lambda: calling(lambda x: x * torch.ones(8, device="cuda"))),
-            r"test_opaque.py:\d+: .*device.*[Cc]hange that line",
-        ),
-        (
-            partial(u.Around, partial(nn.LazyLinear, 8)),
-            r"inner \(LazyLinear\): A lazy parameter has no shape.*one batch",
-        ),
+        (lambda: u.Around(lambda: model_of(remembers, seen=[])),
+         r"test_opaque.py:\d+: .*left something in the model.*takes 2 in one step, 3 .*sets inner.seen. .*buffer"),
+        (lambda: u.Around(lambda: model_of(counts, calls=0)),
+         r"test_opaque.py:\d+: .*item.*depends on the values of tensors.*torch.where"),
+        (lambda: u.Around(lambda: model_of(counts, calls=nn.Buffer(torch.zeros(())))),
+         r"test_opaque.py:\d+: .*torch.where.*it changes buffers \(inner.calls\)"),
+        (lambda: model_of(divides, layer=nn.Linear(8, 8), calls=nn.Buffer(torch.zeros(()))),
+         r"tensor as index.* a separate module.*\(the whole model cannot run so: it changes buffers \(calls\)"),
+        (lambda: u.Around(lambda: model_of(averages, largest=nn.Buffer(torch.zeros(())), kept=nn.Buffer(torch.ones(())))),
+         r"test_opaque.py:\d+: .*it changes buffers \(inner.largest\)"),
+        (lambda: u.Around(lambda: model_of(normalizes, weight=nn.Parameter(2 * torch.eye(8)))),
+         r"test_opaque.py:\d+: .*it changes parameters \(inner.weight\)"),
+        (lambda: u.Around(lambda: calling(lambda x: x * torch.ones(8, device="cuda"))),
+         r"test_opaque.py:\d+: .*device.*[Cc]hange that line"),
+        (partial(u.Around, partial(nn.LazyLinear, 8)), r"inner \(LazyLinear\): A lazy parameter has no shape.*one batch"),
         (u.Clamps, "changes a parameter by .data.clamp_. Use what the call returns"),
         (u.Yields, "Yields: .*no scalar loss: a generator.*loss_fn"),
         (lambda: u.Around(applies(LOCAL)), "Local: .*cannot be imported.*top of a module"),
         (with_a_hook, "last.weight: .*A hook on a parameter is not supported.*train_step"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_traced_is_named_with_its_remedy(model: Callable[[], nn.Module], said: str) -> None:
     with pytest.raises(TraceError, match=said) as caught:
         trace(model(), (), u.batch())

@@ -21,26 +21,18 @@ GPT = "gpt:layers=2,hidden=32,heads=4,vocab=64"
     ("spec", "parameters"),
     [
         (GPT, 64 * 32 + 8 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32),
-        (
-            "llama:layers=2,hidden=32,heads=4,kv_heads=2,ffn=64,vocab=64",
-            2 * 64 * 32 + 2 * (3 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32,
-        ),
-        (
-            "llama:layers=2,hidden=32,heads=4,ffn=64,vocab=64,tied=1",
-            64 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32,
-        ),
-        (
-            "llama:layers=2,hidden=32,heads=4,ffn=64,vocab=64,tied=False",
-            2 * 64 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32,
-        ),
+        ("llama:layers=2,hidden=32,heads=4,kv_heads=2,ffn=64,vocab=64",
+         2 * 64 * 32 + 2 * (3 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32),
+        ("llama:layers=2,hidden=32,heads=4,ffn=64,vocab=64,tied=1",
+         64 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32),
+        ("llama:layers=2,hidden=32,heads=4,ffn=64,vocab=64,tied=False",
+         2 * 64 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32),
         ("mpt:layers=2,hidden=32,heads=4,vocab=64", 64 * 32 + 8 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32),
         ("bloom:layers=2,hidden=32,heads=4,vocab=64", 64 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 4 * 32),
-        (
-            "mixtral:layers=1,hidden=32,heads=4,kv_heads=2,ffn=64,vocab=64,experts=4,top_k=2",
-            2 * 64 * 32 + 3 * 32 * 32 + 4 * 3 * 32 * 64 + 4 * 32 + 3 * 32,
-        ),
+        ("mixtral:layers=1,hidden=32,heads=4,kv_heads=2,ffn=64,vocab=64,experts=4,top_k=2",
+         2 * 64 * 32 + 3 * 32 * 32 + 4 * 3 * 32 * 64 + 4 * 32 + 3 * 32),
     ],
-)
+)  # fmt: skip
 def test_families_have_the_sizes_they_are_given_and_live_on_meta(spec: str, parameters: int) -> None:
     source = resolve_model(spec, sequence_length=8)
     assert sum(p.numel() for p in source.model.parameters()) == parameters

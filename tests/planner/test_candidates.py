@@ -145,15 +145,13 @@ def test_a_space_from_before_context_parallelism_has_its_usual_bounds(checkout: 
     [
         (("hsdp = false", "hsdp = 3"), "true or false"),
         (("zero_stages = [0, 1, 3]", "zero_stages = [-1]"), "list of numbers from zero"),
-        (
-            ("zero_stages = [0, 1, 3]", "zero_stages = [4]"),
-            "Wrong value of 'zero_stages'. Expected a list of whole numbers from 0 to 3, got [4.0]",
-        ),
+        (("zero_stages = [0, 1, 3]", "zero_stages = [4]"),
+         "Wrong value of 'zero_stages'. Expected a list of whole numbers from 0 to 3, got [4.0]"),
         (('schedules = ["1F1B"]', 'schedules = ["2F2B"]'), "list of none, GPipe"),
         (("trials = 60", "trials = 60\nmore = 1"), "more"),
         (('sampler = "tpe"', 'sampler = "some"'), "Unknown sampler 'some'"),
     ],
-)
+)  # fmt: skip
 def test_malformed_spaces_name_file_and_key(tmp_path: Path, change: tuple[str, str], said: str) -> None:
     text = (Path(__file__).parents[2] / "search" / "quick.toml").read_text()
     assert change[0] in text

@@ -168,18 +168,14 @@ def test_pins_of_recompute_stages_and_parameters_are_respected(graph: Graph) -> 
         ("cpu:1x4", ["tp=2", "pp=4", "zero!=2"], ["tp=2", "pp=4", "4 devices"], ["zero"]),
         ("cpu:1x1?memory=1e6", ["micro_batch<=2"], ["memory", "1 device"], ["micro_batch", "global batch"]),
         ("cpu:1x2", ["stage@layers.0=1", "stage@layers.1=0", "pp=2"], ["stage@layers.0=1", "stage@layers.1=0"], []),
-        (
-            "cpu:1x2",
-            ["stage@layers.2-3=0", "pp=2", "stage@layers.0-1=1"],
-            ["layers.0-1", "layers.2-3", "order"],
-            ["pp=2"],
-        ),
+        ("cpu:1x2", ["stage@layers.2-3=0", "pp=2", "stage@layers.0-1=1"], ["layers.0-1", "layers.2-3", "order"],
+         ["pp=2"]),
         ("cpu:1x4", ["stage@layers.0=3", "tp=1"], ["stage@layers.0=3", "need 4 blocks"], ["tp=1"]),
         ("cpu:1x4", ["stage@layers.0=0", "stage@layers.1=2"], ["layers.0=0 and stage@layers.1=2", "none is empty"], []),
         ("cpu:1x4", ["stage@layers.0=1", "pp=1", "tp=4"], ["stage@layers.0=1", "pp=1"], ["tp=4"]),
         ("cpu:1x2", ["layers.*.up=tp:S(1)", "precision=bf16"], ["precision=bf16"], []),
     ],
-)
+)  # fmt: skip
 def test_conflicts_are_named(graph: Graph, cluster: str, pins: list[str], said: list[str], unsaid: list[str]) -> None:
     for verb in (api.search, api.estimate):
         with pytest.raises(InfeasibleError) as caught:

@@ -54,24 +54,15 @@ UNCLOSED = r": The file is not comma-separated values: .* Close each"
 @pytest.mark.parametrize(
     ("column", "text", "row", "said"),
     [
-        (
-            "virtual_stages",
-            "2",
-            4,
-            r", row 4, column virtual_stages: Wrong value of 'virtual_stages'. Expected 1 without a",
-        ),
+        ("virtual_stages", "2", 4,
+         r", row 4, column virtual_stages: Wrong value of 'virtual_stages'. Expected 1 without a"),
         # a comma in a text would shift what follows
         ("source", "made (1), by hand", 2, r", row 2: The row has more cells than there are columns.* double quotes"),
         # all rows after it were one cell of its row; a cell without end was called a defect
         *(("source", text, 2, UNCLOSED) for text in ('"made (1)', '"made" (1)', "m" * 200_000)),
-        (
-            "layers",
-            "1",
-            6,
-            r", row 6, column layers: .*Expected a layer, the embedding or the head for each of 4 stages",
-        ),
+        ("layers", "1", 6, r", row 6, column layers: .*Expected a layer, the embedding or the head for each of 4 stages"),
     ],
-)
+)  # fmt: skip
 def test_a_row_that_cannot_be_is_refused(tmp_path: Path, column: str, text: str, row: int, said: str) -> None:
     path = _with(tmp_path, column, text, row=row)
     with pytest.raises(UsageError, match=rf"changed\.csv{said}"):
