@@ -48,30 +48,27 @@ def test_an_alternative_that_is_faster_becomes_the_plan(graph: Graph, monkeypatc
     plan = planner.search(limits=Limits())
     assert plan.predicted.step_time_s <= min(faster)
     said = [reason for reason in plan.search.reasons if "took its place" in reason]
-    assert said
-    assert str(slowest.candidate) in said[0]
+    assert said and str(slowest.candidate) in said[0]
     assert not any(" faster (" in reason for reason in plan.search.reasons)
-    assert plan.search.lower_bound_s == pytest.approx(min(
-        one.prediction.step_time_s for one in evaluations(Planner(task_of(graph)))
-    ) / 2)  # fmt: skip
+    least_s = min(one.prediction.step_time_s for one in evaluations(Planner(task_of(graph))))
+    assert plan.search.lower_bound_s == pytest.approx(least_s / 2)
     assert plan.search.gap == pytest.approx(plan.predicted.step_time_s / plan.search.lower_bound_s - 1)
 
 
 def test_a_plan_below_the_bound_says_so_in_its_certificate(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    notes = {}
+    notes = []
     for bound in (1.0, 1.01):
         planner = Planner(task_of(graph, pins=Pins.parse(["pp=1"])))
         slow_search(planner, monkeypatch, bound)
-        notes[bound] = [note for note in planner.search(limits=Limits()).notes if "certificate" in note]
-    assert notes[1.0] == []
-    assert len(notes[1.01]) == 1
+        notes.append([note for note in planner.search(limits=Limits()).notes if "certificate" in note])
+    assert [len(found) for found in notes] == [0, 1]
 
 
 def test_one_that_is_not_faster_leaves_the_plan(graph: Graph) -> None:
     whole = Planner(task_of(graph)).search(limits=Limits())
     assert not any("took its place" in reason for reason in whole.search.reasons)
-    assert whole.search.reasons
-    assert all("slower" in reason or "no plan" in reason or "0 s (0.0 %)" in reason for reason in whole.search.reasons)
+    reasons = whole.search.reasons
+    assert reasons and all("slower" in one or "no plan" in one or "0 s (0.0 %)" in one for one in reasons)
     estimated = Planner(task_of(graph)).estimate()  # the plan of pins stays, though others are faster
     assert not any("took its place" in reason for reason in estimated.search.reasons)
 
@@ -159,9 +156,8 @@ def test_a_plan_with_full_recompute_says_that_the_space_has_no_selective_one(tmp
     both.write_text(text.replace('recompute = ["none", "selective", "full"]', 'recompute = ["selective", "full"]'))
     cluster, about = Cluster.parse("cpu:1x2"), "no selective recompute"
     (note,) = notes(cluster, about=about, space=str(full))
-    assert note.startswith(
-        "blocks recompute fully, as the space mine has no selective recompute: the space default has"
-    )
+    said = "blocks recompute fully, as the space mine has no selective recompute: the space default has"
+    assert note.startswith(said)
     assert "selective" in load_space("default").recompute
     assert notes(cluster, about=about, space=str(both)) == ()
     assert notes(cluster, about=about, pins=("tp=2", "recompute=full"), space=str(full)) == ()

@@ -27,9 +27,8 @@ def test_an_operator_that_mixes_samples_is_named() -> None:
     mixing = replace(op("mixed", "aten.softmax.int", (Ref("start"), 0), 4, 8), source="model.py:7", module="gate")
     ops[1:1] = [mixing]
     ops[2] = ops[2].with_operands((Ref("mixed"), Ref("up0")))
-    mixed: Graph = replace(
-        graph, ops=tuple(ops), blocks=(Block(index=0, start=0, stop=len(ops), hash="all", label="all"),)
-    )
+    blocks = (Block(index=0, start=0, stop=len(ops), hash="all", label="all"),)
+    mixed: Graph = replace(graph, ops=tuple(ops), blocks=blocks)
     with pytest.raises(RuleError) as caught:
         solve_batch(compact(mixed))
     assert "Samples of the batch depend on each other" in str(caught.value)
@@ -114,9 +113,8 @@ def test_what_needs_too_much_memory_as_samples_meet_says_so_and_where() -> None:
     assert "test_batch.py:" in graph.mixing
     reserve = 400 * 2**20
     small = two_kinds(fast_memory=reserve + 2_000_000, slow_memory=reserve + 2_000_000)
-    with pytest.raises(
-        InfeasibleError, match=r"samples that meet in .*test_batch\.py:\d+.*Keep samples apart there, or"
-    ):
+    said = r"samples that meet in .*test_batch\.py:\d+.*Keep samples apart there, or"
+    with pytest.raises(InfeasibleError, match=said):
         api.search(graph, cluster=small, global_batch_size=64)
 
 

@@ -98,12 +98,8 @@ def energy(graph: Graph, size: int, chosen: dict[str, Strategy], rests: dict[str
 
 
 def brute_force(graph: Graph, size: int, weights: Weights) -> float:
-    offered = {
-        o.name: rules.default_table().strategies(
-            o, tuple(graph.spec(r) for r in o.operands), axis="tp", size=Fraction(size)
-        )
-        for o in graph.ops
-    }
+    table, specs = rules.default_table(), {o.name: tuple(graph.spec(r) for r in o.operands) for o in graph.ops}
+    offered = {o.name: table.strategies(o, specs[o.name], axis="tp", size=Fraction(size)) for o in graph.ops}
 
     def typings(chosen: dict[str, Strategy], left: tuple[Op, ...]) -> Iterator[dict[str, Strategy]]:
         if not left:
@@ -251,11 +247,10 @@ def test_where_tables_are_too_large_values_stay_as_they_are(monkeypatch: pytest.
     assert all(problem.problem.max_extras == 0 for problem in narrow.problems.values())
     for problem in narrow.problems.values():
         ops = graph.block_ops(problem.block)
-        made = {
-            Ref(op.name): {s.outputs[0] for s in problem.problem.states[problem.problem.ops[op.name]]} for op in ops
-        }
+        states = {op.name: problem.problem.states[problem.problem.ops[op.name]] for op in ops}
+        made = {Ref(name): {s.outputs[0] for s in own} for name, own in states.items()}
         for op in ops:
-            for strategy in problem.problem.states[problem.problem.ops[op.name]]:
+            for strategy in states[op.name]:
                 wanted = zip(op.operands, strategy.inputs, strict=True)
                 assert all(kind in made[ref] for ref, kind in wanted if kind.is_split and ref in made)
     found = narrow.solve(Weights())

@@ -78,8 +78,7 @@ def test_a_faster_device_gets_more_layers_and_the_plan_says_which(graph: Graph) 
     sizes = {plan.devices_of(stage.pp_rank): stage.stop - stage.start for stage in plan.stages}
     assert sizes["cpu",] > sizes["cpu-slow",]
     text = str(plan)
-    assert "on cpu-slow" in text
-    assert "number the nodes in this order" in " ".join(text.split())
+    assert "on cpu-slow" in text and "number the nodes in this order" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 100
     assert [(g.start, g.stop) for g in plan.groups] == [(0, 2), (2, 4)]
 
@@ -220,8 +219,7 @@ def test_unequal_shares_win_where_devices_differ_and_bounds_hold(wide: Graph) ->
     found = search(wide, cluster, "pp=1", "tp=1")
     equal = search(wide, cluster, "pp=1", "tp=1", "data_shares=equal")
     fast, slow = found.data_shares
-    assert fast > slow
-    assert not equal.data_shares
+    assert fast > slow and not equal.data_shares
     assert any("slowest device sets the pace" in note for note in equal.notes)
     assert found.predicted.step_time_s < equal.predicted.step_time_s
     made = of_batch(wide, cluster, "pp=1")
@@ -239,10 +237,8 @@ def test_blocks_recompute_for_the_group_that_has_to(wide: Graph) -> None:
     needs = roomy.predicted.peak_memory_bytes
     cluster = two_kinds(1, 1, fast_memory=needs - 1000)
     plan = of_batch(wide, cluster, *pins, batch=240).estimate()
-    assert roomy.recompute == "none"
-    assert plan.recompute != "none"
-    assert plan.predicted.fits
-    assert plan.predicted.step_time_s > roomy.predicted.step_time_s
+    assert roomy.recompute == "none" != plan.recompute
+    assert plan.predicted.fits and plan.predicted.step_time_s > roomy.predicted.step_time_s
 
 
 def test_bounds_count_what_each_group_recomputes_to_fit() -> None:
@@ -257,8 +253,7 @@ def test_bounds_count_what_each_group_recomputes_to_fit() -> None:
                 assert quickest_s <= fitting_s <= found.prediction.step_time_s
                 raised += fitting_s > 1.01 * quickest_s
             excluded += math.isinf(fitting_s)
-    assert raised >= 4
-    assert excluded >= 4
+    assert min(raised, excluded) >= 4
 
 
 @pytest.mark.parametrize("shares", ["20-40", "40-20"])
@@ -272,9 +267,8 @@ def test_bounds_leave_each_group_its_own_memory(shares: str) -> None:
         made = of_batch(deep, two_kinds(1, 1, fast_memory=fast, slow_memory=slow), *pins, batch=240)
         assert made.evaluator.bounds_s(LEVELS - 1, [candidate])[0] <= free.prediction.step_time_s
         for less in ({"fast_memory": fast - 400_000}, {"slow_memory": slow - 400_000}):
-            tight = of_batch(
-                deep, two_kinds(1, 1, **{"fast_memory": fast, "slow_memory": slow, **less}), *pins, batch=240
-            )
+            own = {"fast_memory": fast, "slow_memory": slow, **less}
+            tight = of_batch(deep, two_kinds(1, 1, **own), *pins, batch=240)
             assert math.isinf(tight.evaluator.bounds_s(LEVELS - 1, [candidate])[0])
 
 
@@ -294,8 +288,7 @@ def test_spaces_say_whether_shares_are_tried(wide: Graph, checkout: Path, tmp_pa
     assert not any(c.shares for c in of_batch(wide, of_one(cluster, 0)).pool)
     assert all(c.shares for c in of_batch(wide, cluster, "data_shares!=equal").pool)
     most = [max(c.shares) for c in of_batch(wide, cluster, "micro_batch<=3", "data_shares!=equal").pool]
-    assert most
-    assert max(most) <= 3
+    assert most and max(most) <= 3
 
 
 BAD = {

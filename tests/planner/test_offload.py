@@ -84,16 +84,12 @@ def test_a_plan_says_which_blocks_the_search_moved(tmp_path: Path) -> None:
 def test_blocks_that_move_stand_evenly_among_those_that_do_not() -> None:
     """So that each has others' forwards to copy beside; copies that are longer than all of them are waited for."""
     plain = BlockOption(mode="none", time_s=3.0, held_bytes=10.0, transient_bytes=0.0, forward_s=1.0)
-    offloaded = BlockOption(
-        mode=OFFLOADED, time_s=3.0, held_bytes=0.0, transient_bytes=0.0, forward_s=1.0, down_s=2.0, up_s=2.0
-    )
+    offloaded = replace(plain, mode=OFFLOADED, held_bytes=0.0, down_s=2.0, up_s=2.0)
     block = CutBlock(key=0, options=(plain, offloaded), static_bytes=0.0)
 
     def within(limit_bytes: float) -> Cut | None:
-        masks = stage_masks(8, 1, None, {})
-        return cut(
-            [CutBlocks([block] * 8)], in_flight=[1], limit_bytes=[limit_bytes], num_micro_batches=1, allowed=masks
-        )
+        masks, limits = stage_masks(8, 1, None, {}), [limit_bytes]
+        return cut([CutBlocks([block] * 8)], in_flight=[1], limit_bytes=limits, num_micro_batches=1, allowed=masks)
 
     half = within(40.0)
     assert half.modes == ("none", OFFLOADED) * 4
@@ -104,14 +100,8 @@ def test_blocks_that_move_stand_evenly_among_those_that_do_not() -> None:
 
 
 def test_blocks_that_keep_on_the_host_hold_less_on_the_device() -> None:
-    here, there, some = (
-        planned(f"dp_shard=4 zero=2 recompute=none {more}")
-        for more in (
-            "offload=none",
-            "offload=activations offload!=optimizer",
-            "offload=activations@layers.2-3 offload!=optimizer",
-        )
-    )
+    moved = [f"offload=activations{blocks} offload!=optimizer" for blocks in ("", "@layers.2-3")]
+    here, there, some = (planned(f"dp_shard=4 zero=2 recompute=none {more}") for more in ("offload=none", *moved))
     assert [block.offload for block in some.blocks] == [False, False, False, True, True, False, False, False]
     assert plan_from_dict(plan_to_dict(some)) == some
     (one,), (all_,), (part,) = (plan.predicted.memory for plan in (here, there, some))
@@ -168,22 +158,19 @@ def test_without_a_link_there_is_no_offload_and_a_pin_says_so() -> None:
         return api.search(graph(), cluster=cluster("16GB", None), global_batch_size=64, pins=pins)
 
     assert search(["offload!=optimizer", "tp=1"]).offload == ()
+    for pin in ("offload=optimizer", "offload=activations@layers.0"):
+        with pytest.raises(UsageError, match=rf"pin '{pin}': .*profile of cpu has no link to it\. Add \[device.host\]"):
+            search([pin])
     for pins, said in (
-        (["offload=optimizer"], r"pin 'offload=optimizer': .*profile of cpu has no link to it\. Add \[device.host\]"),
-        (
-            ["offload=activations@layers.0"],
-            r"pin 'offload=activations@layers.0': .*no link to it\. Add \[device.host\]",
-        ),
         (["offload=activations", "offload=none"], "The pins offload=activations, offload=none contradict each other"),
         (["offload=activations@head"], "No block of the model matches 'head'"),
         (["offload=optimizer", "offload=none"], "leave nothing to choose"),
     ):
         with pytest.raises(UsageError, match=said):
             search(pins)
+    options = {"cluster": cluster("16GB"), "global_batch_size": 64, "optimizer": "adafactor"}
     with pytest.raises(UsageError, match=r"The optimizer adafactor cannot live on the host.* Take one of adamw, adam"):
-        api.estimate(
-            graph(), cluster=cluster("16GB"), global_batch_size=64, optimizer="adafactor", pins=["offload=optimizer"]
-        )
+        api.estimate(graph(), pins=["offload=optimizer"], **options)
 
 
 def test_where_nothing_fits_the_error_names_the_space_with_the_host() -> None:

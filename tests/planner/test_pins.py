@@ -51,9 +51,8 @@ def test_blocks_are_selected_by_ranges_and_patterns_and_unknown_ones_refused() -
 
 def test_blocks_of_several_modules_are_selected_by_one_of_them_unless_another_has_its_name() -> None:
     graph = resolve_model("llama:layers=2,hidden=32,heads=4,ffn=64,vocab=65", sequence_length=8).trace()
-    assert [block.label for block in graph.blocks] == [
-        "embed_tokens", "model.layers.0", "model.layers.1", "norm+lm_head",
-    ]  # fmt: skip
+    labels = ["embed_tokens", "model.layers.0", "model.layers.1", "norm+lm_head"]
+    assert [block.label for block in graph.blocks] == labels
     for selector in ("norm+lm_head", "lm_head", "norm", "lm_*"):
         assert Pins.parse([f"stage@{selector}=1"]).stages(graph) == {3: 1}
     named = replace(graph, blocks=(replace(graph.blocks[0], label="norm"), *graph.blocks[1:]))

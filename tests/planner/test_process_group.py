@@ -75,8 +75,7 @@ def alone() -> Plan:
 
 def test_other_questions_ask_several_processes_too_and_no_plan_is_told_of_once(alone: Plan, by: By) -> None:
     made = planner()
-    plan = made.fastest(Limits(), processes=2)
-    assert same(plan, alone)
+    assert same(made.fastest(Limits(), processes=2), alone)
     most_s = alone.search.lower_bound_s / 2
     assert made.fastest(Limits(max_step_time_s=most_s), processes=2) is None
     with pytest.raises(InfeasibleError, match="at most"):

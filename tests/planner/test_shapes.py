@@ -33,8 +33,7 @@ def test_what_is_collected_is_what_planning_every_candidate_asks_for(graph: Grap
     recorder = asking.model.measured = Recorder()
     for candidate in asking.pool:
         asking.evaluator.evaluate(candidate)
-    degrees = {c.mesh.tp for c in asking.pool}
-    assert degrees == {1, 2, 4}
+    assert {c.mesh.tp for c in asking.pool} == {1, 2, 4}
     assert set(recorder.calls) == collected
 
 
@@ -44,8 +43,7 @@ def test_every_share_of_a_batch_is_collected(graph: Graph) -> None:
     assert {2, 3, 5} <= sizes  # 2 is one by which shares are chosen, before operators are collected
     calls = operator_calls(made)
     counts = {sum(f"[{size},16,32]" in call for call in calls) for size in sizes - {1}}
-    assert len(counts) == 1
-    assert min(counts) > 5  # one sample has the shape of positions, too
+    assert len(counts) == 1 and min(counts) > 5  # one sample has the shape of positions, too
 
 
 def test_a_plan_on_measured_operators_says_so_and_costs_what_they_take(graph: Graph) -> None:
@@ -116,8 +114,6 @@ def test_a_bound_of_what_is_sure_to_fit_stays_below_its_price() -> None:
 
 def test_a_plan_of_an_older_version_is_judged_by_its_middle() -> None:
     memory = Memory(pp_rank=0, parameters=1, gradients=1, optimizer=1, activations=1, transient=1, reserved=1)
-    old = replace(
-        llama_plan().predicted, peak_memory_interval_bytes=(), peak_memory_bytes=memory.total, memory_limit_bytes=6
-    )
-    assert old.fits
-    assert not replace(old, peak_memory_interval_bytes=(5, 7)).fits
+    sizes = {"peak_memory_interval_bytes": (), "peak_memory_bytes": memory.total, "memory_limit_bytes": 6}
+    old = replace(llama_plan().predicted, **sizes)
+    assert old.fits and not replace(old, peak_memory_interval_bytes=(5, 7)).fits

@@ -110,8 +110,8 @@ def test_a_trial_says_what_it_is_and_why(planner: Planner, url: str) -> None:
 
 def test_what_experts_would_try_waits_until_a_search_comes_to_it(planner: Planner, url: str) -> None:
     one, other, told = study_of(planner, url), study_of(planner, url), {3: "rule", 5: "another", 7: "third"}
-    for search in (one, other):
-        search.expect(told)
+    for ledger in (one, other):
+        ledger.expect(told)
     trials = one.storage.get_all_trials(one.id)
     assert [(t.state, t.user_attrs["rule"]) for t in trials] == [(TrialState.WAITING, rule) for rule in told.values()]
     assert trials[0].params == trials[0].system_attrs["fixed_params"]
