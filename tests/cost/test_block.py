@@ -40,8 +40,7 @@ def test_equal_blocks_cost_the_same_and_parameters_are_counted_once_tied_ones_wi
     for cost in costs:
         kept = (cost.forward_s, cost.saved_bytes, cost.backward_transient_bytes)
         classes.setdefault(cost.key, set()).add(kept)
-    assert max(map(len, classes.values())) == 1
-    assert len(classes) < len(costs)
+    assert max(map(len, classes.values())) == 1 and len(classes) < len(costs)
     assert sum(p.num_bytes for c in costs for p in c.parameters) == 4 * graph.num_parameters
     layer = max(costs, key=lambda cost: cost.flops)
     tokens, hidden, ffn = 2 * LENGTH, 32, 64  # and half as many keys and values
@@ -50,8 +49,7 @@ def test_equal_blocks_cost_the_same_and_parameters_are_counted_once_tied_ones_wi
     assert layer.kept_bytes("full") < layer.kept_bytes("selective") < layer.kept_bytes("none")
     assert layer.passing_bytes("full") >= layer.saved_bytes
     shared = [p.name for cost in priced(traced("llama_tied")) for p in cost.parameters if p.shared]
-    assert len(shared) == 2
-    assert len(set(shared)) == 1
+    assert (len(shared), len(set(shared))) == (2, 1)
 
 
 # --- collectives of emitted operators

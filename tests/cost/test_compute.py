@@ -39,8 +39,7 @@ def test_a_linear_counts_two_flops_for_each_multiply_add() -> None:
     assert done.backward_flops == 2 * done.flops
     assert done.smallest_dim == 16
     assert done.num_bytes == 2 * (4 * 8 * 16 + 32 * 16 + 32 + 4 * 8 * 32)
-    assert done.saved == (0, 1)
-    assert not done.saves_output
+    assert (done.saved, done.saves_output) == ((0, 1), False)
 
 
 def test_a_product_of_complex_numbers_is_four_of_real_ones() -> None:
@@ -178,9 +177,8 @@ def test_ctc_losses_keep_what_torch_keeps() -> None:
     time, samples, classes, length = 20, 4, 12, 5
     log_probs = torch.randn(time, samples, classes, requires_grad=True)
     rest = torch.randint(1, classes, (samples, length)), torch.full((samples,), time), torch.full((samples,), length)
-    specs = tuple(
-        TensorSpec(shape=tuple(t.shape), dtype=t.dtype, requires_grad=t is log_probs) for t in (log_probs, *rest)
-    )
+    tensors = (log_probs, *rest)
+    specs = tuple(TensorSpec(shape=tuple(t.shape), dtype=t.dtype, requires_grad=t is log_probs) for t in tensors)
     refs = tuple(Ref(name) for name in "abcd")
     out = TensorSpec(shape=(samples,), dtype=torch.float32, requires_grad=True)
     done = work(Op(name="y", target="autopar.ctc_losses", args=(*refs, 0, False), outputs=(out,)), specs, "cpu")
@@ -204,8 +202,7 @@ def test_recurrent_networks_multiply_each_row_with_each_matrix(kind: str, option
     assert done.flops == 2 * samples * steps * sum(p.numel() for p in net.parameters() if p.dim() == 2)
     assert done.backward_flops == 2 * done.flops
     networks = options.get("num_layers", 1) * (2 if options.get("bidirectional") else 1)
-    assert done.matmuls == steps * networks
-    assert done.smallest_dim == samples
+    assert (done.matmuls, done.smallest_dim) == (steps * networks, samples)
     gates = {"LSTM": 4, "GRU": 3, "RNN": 1}[kind]
     assert done.saved_bytes == 4 * samples * steps * networks * (gates * 24 + 2 * options.get("proj_size", 24))
 
@@ -232,10 +229,8 @@ def test_no_part_of_a_product_is_below_its_share(
 
 
 def test_curves_at_best_do_not_fall() -> None:
-    points = tuple(
-        CurvePoint(smallest_dim=n, efficiency=e, backward_efficiency=b)
-        for n, e, b in ((1, 0.2, 0.5), (64, 0.9, 0.3), (512, 0.6, 0.0))
-    )
+    numbers = ((1, 0.2, 0.5), (64, 0.9, 0.3), (512, 0.6, 0.0))
+    points = tuple(CurvePoint(smallest_dim=n, efficiency=e, backward_efficiency=b) for n, e, b in numbers)
     rate = replace(A100.rate("float32"), curve=points)
     for backward in (False, True):
         for n in (1, 7, 64, 200, 512, 4096):
@@ -245,8 +240,6 @@ def test_curves_at_best_do_not_fall() -> None:
 
 def test_unaligned_rows_of_one_product_and_of_several() -> None:
     rate = A100.rate("bfloat16")
-    alone, several = (
-        (rate.product_flops_per_s(n, 4096, 768, 4096), rate.product_flops_per_s(n, 4096, 769, 4096)) for n in (1, 8)
-    )
+    alone, several = ([rate.product_flops_per_s(n, 4096, rows, 4096) for rows in (768, 769)] for n in (1, 8))
     assert alone[1] / alone[0] == pytest.approx(rate.unaligned_fraction, rel=1e-3)
     assert several[1] / several[0] == pytest.approx(rate.unaligned_batched_fraction, rel=1e-3)

@@ -18,13 +18,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import (
-    FlopCounterMode,
-    conv_flop_count,
-    flop_registry,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
+from torch.utils import flop_counter as flops
+from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.cost.operators.work import operand_specs, work
 from autopar.graph.graph import Graph, Op
@@ -45,11 +40,11 @@ not part of that.
 
 
 def _fused(q: Shape, k: Shape, v: Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    return int(sdpa_flop_count(q, _for_all(q, k), _for_all(q, v)))
+    return int(flops.sdpa_flop_count(q, _for_all(q, k), _for_all(q, v)))
 
 
 def _fused_backward(g: Shape, q: Shape, k: Shape, v: Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(g, q, _for_all(q, k), _for_all(q, v)))
+    return int(flops.sdpa_backward_flop_count(g, q, _for_all(q, k), _for_all(q, v)))
 
 
 def _for_all(q: Shape, shared: Shape) -> Shape:
@@ -65,8 +60,8 @@ def _grouped(a: Shape, b: Shape, *_: Any, out_shape: Any = None, **__: Any) -> i
 def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any, out_val: Any = None) -> int:
     *_, transposed, _, groups, asked = rest
     if groups == 1:
-        return int(flop_registry[aten.convolution_backward](grad, x, weight, *rest, out_val=out_val))
-    return int(conv_flop_count(x.shape, weight.shape, grad.shape, transposed=transposed)) * (asked[0] + asked[1])
+        return int(flops.flop_registry[aten.convolution_backward](grad, x, weight, *rest, out_val=out_val))
+    return int(flops.conv_flop_count(x.shape, weight.shape, grad.shape, transposed=transposed)) * (asked[0] + asked[1])
 
 
 _convolution_backward._get_raw = True

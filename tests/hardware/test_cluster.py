@@ -223,17 +223,15 @@ def test_a_larger_matmul_is_never_less_efficient_on_a_rising_curve(one: int, oth
 BASE = Cluster.parse("a100-sxm4-80gb:12x4")
 
 
-def uplink(rate: float, latency_s: float, half: float = 0.0) -> Link:
-    return Link(
-        name="up", bandwidth_bytes_per_s=rate, latency_s=latency_s, half_bandwidth_bytes=half, provenance="test"
-    )
+def uplink(rate: float, latency_s: float, **half: float) -> Link:
+    return Link(name="up", bandwidth_bytes_per_s=rate, latency_s=latency_s, provenance="test", **half)
 
 
 RACKS_AND_PODS = replace(
     BASE,
     groups=(
         replace(BASE.groups[0], num_nodes=4, nics_per_node=1),
-        replace(BASE.groups[0], num_nodes=8, nics_per_node=2, nic=uplink(9e9, 5e-6, 7.0)),
+        replace(BASE.groups[0], num_nodes=8, nics_per_node=2, nic=uplink(9e9, 5e-6, half_bandwidth_bytes=7.0)),
     ),
     tiers=(
         Tier(name="rack", num_nodes=2, uplink=uplink(11e9, 1e-6)),

@@ -46,8 +46,7 @@ def test_this_machine_is_measured_once_and_kept(
     assert device.memory_bandwidth_bytes_per_s > 0
     assert device.launch_s > 0
     link = cluster.groups[0].intra_node
-    assert link.latency_s > 0
-    assert link.bandwidth_bytes_per_s > 0
+    assert min(link.latency_s, link.bandwidth_bytes_per_s) > 0
     assert [path.suffix for path in tmp_path.iterdir()] == ([".toml"] if device.name == "local" else [])
     monkeypatch.setattr(detect, "_measure", lambda: pytest.fail("measured twice"))
     assert Cluster.parse("local?ranks=3", cache_dir=tmp_path).groups == cluster.groups

@@ -66,8 +66,7 @@ def test_modules_of_a_class_are_found_by_two_exports_that_fail() -> None:
     layers = (nn.Sequential(nn.Linear(8, 8), u.Router()) for _ in range(4))
     with mock.patch.object(torch.export, "export", wraps=torch.export.export) as export:
         graph = trace(u.Around(lambda: nn.Sequential(*layers)), (), u.batch())
-    assert export.call_count == 3
-    assert [op.target for op in graph.ops].count("autopar.opaque") == 4
+    assert (export.call_count, [op.target for op in graph.ops].count("autopar.opaque")) == (3, 4)
     assert "Linear" not in "".join(graph.notes)
 
 
@@ -128,8 +127,8 @@ def test_a_large_model_is_run_as_a_whole_fewer_times(monkeypatch: pytest.MonkeyP
 
 def test_a_whole_model_returns_its_loss_where_the_model_has_it() -> None:
     graph = trace(Tokens(), (), tokens())
-    assert graph.outputs is not None and graph.outputs.structure.kind == "mapping"
-    assert [item.kind for item in graph.outputs.structure.items] == ["loss", "value"]
+    structure = graph.outputs.structure
+    assert (structure.kind, [item.kind for item in structure.items]) == ("mapping", ["loss", "value"])
 
 
 def test_a_whole_model_whose_loss_is_no_mean_over_samples_gets_all_of_them() -> None:
@@ -197,30 +196,23 @@ def test_a_module_is_pinned_as_opaque() -> None:
         autopar.estimate(model, pins=["opaque=innner"], **options)
 
 
-class SkipsAtRandom(nn.Module):
+def skips(self: Any, x: Tensor) -> Tensor:
     """LayerDrop: a number of the batch decides whether a layer runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if torch.rand([]) < 0.3 else x + self.layer(x)
+    return x if torch.rand([]) < 0.3 else x + self.layer(x)
 
 
 @pytest.mark.parametrize(
     ("inner", "meets"),
     [
-        (SkipsAtRandom, False),
+        (lambda: model_of(skips, layer=nn.Linear(8, 8)), False),
         (lambda: calling(lambda x: x * torch.rand_like(x) if x.numel() > 0 and x[0, 0] < 9 else x), True),
     ],
 )
 def test_a_region_that_draws_random_numbers_is_split_if_these_are_of_the_batch_and_else_gathered(
     inner: Callable[[], nn.Module], meets: bool
 ) -> None:
-    plan = autopar.search(
-        u.Around(inner), example_inputs=u.batch(), cluster="cpu:1x2", global_batch_size=8, pins=["dp_shard=2"]
-    )
+    options = {"cluster": "cpu:1x2", "global_batch_size": 8, "pins": ["dp_shard=2"]}
+    plan = autopar.search(u.Around(inner), example_inputs=u.batch(), **options)
     assert any("random numbers of its own for each sample" in note for note in plan.notes) is meets
     assert any("samples meet" in note for note in plan.notes) is meets
 
@@ -249,11 +241,8 @@ def test_a_number_that_a_region_returns_is_not_kept_from_where_it_was_tried() ->
         trace(u.Around(scaled), (), u.batch(), opaque=["Largest"])
 
 
-def counted() -> nn.Module:
-    def forward(self: Any, x: Tensor) -> tuple[Tensor, int]:
-        return (x if x.sum() > 0 else 2.0 * x), x.shape[0]
-
-    return model_of(forward)
+def counted(self: Any, x: Tensor) -> tuple[Tensor, int]:
+    return (x if x.sum() > 0 else 2.0 * x), x.shape[0]
 
 
 def test_a_number_of_samples_that_a_region_returns_depends_on_the_batch_size() -> None:
@@ -261,7 +250,7 @@ def test_a_number_of_samples_that_a_region_returns_depends_on_the_batch_size() -
         y, samples = self.counted(self.first(x))
         return y.square().sum() / samples
 
-    model = model_of(forward, first=nn.Linear(8, 8), counted=counted())
+    model = model_of(forward, first=nn.Linear(8, 8), counted=model_of(counted))
     with pytest.raises(CountError, match="A number in the model depends on the batch size: 6 for a batch of 6, 12 for"):
         trace(model, (torch.randn(6, 8),))
 
@@ -340,14 +329,18 @@ def with_a_hook() -> nn.Module:
     return model
 
 
+def inside(forward: Callable[..., Any], **parts: Any) -> Callable[[], nn.Module]:
+    return lambda: u.Around(lambda: model_of(forward, **parts))
+
+
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (lambda: u.Around(lambda: model_of(remembers, seen=[])),
+        (inside(remembers, seen=[]),
          r"test_opaque.py:\d+: .*left something in the model.*takes 2 in one step, 3 .*sets inner.seen. .*buffer"),
-        (lambda: u.Around(lambda: model_of(counts, calls=0)),
+        (inside(counts, calls=0),
          r"test_opaque.py:\d+: .*item.*depends on the values of tensors.*torch.where"),
-        (lambda: u.Around(lambda: model_of(counts, calls=nn.Buffer(torch.zeros(())))),
+        (inside(counts, calls=nn.Buffer(torch.zeros(()))),
          r"test_opaque.py:\d+: .*torch.where.*it changes buffers \(inner.calls\)"),
         (lambda: model_of(divides, layer=nn.Linear(8, 8), calls=nn.Buffer(torch.zeros(()))),
          r"tensor as index.* a separate module.*\(the whole model cannot run so: it changes buffers \(calls\)"),

@@ -76,19 +76,16 @@ def test_a_normed_weight_does_not_keep_a_model_from_being_copied() -> None:
 def test_models_that_are_parallel_already_and_autocast_are_refused() -> None:
     with pytest.raises(UsageError, match=r"wrapped in DataParallel.*Pass the model before"):
         api.trace(nn.DataParallel(net()), example_inputs={"x": X})
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(UsageError, match=r"cannot be traced inside torch\.autocast\('cpu', dtype=bfloat16\)"),
-    ):
+    said = r"cannot be traced inside torch\.autocast\('cpu', dtype=bfloat16\)"
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UsageError, match=said):
         api.trace(net(), example_inputs={"x": X})
 
 
 def test_complex_parameters_are_refused() -> None:
     model = net()
     model.linear.register_parameter("turn", nn.Parameter(torch.zeros(4, dtype=torch.complex64)))
-    with pytest.raises(
-        UsageError, match=r"linear\.turn: A parameter of dtype complex64 is not supported.*Keep a real parameter"
-    ):
+    said = r"linear\.turn: A parameter of dtype complex64 is not supported.*Keep a real parameter"
+    with pytest.raises(UsageError, match=said):
         api.trace(model, example_inputs={"x": X})
 
 
@@ -123,9 +120,7 @@ def test_a_plan_finds_the_graph_that_it_was_made_for(monkeypatch: pytest.MonkeyP
     found = api._graph_of(plan, KINDS[kind], {"x": X}, None)
     assert (found.prelude, found.ops, found.batch_size) == (graph.prelude, graph.ops, graph.batch_size)
     assert (found.mixing, found.exact, found.notes) == (graph.mixing, graph.exact, graph.notes)
-    assert bool(asked) == (
-        kind in ("attending", "centred")
-    )  # the plan itself says of the others that samples are apart
+    assert bool(asked) == (kind in ("attending", "centred"))  # the plan itself says of the others that they are apart
 
 
 # --- kept between commands
@@ -231,9 +226,8 @@ def test_time_before_samples_in_the_inputs_is_told_of_the_dim_of_samples(layer: 
         made = self.layer(x)
         return (made[0] if isinstance(made, tuple) else made).square().mean()
 
-    graph = api.trace(
-        model_of(after_layer, layer=layer()), example_inputs={"x": torch.ones(6, 2, 4)}, global_batch_size=4
-    )
+    model, example = model_of(after_layer, layer=layer()), {"x": torch.ones(6, 2, 4)}
+    graph = api.trace(model, example_inputs=example, global_batch_size=4)
     assert any("give them samples first, and transpose in forward" in note for note in graph.notes)
     turned = model_of(lambda self, x: after_layer(self, x.transpose(0, 1)), layer=layer())
     assert not api.trace(turned, example_inputs={"x": torch.ones(2, 6, 4)}, global_batch_size=4).mixing

@@ -46,9 +46,8 @@ def test_settings_after_the_question_mark_are_json_where_they_can_be() -> None:
                            "&vocab_size=64&intermediate_size=64&tie_word_embeddings=true&hidden_act=gelu")  # fmt: skip
     config = source.model.config
     assert (config.tie_word_embeddings, config.hidden_act, config.num_hidden_layers) == (True, "gelu", 1)
-    falcon = resolve_model(
-        "hf:falcon?num_hidden_layers=1&hidden_size=32&num_attention_heads=4&vocab_size=64&multi_query=False"
-    )
+    sizes = "num_hidden_layers=1&hidden_size=32&num_attention_heads=4&vocab_size=64"
+    falcon = resolve_model(f"hf:falcon?{sizes}&multi_query=False")
     assert falcon.model.config.multi_query is False, "as Python writes it"
     swin = resolve_model("hf:swin?depths=[1,1]&num_heads=[2,2]&embed_dim=16&image_size=32&window_size=2")
     assert swin.model.config.depths == [1, 1]
@@ -293,9 +292,8 @@ def test_video_has_frames_and_a_spectrogram_its_own_order() -> None:
     assert (pixels.shape, labels.size) == ((3, 1, 4, 4), 5)
     spectrogram = SimpleNamespace(max_length=8, num_mel_bins=2, num_labels=5)
     assert fields_of_config(spectrogram, "base", "input_values", None)[0].shape == (8, 2)
-    frames_first = SimpleNamespace(
-        max_source_positions=6, input_feat_per_channel=4, input_channels=1, max_target_positions=9, vocab_size=11
-    )
+    sizes = {"max_source_positions": 6, "input_feat_per_channel": 4, "input_channels": 1, "max_target_positions": 9}
+    frames_first = SimpleNamespace(**sizes, vocab_size=11)
     sound, text = fields_of_config(frames_first, "speech", "input_features", None)
     assert (sound.shape, text.shape, text.size) == ((6, 4), (9,), 11)
 
@@ -303,9 +301,8 @@ def test_video_has_frames_and_a_spectrogram_its_own_order() -> None:
 def test_series_and_episodes_are_made_by_their_configuration() -> None:
     plain = SimpleNamespace(context_length=8, num_input_channels=3)
     assert [f.shape for f in fields_of_config(plain, "base", "past_values", None)] == [(8, 3)]
-    decoded = SimpleNamespace(
-        context_length=8, prediction_length=4, lags_sequence=[1, 3], input_size=1, num_time_features=2
-    )
+    lengths = {"context_length": 8, "prediction_length": 4, "lags_sequence": [1, 3]}
+    decoded = SimpleNamespace(**lengths, input_size=1, num_time_features=2)
     fields = fields_of_config(decoded, "base", "past_values", None, ("past_values", "past_time_features"))
     assert {f.name: f.shape for f in fields} == {
         "past_values": (11,), "past_time_features": (11, 2), "past_observed_mask": (11,), "future_values": (4,),

@@ -66,19 +66,16 @@ def test_the_cheapest_cluster_is_that_of_all_sizes_of_all_kinds(times: dict[str,
     more = {size: plan.predicted.step_time_s for size in sizes_of(other) if (plan := alone(ASK, size))}
     for price, most_s in ((1.0, 1.1 * sorted(times.values())[1]), (0.1, 1.1 * min(more.values())), (0.6, None)):
         prices = {"h100-sxm5-80gb": 2.0, "a100-sxm4-80gb": price}
-        costs = {
-            size: prices[size.split(":")[0]] * Cluster.parse(size).world_size / 3600 * time_s
-            for size, time_s in (times | more).items()
-            if most_s is None or time_s <= most_s
-        }
+        in_time = {size: time_s for size, time_s in (times | more).items() if most_s is None or time_s <= most_s}
+        ranks = {size: Cluster.parse(size).world_size for size in in_time}
+        costs = {size: prices[size.split(":")[0]] * ranks[size] / 3600 * in_time[size] for size in in_time}
         found = cheapest_cluster(replace(ASK, max_step_time_s=most_s), prices, [other])
         assert found.cost == pytest.approx(min(costs.values()))
         assert found.value == min(costs, key=lambda size: costs[size])
         for trial in found.trials:
             dear = trial.value in costs and costs[trial.value] > min(costs.values())
-            assert trial.missing in (
-                ("", "none cheaper") if dear else ("", "none fits", f"none within {most_s or 0:g} s")
-            )
+            missing = ("", "none cheaper") if dear else ("", "none fits", f"none within {most_s or 0:g} s")
+            assert trial.missing in missing
             assert (trial.plan is None) is bool(trial.missing)
     with pytest.raises(InfeasibleError, match="within 0 s"):
         cheapest_cluster(replace(ASK, max_step_time_s=0.0), {"h100-sxm5-80gb": 2.0})
@@ -99,9 +96,8 @@ def test_a_sweep_has_the_best_plan_of_each_cluster() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", ["530MB", "560MB"])
 def test_the_longest_sequence_is_that_of_all(memory: str) -> None:
-    ask = Ask(
-        graph_at=graph_at, cluster=f"cpu:1x2?memory={memory}", global_batch_size=4, space="quick", precision="bf16"
-    )
+    options = {"cluster": f"cpu:1x2?memory={memory}", "global_batch_size": 4, "space": "quick", "precision": "bf16"}
+    ask = Ask(graph_at=graph_at, **options)
     step = 1024
     fitting = [n for n in range(step, 16 * step, step) if alone(replace(ask, sequence=n), ask.cluster)]
     found = longest_sequence(ask, step=step)
@@ -115,9 +111,8 @@ def test_the_longest_sequence_is_that_of_all(memory: str) -> None:
 
 def test_the_largest_batch_is_that_of_all() -> None:
     small = mlp(layers=2, batch=2, width=512, hidden=2048)
-    ask = Ask(
-        graph_at=lambda _samples, _tokens: small, cluster="cpu:1x2?memory=530MB", global_batch_size=10**6, space="quick"
-    )
+    options = {"cluster": "cpu:1x2?memory=530MB", "global_batch_size": 10**6, "space": "quick"}
+    ask = Ask(graph_at=lambda _samples, _tokens: small, **options)
     pinned = replace(ask, pins=("num_micro_batches=1",))
 
     def fits(samples: int) -> bool:
@@ -125,10 +120,8 @@ def test_the_largest_batch_is_that_of_all() -> None:
 
     found = largest_batch(ask)
     value = int(found.value.split()[0].replace(",", ""))
-    assert value == found.plan.global_batch_size
-    assert found.plan.num_micro_batches == 1
-    assert fits(value)
-    assert not fits(value + 2)
+    assert (found.plan.global_batch_size, found.plan.num_micro_batches) == (value, 1)
+    assert fits(value) and not fits(value + 2)
     assert not found.limit
     assert all("fits" in trial.missing for trial in found.trials if trial.plan is None)
 

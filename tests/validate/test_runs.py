@@ -23,10 +23,8 @@ def _with(folder: Path, column: str, text: str, row: int = 2) -> Path:
 def test_a_row_is_read() -> None:
     run = read_runs(OWN)[0]
     assert (run.line, run.tp, run.zero, run.sequence_parallel, run.step_time_s) == (2, 2, 1, False, 0.2)
-    assert run.peak_memory_bytes == 4 * 2**30
-    assert (run.release, run.publisher) == ("made (1)", "made")
-    assert read_runs(OWN)[1].sequence_parallel is None
-    assert read_runs(OWN)[2].zero is None
+    assert (run.release, run.publisher, run.peak_memory_bytes) == ("made (1)", "made", 4 * 2**30)
+    assert (read_runs(OWN)[1].sequence_parallel, read_runs(OWN)[2].zero) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -42,8 +40,7 @@ def test_a_bad_cell_is_named(tmp_path: Path, column: str, text: str) -> None:
     path = _with(tmp_path, column, text)
     with pytest.raises(UsageError) as error:
         read_runs(path)
-    assert str(path) in str(error.value)
-    assert "row 2" in str(error.value)
+    assert str(path) in str(error.value) and "row 2" in str(error.value)
     assert column in str(error.value) or (column == "dp" and "devices" in str(error.value))
     assert error.value.fix
 
@@ -100,8 +97,7 @@ def test_a_table_of_another_form_is_named(tmp_path: Path, lines: list[str], said
 def test_stages_hold_every_block_once(layers: int, stages: int) -> None:
     stops = stage_stops(layers, stages, layers + 2)
     sizes = [b - a for a, b in zip((0, *stops), stops, strict=False)]
-    assert len(stops) == stages
-    assert stops[-1] == layers + 2
+    assert (len(stops), stops[-1]) == (stages, layers + 2)
     assert min(sizes) >= 1
     inner = [size - (i == 0) - (i == stages - 1) for i, size in enumerate(sizes)]
     assert sum(inner) == layers
@@ -129,21 +125,18 @@ def test_rows_that_fail_are_reported_beside_the_others(run: Shell, tmp_path: Pat
     path = with_cells(tmp_path, FAULTS)
     done = run("validate", path, "--json")
     found = json.loads(done.out)
-    assert done.code == 1
-    assert found["failed_rows"] == len(FAULTS)
+    assert (done.code, found["failed_rows"]) == (1, len(FAULTS))
     assert [row["row"] for row in found["rows"]] == [2, 3, 4, 5, 6, 7]
     errors = {row["row"]: row["error"] for row in found["rows"] if "error" in row}
     assert set(errors) == set(FAULTS)
     assert "column device" in errors[2]
     told = {2: "Did you mean 'h100-sxm5-80gb'", 3: "column layers", 4: "float8_e4m3fn", 5: "bfloat16"}
     for row, said in told.items():
-        assert said in errors[row]
-        assert f"row {row}" in errors[row]
+        assert said in errors[row] and f"row {row}" in errors[row]
     whole = {row["row"]: row for row in run("validate", OWN, "--json").json["rows"]}
     assert [row for row in found["rows"] if "error" not in row] == [whole[row] for row in (6, 7)]
     text = run("validate", path).out
-    assert "4 of 6 rows failed" in text
-    assert "column layers" in text
+    assert "4 of 6 rows failed" in text and "column layers" in text
 
 
 @pytest.mark.slow
@@ -152,8 +145,7 @@ def test_the_summary_counts_rows_that_failed(run: Shell, tmp_path: Path) -> None
     assert done.code == 1
     assert "1 of 12 rows failed:\n- own a: " in done.out
     done = run("validate", OWN)
-    assert done.code == 0
-    assert "failed" not in done.out
+    assert done.code == 0 and "failed" not in done.out
 
 
 def test_a_table_of_which_nothing_can_be_predicted_has_no_scores(run: Shell, tmp_path: Path) -> None:
