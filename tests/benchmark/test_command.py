@@ -59,8 +59,7 @@ def test_a_benchmark_all_of_whose_plans_fail_has_failed(run: Run, failures: tupl
     outcome = Outcome(title="t", rows=rows, score=score(rows, "0"), num_candidates=2, misfits=())
     with mock.patch("autopar.benchmark.local.run_local", return_value=outcome):
         done = run("benchmark", "local", "own:model")
-    assert done.code == code
-    assert "failed: plan 1: ValueError: boom" in done.out
+    assert done.code == code and "failed: plan 1: ValueError: boom" in done.out
     assert ("own:model: All 2 plans failed" in done.err) == (code == 1)
 
 
@@ -90,6 +89,5 @@ def test_a_model_that_cannot_make_a_step_is_refused_before_the_machine_is_measur
         done = run("benchmark", "local", "beyond:make", "--ranks", "2")
         with pytest.raises(NotImplementedError, match="it is measured"):  # as the model may be too large for one device
             run_local(BenchmarkRequest(model="beyond:make", num_ranks=2, as_rank=0))
-    assert done.code == 1
-    assert "beyond.py:9: One device alone cannot train the model" in done.error
+    assert done.code == 1 and "beyond.py:9: One device alone cannot train the model" in done.error
     assert "IndexError: index out of range" in done.error

@@ -48,8 +48,7 @@ def test_show_has_the_keys_of_the_contract(run: Run, plan_file: Path) -> None:
     assert (done.code, done.out, done.err) == (0, f"{llama_plan()}\n", "")
     found = run("show", plan_file, "--json").json
     assert found["mesh"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 4, "ep": 1}
-    assert found["num_micro_batches"] == 16
-    assert [stage["pp_rank"] for stage in found["stages"]] == [0, 1]
+    assert found["num_micro_batches"] == 16 and [stage["pp_rank"] for stage in found["stages"]] == [0, 1]
     keys = {
         "micro_batch_size", "schedule", "virtual_stages", "zero_stage", "recompute", "stages", "predicted", "search",
     }  # fmt: skip
@@ -77,8 +76,7 @@ def test_compare_shows_predictions_and_choices(run: Run, plan_file: Path, tmp_pa
     )  # fmt: skip
     save_plan(slower, tmp_path / "other.json")
     done = run("compare", plan_file, tmp_path / "other.json")
-    assert done.code == 0
-    assert "+100.0 %" in done.out
+    assert done.code == 0 and "+100.0 %" in done.out
     assert "zero_stage: 1 -> 3" in done.out
     found = run("compare", plan_file, tmp_path / "other.json", "--json").json
     assert found["step_time_ratio"] == 2.0
@@ -93,8 +91,7 @@ def test_explain_prints_the_reasons_and_needs_a_model_for_an_alternative(run: Ru
     assert (done.code, done.out) == (0, plan.search.reasons[0] + "\n")
     assert run("explain", tmp_path / "plan.json", "--json").json["pins"] == ["tp<=4"]
     done = run("explain", tmp_path / "plan.json", "--why-not", "tp=8,pp=2")
-    assert done.code == 2
-    assert "Say which model with --model" in done.error
+    assert done.code == 2 and "Say which model with --model" in done.error
 
 
 @pytest.mark.parametrize(
@@ -112,8 +109,7 @@ def test_wrong_usage_exits_with_2(run: Run, arguments: list[str], expected: str)
     done = run(*arguments)
     assert done.code == 2
     assert expected in done.err
-    assert "Traceback" not in done.err
-    assert done.out == ""
+    assert "Traceback" not in done.err and done.out == ""
 
 
 def test_a_defect_is_one_line_without_debug(run: Run, plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,8 +127,7 @@ def test_a_defect_is_one_line_without_debug(run: Run, plan_file: Path, monkeypat
 def test_a_full_disk_is_no_defect(plan_file: Path, checkout: Path) -> None:
     script = f"{sys.executable} -c 'from autopar.cli import main; main()' show {plan_file} > /dev/full"
     done = subprocess.run(["sh", "-c", script], cwd=checkout, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: No space left on device")
+    assert done.returncode == 1 and done.stderr.startswith("error: No space left on device")
 
 
 @pytest.mark.parametrize("option", ["", " --json"])
@@ -153,8 +148,7 @@ def test_a_result_is_kept_where_its_file_or_its_text_cannot_be_written(
     assert run("show", "kept.json").code == 0
     monkeypatch.setattr(Plan, "save", lambda *_: 1 / 0)
     done = run(verb, *model, "--space", "quick", "-o", "lost.json")
-    assert done.code == 1
-    assert "micro" in done.out
+    assert done.code == 1 and "micro" in done.out
 
 
 def test_closed_pipe_is_no_error(plan_file: Path, checkout: Path) -> None:
@@ -163,8 +157,7 @@ def test_closed_pipe_is_no_error(plan_file: Path, checkout: Path) -> None:
     done = subprocess.run(
         ["bash", "-c", script], capture_output=True, text=True, timeout=300, check=True, env=environment
     )
-    assert done.stdout.startswith("Plan for")
-    assert "Traceback" not in done.stderr
+    assert done.stdout.startswith("Plan for") and "Traceback" not in done.stderr
 
 
 def test_doctor_names_what_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,8 +163,7 @@ def test_experts_cost_what_even_routing_gives() -> None:
     rows = 32 * 2
     graph, op = experts_graph("autopar.experts")
     done = work(op, [graph.spec(ref) for ref in op.operands])
-    assert done.flops == 2 * rows * 3 * 8 * 16
-    assert done.backward_flops == 2 * done.flops
+    assert done.flops == 2 * rows * 3 * 8 * 16 and done.backward_flops == 2 * done.flops
     graph, op = experts_graph("autopar.experts_split", ("tp", 16))
     assert work(op, [graph.spec(ref) for ref in op.operands]).flops == done.flops / 4
     assert list(messages(op, graph.spec)) == []

@@ -35,10 +35,8 @@ LINEAR_OPERANDS = (spec(4, 8, 16), spec(32, 16), spec(32))
 
 def test_a_linear_counts_two_flops_for_each_multiply_add() -> None:
     done = work(LINEAR, LINEAR_OPERANDS)
-    assert done.flops == 2 * 32 * 16 * 32
-    assert done.backward_flops == 2 * done.flops
-    assert done.smallest_dim == 16
-    assert done.num_bytes == 2 * (4 * 8 * 16 + 32 * 16 + 32 + 4 * 8 * 32)
+    assert done.flops == 2 * 32 * 16 * 32 and done.backward_flops == 2 * done.flops
+    assert done.smallest_dim == 16 and done.num_bytes == 2 * (4 * 8 * 16 + 32 * 16 + 32 + 4 * 8 * 32)
     assert (done.saved, done.saves_output) == ((0, 1), False)
 
 
@@ -101,8 +99,7 @@ def test_attention_keeps_no_scores_and_half_of_them_is_masked(causal: bool, shar
     call = op("aten.scaled_dot_product_attention.default", (X, K, V, None, 0.0, causal), Q)
     done = work(call, (Q, Q, Q))
     assert done.flops == pytest.approx(share * 2 * 2 * 4 * 128 * 128 * (64 + 64))
-    assert done.backward_flops == pytest.approx(2.5 * done.flops)
-    assert done.saved_bytes == 2 * 4 * 128 * 4
+    assert done.backward_flops == pytest.approx(2.5 * done.flops) and done.saved_bytes == 2 * 4 * 128 * 4
     dropping = replace(call, args=(X, K, V, None, 0.1, causal))  # on a CPU it keeps the scores
     assert work(dropping, (Q, Q, Q), "cpu").saved_bytes >= 3 * 4 * SCORES
     assert work(dropping, (Q, Q, Q), "cuda").saved_bytes < SCORES

@@ -131,8 +131,7 @@ def test_the_residual_is_added_where_dropout_is(graph: Graph) -> None:
     assert [(w.num_bytes, w.launches) for w in adds] == [(3 * VALUES * HALF, 1)] * len(adds)
     assert not any(w.backward_bytes or w.backward_launches for w in adds)
     masks = [w for w in works(graph, MEGATRON, "autopar.dropout") if not w.launches]
-    assert len(masks) == len(adds)
-    assert {w.num_bytes for w in masks} == {VALUES}
+    assert len(masks) == len(adds) and {w.num_bytes for w in masks} == {VALUES}
 
 
 def test_norms_are_three_kernels_backward_and_the_gradient_of_a_split_product_is_put_together(graph: Graph) -> None:

@@ -62,8 +62,7 @@ def write(folder: Path, text: str, name: str = "cluster.toml") -> Path:
 @pytest.mark.parametrize("name", known_devices())
 def test_every_shipped_profile_gives_a_cluster_that_survives_a_round_trip(name: str) -> None:
     cluster = Cluster.parse(f"{name}:2x4")
-    assert cluster.world_size == 8
-    assert cluster.is_homogeneous
+    assert cluster.world_size == 8 and cluster.is_homogeneous
     assert cluster.devices[0].reserved_bytes < cluster.devices[0].memory_bytes
     written = tomllib.loads(tomli_w.dumps(cluster.to_dict()))
     assert Cluster.from_dict(written) == cluster
@@ -113,8 +112,7 @@ def test_memory_and_network_cards_can_be_stated_on_the_command_line() -> None:
     sizes = {"1e9": 10**9, "80GB": 80 * 10**9, "80gib": 80 * 2**30, "512MiB": 2**29, "7b": 7}
     for text, num_bytes in sizes.items():
         device = Cluster.parse(f"cpu:1x4?memory={text}").devices[0]
-        assert device.memory_bytes == num_bytes
-        assert device.provenance["memory"] == "stated by the user"
+        assert device.memory_bytes == num_bytes and device.provenance["memory"] == "stated by the user"
     group = Cluster.parse("h100-sxm5-80gb:2x8?nics=4&nic_bandwidth=25GB").groups[0]
     assert (group.nics_per_node, group.nic.bandwidth_bytes_per_s) == (4, 25e9)
     known, stated = (Cluster.parse(f"h100-sxm5-80gb:1x8{more}").devices[0].host for more in ("", "?host_memory=64GiB"))
@@ -145,8 +143,7 @@ def test_a_bad_description_is_refused_with_a_remedy(text: str, says: str) -> Non
 def test_a_file_can_mix_devices_links_and_tiers(tmp_path: Path) -> None:
     path = write(tmp_path, TWO_RACKS)
     cluster = Cluster.parse(str(path))
-    assert Cluster.load(path) == Cluster.load(str(path))
-    assert Cluster.load(path).groups == cluster.groups
+    assert Cluster.load(path) == Cluster.load(str(path)) and Cluster.load(path).groups == cluster.groups
     assert (cluster.world_size, cluster.num_nodes, cluster.devices_per_node) == (24, 4, 4)
     assert not cluster.is_homogeneous
     assert [device.name for device in cluster.devices] == ["a100-sxm4-80gb", "a100-sxm4-40gb"]

@@ -101,8 +101,7 @@ def test_keys_that_code_asks_for_are_read_in_it(tmp_path: Path, monkeypatch: pyt
 
 def test_a_model_without_a_head_has_the_mean_square_as_loss() -> None:
     source = resolve_model("hf:clip_text_model?num_hidden_layers=1&hidden_size=32&num_attention_heads=4&vocab_size=64")
-    assert isinstance(source.model, MeanSquareLoss)
-    assert set(source.example_inputs) == {"input_ids"}
+    assert isinstance(source.model, MeanSquareLoss) and set(source.example_inputs) == {"input_ids"}
     loss = source.build()(**source.make_batch(2))
     assert loss.dim() == 0 and loss.isfinite()
 
@@ -113,8 +112,7 @@ def test_batches_are_valid_repeatable_and_padded_on_request() -> None:
     assert set(plain) == {"input_ids", "labels"}
     assert torch.equal(plain["input_ids"], again["input_ids"])
     assert not torch.equal(plain["input_ids"], other["input_ids"])
-    assert plain["input_ids"].min() >= 0
-    assert plain["input_ids"].max() < 64
+    assert plain["input_ids"].min() >= 0 and plain["input_ids"].max() < 64
 
     padded = source.make_batch(8, seed=1, padded=True)
     assert set(padded) == {"input_ids", "attention_mask", "labels"}
@@ -148,8 +146,7 @@ def test_a_local_folder_is_a_model(tmp_path: Path) -> None:
     config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 4, "vocab_size": 64, "n_positions": 8}
     (tmp_path / "config.json").write_text(json.dumps(config))
     source = resolve_model(f"hf:{tmp_path}?n_layer=2")
-    assert len(source.model.transformer.h) == 2
-    assert source.example_inputs["input_ids"].shape == (2, 8)
+    assert len(source.model.transformer.h) == 2 and source.example_inputs["input_ids"].shape == (2, 8)
 
 
 FACTORY = """
@@ -195,8 +192,7 @@ def test_a_factory_gives_model_and_inputs(factories: str, name: str) -> None:
     source = resolve_model(f"{factories}:{name}")
     assert {n: tuple(t.shape) for n, t in source.example_inputs.items()} == {"x": (4, 4), "y": (4,)}
     batch = source.make_batch(6, seed=3)
-    assert batch["x"].shape == (6, 4)
-    assert set(batch["y"].tolist()) <= {0, 1, 2}
+    assert batch["x"].shape == (6, 4) and set(batch["y"].tolist()) <= {0, 1, 2}
     graph = source.trace()
     assert graph.num_parameters == 15
     built = source.build(1)

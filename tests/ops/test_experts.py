@@ -117,8 +117,7 @@ def grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
     """What ``torch._grouped_mm`` promises, at its worst: garbage in rows past the end and for groups without rows."""
     assert offs.dtype == torch.int32
     for x in (a, b):
-        assert 1 in x.stride()[-2:]
-        assert max(x.stride()[-2:]) % expert_ops._GROUPED_ALIGNMENT == 0
+        assert 1 in x.stride()[-2:] and max(x.stride()[-2:]) % expert_ops._GROUPED_ALIGNMENT == 0
     pieces = list(zip([0, *offs.tolist()], offs.tolist(), strict=False))
     if b.dim() == 3:
         out = a.new_full((a.shape[0], b.shape[-1]), torch.nan)
@@ -164,8 +163,7 @@ def test_no_tokens_give_every_expert_a_gradient_of_zeros(way: str) -> None:
     given = leaves(of, slice(0))
     result = expert_ops.experts(given[0], given[1], of.indices[:0], *given[2:], "silu")
     found = backward(result, given, of.gradient[:0])
-    assert found[0].shape == (0, WIDTH)
-    assert all(not x.any() for x in found[3:])
+    assert found[0].shape == (0, WIDTH) and all(not x.any() for x in found[3:])
 
 
 @pytest.mark.parametrize("name", CASES)

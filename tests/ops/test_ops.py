@@ -142,8 +142,7 @@ WORDS = st.tuples(st.integers(0, 2**62), st.integers(0, 1000), st.integers(0, 10
 @given(st.lists(WORDS, min_size=2, unique=True, max_size=50))
 def test_streams_of_different_seeds_and_operators_differ(words: list[tuple[int, int, int]]) -> None:
     seeds = {seeded.stream_seed((a, b), seed, ()) for seed, a, b in words}
-    assert len(seeds) == len(words)
-    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert len(seeds) == len(words) and all(0 <= seed < 2**63 for seed in seeds)
 
 
 @pytest.mark.parametrize("call", ["dropout", "attention"])
@@ -211,8 +210,7 @@ def test_only_the_generator_of_the_tensors_device_is_seeded(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "default_generators", devices)
     states = [g.get_state() for g in (torch.default_generator, *devices)]
     with seeded.seeded((torch.device("cuda", 1),), 3, 5, ()):
-        assert devices[1].initial_seed() == seeded.stream_seed(3, 5, ())
-        assert devices[0].initial_seed() == 1
+        assert devices[1].initial_seed() == seeded.stream_seed(3, 5, ()) and devices[0].initial_seed() == 1
         assert torch.equal(torch.get_rng_state(), states[0])
     now = [g.get_state() for g in (torch.default_generator, *devices)]
     assert all(torch.equal(a, b) for a, b in zip(now, states, strict=True))

@@ -85,8 +85,7 @@ def test_several_processes_put_the_same_plan_in_its_place(graph: Graph, monkeypa
             for candidate in planner.pool:
                 group.claim(layout_key_of(candidate))
             plans.append(planner._improved(outcome.best, outcome, group))
-    assert plans[0].predicted == plans[1].predicted
-    assert plans[0].search.reasons == plans[1].search.reasons
+    assert plans[0].predicted == plans[1].predicted and plans[0].search.reasons == plans[1].search.reasons
 
 
 def test_objects_come_back_after_a_search(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,8 +32,7 @@ def test_an_operator_that_mixes_samples_is_named() -> None:
     with pytest.raises(RuleError) as caught:
         solve_batch(compact(mixed))
     assert "Samples of the batch depend on each other" in str(caught.value)
-    assert "mixed (aten.softmax.int)" in str(caught.value)
-    assert "model.py:7" in str(caught.value)
+    assert "mixed (aten.softmax.int)" in str(caught.value) and "model.py:7" in str(caught.value)
 
 
 def test_where_samples_meet_no_gradient_of_a_parameter_is_taken_for_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,8 +64,7 @@ def test_rules_that_change_are_asked_for_again() -> None:
     table = default_table()
     table.put("mylib.unused.default", Rule(line="b... -> b..."))
     try:
-        assert solve_batch(compact(graph)) is not typing
-        assert solve_batch(compact(graph)) == typing
+        assert solve_batch(compact(graph)) is not typing and solve_batch(compact(graph)) == typing
     finally:
         del table.rules["mylib.unused.default"]
 

@@ -63,8 +63,7 @@ def test_the_ends_of_a_pipeline_sum_what_they_share() -> None:
     tied = ParameterCost(name="tied", shape=(512, 512), num_bytes=2 * 512**2, shared=True)
     ends = [replace(blocks[0], parameters=(tied,)), blocks[1], replace(blocks[2], parameters=(tied,))]
     mesh = Mesh(pp=4, dp_shard=2, tp=2)
-    assert at_both_ends(ends) == (tied,)
-    assert at_both_ends(blocks) == ()
+    assert at_both_ends(ends) == (tied,) and at_both_ends(blocks) == ()
     assert not are_inside(ends, (tied,))
     half = 512 * 512 * 4 // 2  # fp32 at rest, shards of two ranks
     pair_s = MODEL.collectives.pair_time_s("all_reduce", half, mesh)

@@ -185,8 +185,7 @@ def test_a_price_on_memory_gives_megatron_tensor_and_sequence_parallelism() -> N
 def test_without_a_price_the_batch_is_split_where_it_divides_and_heads_in_attention_where_not() -> None:
     free = Weights(per_step_s=0.0)
     by_batch = solver(llama_block(batch=8, seq=1024), 8).solve(free)
-    assert types(by_batch, "core1")[1] == (S(0),)
-    assert types(by_batch, "gate1") == ((S(0), R), (S(0),))
+    assert types(by_batch, "core1")[1] == (S(0),) and types(by_batch, "gate1") == ((S(0), R), (S(0),))
     ulysses = solver(llama_block(), 8).solve(free)
     assert types(ulysses, "gate1") == ((S(1), R), (S(1),))
     assert types(ulysses, "core1") == ((S(1),) * 3, (S(1),))
@@ -195,8 +194,7 @@ def test_without_a_price_the_batch_is_split_where_it_divides_and_heads_in_attent
 def test_a_sequence_that_does_not_divide_leaves_the_residual_whole() -> None:
     graph = llama_block(seq=4095)
     found = solver(graph, 8).solve(Weights(per_step_s=1 / 64, saved_byte=PRICE, state_byte=PRICE))
-    assert types(found, "gate1")[0][1] == S(0)
-    assert all(t != S(1) for t in types(found, "out1")[1])
+    assert types(found, "gate1")[0][1] == S(0) and all(t != S(1) for t in types(found, "out1")[1])
 
 
 def test_a_value_is_offered_the_same_types_by_every_block_that_it_touches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,8 +288,7 @@ def test_a_layer_called_again_with_many_parameters_has_one_layout(monkeypatch: p
     best = free.solve(dear)
     monkeypatch.setattr(chain, "MAX_BOUNDARY_STATES", 100)
     tied = solver(graph, 2)
-    assert tied.equal_blocks
-    assert not any(boundary.shared for boundary in tied.boundaries)
+    assert tied.equal_blocks and not any(boundary.shared for boundary in tied.boundaries)
     found = tied.solve(dear)
     layers = {i for pair in tied.equal_blocks for i in pair}
     assert len(layers) == 3

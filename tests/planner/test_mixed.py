@@ -87,8 +87,7 @@ def test_the_order_of_the_groups_may_be_pinned(graph: Graph) -> None:
     cluster = two_kinds(factor=3.0)
     for order, first in (("0-1", "cpu"), ("1-0", "cpu-slow")):
         plan = api.search(graph, cluster=cluster, global_batch_size=16, pins=[*PINS, f"groups={order}"])
-        assert plan.devices_of(0) == (first,)
-        assert plan.groups[0].device == first
+        assert plan.devices_of(0) == (first,) and plan.groups[0].device == first
     with pytest.raises(UsageError, match="Choose one of: 0-1, 1-0"):
         api.search(graph, cluster=cluster, global_batch_size=16, pins=["groups=0-2"])
     with pytest.raises(UsageError, match="groups=1-0"):
@@ -130,8 +129,7 @@ def test_equal_groups_plan_as_one(graph: Graph) -> None:
     one = Cluster.parse("cpu:2x2")
     both = replace(one, groups=(group, group))
     plans = [api.search(graph, cluster=c, global_batch_size=16, pins=["pp=2"]) for c in (one, both)]
-    assert plans[0].predicted == plans[1].predicted
-    assert not plans[1].groups
+    assert plans[0].predicted == plans[1].predicted and not plans[1].groups
 
 
 def test_an_order_of_groups_needs_whole_domains_of_switches() -> None:
@@ -178,8 +176,7 @@ def test_the_nearest_shares_are_the_quickest_of_all(total: int, groups: list[tup
         return max(a + b * share for (a, b), share in zip(lines, shares, strict=True))
 
     found, ways = nearest(total, ranks, lines), list(every(total, ranks))
-    assert [time_s(shares) for shares in found] == sorted(map(time_s, ways))[:3]
-    assert set(found) <= set(ways)
+    assert [time_s(shares) for shares in found] == sorted(map(time_s, ways))[:3] and set(found) <= set(ways)
 
 
 def of_batch(wide: Graph, cluster: Cluster, *pins: str, batch: int = BATCH, space: str = "default") -> Planner:
@@ -274,8 +271,7 @@ def test_bounds_leave_each_group_its_own_memory(shares: str) -> None:
 
 def test_the_order_of_the_groups_goes_with_their_shares(wide: Graph) -> None:
     plan = search(wide, two_kinds(1, 2, factor=3.0), "data_shares=4-1", "groups=1-0")
-    assert [group.device for group in plan.groups] == ["cpu-slow", "cpu"]
-    assert plan.data_shares == (1, 4)
+    assert [group.device for group in plan.groups] == ["cpu-slow", "cpu"] and plan.data_shares == (1, 4)
     assert [plan.micro_batch_of(rank) for rank in range(3)] == [1, 1, 4]
 
 

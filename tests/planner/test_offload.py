@@ -95,8 +95,7 @@ def test_blocks_that_move_stand_evenly_among_those_that_do_not() -> None:
     assert half.modes == ("none", OFFLOADED) * 4
     assert half.time_s == 8 * 3.0 + 2.0  # the last one up
     most = within(20.0)
-    assert most.modes.count(OFFLOADED) == 6
-    assert most.time_s == 8 * 3.0 + (6 * 2.0 - 8 * 1.0) + 2.0
+    assert most.modes.count(OFFLOADED) == 6 and most.time_s == 8 * 3.0 + (6 * 2.0 - 8 * 1.0) + 2.0
 
 
 def test_blocks_that_keep_on_the_host_hold_less_on_the_device() -> None:
@@ -129,8 +128,7 @@ def test_pins_choose_and_plans_say_so() -> None:
     assert other.host == one.optimizer + 2 * one.optimizer // 2  # a copy and a gradient beside the two states
     assert any("host memory for each device: the profile does not know" in note for note in there.notes)
     text = str(there)
-    assert "offload     the optimizer steps on the host" in text
-    assert "copies to and from the host" in text
+    assert "offload     the optimizer steps on the host" in text and "copies to and from the host" in text
 
 
 def test_time_on_the_host_is_gradients_down_and_parameters_up_beside_the_step() -> None:
@@ -147,8 +145,7 @@ def test_time_on_the_host_is_gradients_down_and_parameters_up_beside_the_step() 
 
 def test_the_host_has_its_own_limit() -> None:
     plan = planned("zero=2 dp_shard=4 offload=optimizer", memory_bytes=10**9)
-    assert plan.predicted.host_memory_limit_bytes == 10**9
-    assert plan.predicted.fits
+    assert plan.predicted.host_memory_limit_bytes == 10**9 and plan.predicted.fits
     with pytest.raises(InfeasibleError, match=r"memory of the host: needs .* of 9\.5 MiB a device"):
         planned("zero=2 dp_shard=4 offload=optimizer", memory_bytes=10_000_000)
 

@@ -239,8 +239,7 @@ def test_a_sampler_alone_asks_for_everything_once(kind: SamplerName) -> None:
     while (index := sampler.ask(bounds, 4.0)) is not None:
         asked.append(index)
         sampler.tell(index, [1.0 + index] if index % 3 else None, 4.0 if index % 2 else np.inf)
-    assert asked[0] == 7
-    assert sorted(asked) == [i for i in range(40) if i != 9]
+    assert asked[0] == 7 and sorted(asked) == [i for i in range(40) if i != 9]
     trials = sampler.study.get_trials(deepcopy=False)
     (pruned,) = [t for t in trials if t.intermediate_values == {0: 5.0}]
     assert (pruned.state, pruned.params) == (TrialState.PRUNED, sampler.encoding.params(9))
@@ -261,8 +260,7 @@ def test_the_nearest_candidate_to_its_own_values_is_itself(is_numeric: bool) -> 
         trial = optuna.trial.create_trial(params=own, distributions=encoding.distributions, value=1.0)
         assert trial.params == own
     is_float = {k: isinstance(d, optuna.distributions.FloatDistribution) for k, d in encoding.distributions.items()}
-    assert is_float["tp"] == is_float["zero"] == is_numeric
-    assert not is_float["schedule"]
+    assert is_float["tp"] == is_float["zero"] == is_numeric and not is_float["schedule"]
 
 
 @pytest.mark.skipif(find_spec("cmaes") is not None, reason="cmaes is installed")
@@ -295,8 +293,7 @@ def test_seeds_are_what_the_rules_say_of_the_pool(graph: Graph) -> None:
     found = seeds(planner.pool, 4, lambda i: True)
     texts = [str(planner.pool[i]) for i in found]
     assert texts[0] == "dp_shard=4, zero=1, micro_batch=1"
-    assert set(found.values()) <= {rule.name for rule in rules(4)}
-    assert len(found) >= 3
+    assert set(found.values()) <= {rule.name for rule in rules(4)} and len(found) >= 3
     assert seeds(planner.pool, 4, lambda i: False) == {}
     fsdp = next(i for i in found if "torchtitan" in found[i])
     assert planner.pool[fsdp].zero_stage == 3

@@ -24,15 +24,13 @@ from tests.support.planner.graphs import mlp
 )  # fmt: skip
 def test_numbers(text: str, key: str, good: int, bad: int) -> None:
     pins = Pins.parse([text])
-    assert pins.allows(key, good)
-    assert not pins.allows(key, bad)
+    assert pins.allows(key, good) and not pins.allows(key, bad)
     assert pins.allows("other", bad)
 
 
 def test_names() -> None:
     pins = Pins.parse(["schedule=1f1b", "precision=bf16"])
-    assert pins.allows("schedule", "1F1B")
-    assert not pins.allows("schedule", "GPipe")
+    assert pins.allows("schedule", "1F1B") and not pins.allows("schedule", "GPipe")
     assert not pins.allows("precision", "fp32")
     assert Pins.parse(["precision=fp8"]).allows("precision", "fp8"), "planned, if not run"
     assert Pins.parse(["schedule!=GPipe"]).allows("schedule", "1F1B")
@@ -61,8 +59,7 @@ def test_blocks_of_several_modules_are_selected_by_one_of_them_unless_another_ha
 
 def test_parameters_are_matched_by_pattern() -> None:
     pin = parse_pin("model.layers.*.mlp.up_proj.weight=tp:S(0)")
-    assert (pin.axis, pin.type) == ("tp", S(0))
-    assert pin.matches(["model.layers.11.mlp.up_proj.weight"])
+    assert (pin.axis, pin.type) == ("tp", S(0)) and pin.matches(["model.layers.11.mlp.up_proj.weight"])
     assert not pin.matches(["model.layers.11.mlp.down_proj.weight"])
 
 

@@ -54,8 +54,7 @@ def test_the_smallest_cluster_is_that_of_all_sizes(times: dict[str, float]) -> N
     for most_s in (*times.values(), 1.3 * min(times.values()), 10 * max(times.values())):
         first = next(size for size in times if times[size] <= most_s)
         found = smallest_cluster(replace(ASK, max_step_time_s=most_s))
-        assert found.value == first
-        assert found.plan.predicted.step_time_s == times[first]
+        assert found.value == first and found.plan.predicted.step_time_s == times[first]
         assert found.plan.cluster == first
     with pytest.raises(InfeasibleError, match="within"):
         smallest_cluster(replace(ASK, max_step_time_s=0.9 * min(times.values())))
@@ -75,8 +74,7 @@ def test_the_cheapest_cluster_is_that_of_all_sizes_of_all_kinds(times: dict[str,
         for trial in found.trials:
             dear = trial.value in costs and costs[trial.value] > min(costs.values())
             missing = ("", "none cheaper") if dear else ("", "none fits", f"none within {most_s or 0:g} s")
-            assert trial.missing in missing
-            assert (trial.plan is None) is bool(trial.missing)
+            assert trial.missing in missing and (trial.plan is None) is bool(trial.missing)
     with pytest.raises(InfeasibleError, match="within 0 s"):
         cheapest_cluster(replace(ASK, max_step_time_s=0.0), {"h100-sxm5-80gb": 2.0})
     with pytest.raises(UsageError, match="price"):
@@ -103,8 +101,7 @@ def test_the_longest_sequence_is_that_of_all(memory: str) -> None:
     found = longest_sequence(ask, step=step)
     assert 0 < len(fitting) < 15  # the limit lies inside
     assert fitting == [step * (i + 1) for i in range(len(fitting))]  # what bisection takes for granted
-    assert found.value == f"{fitting[-1]:,} tokens"
-    assert found.plan.model.tokens_per_sample == fitting[-1]
+    assert found.value == f"{fitting[-1]:,} tokens" and found.plan.model.tokens_per_sample == fitting[-1]
     last = alone(replace(ask, sequence=fitting[-1]), ask.cluster)
     assert found.plan.predicted == last.predicted
 
@@ -122,8 +119,7 @@ def test_the_largest_batch_is_that_of_all() -> None:
     value = int(found.value.split()[0].replace(",", ""))
     assert (found.plan.global_batch_size, found.plan.num_micro_batches) == (value, 1)
     assert fits(value) and not fits(value + 2)
-    assert not found.limit
-    assert all("fits" in trial.missing for trial in found.trials if trial.plan is None)
+    assert not found.limit and all("fits" in trial.missing for trial in found.trials if trial.plan is None)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 4, 7, 10, 12])
@@ -177,8 +173,7 @@ MODEL = ("gpt:layers=2,hidden=64,heads=4,vocab=128", "--cluster", "cpu:1x2", "--
 )
 def test_questions_in_the_shell(run: Run, verb: str, options: tuple[str, ...], value: str) -> None:
     found = run(verb, *MODEL, "--seq", "32", "--space", "quick", *options, "--json").json
-    assert found["answer"] == value
-    assert found["plan"]["predicted"]["step_time_s"] > 0
+    assert found["answer"] == value and found["plan"]["predicted"]["step_time_s"] > 0
     assert found["tried"]
 
 
@@ -194,8 +189,7 @@ def test_the_longest_sequence_in_the_shell(run: Run) -> None:
 
 def test_a_sweep_in_the_shell(run: Run) -> None:
     found = run("sweep", *MODEL, "--seq", "32", "--space", "quick", "--scale", "link.bandwidth=0.5,1", "--json").json
-    assert [p["factor"] for p in found["plans"]] == [0.5, 1.0]
-    assert found["plans"][1]["step_time_ratio"] == 1
+    assert [p["factor"] for p in found["plans"]] == [0.5, 1.0] and found["plans"][1]["step_time_ratio"] == 1
     text = run("sweep", *MODEL, "--seq", "32", "--space", "quick", "--scale", "link.bandwidth=0.5,1")
     assert text.out.splitlines()[1].startswith("link.bandwidth  ")
     assert max(map(len, text.out.splitlines())) <= 80
@@ -234,8 +228,7 @@ def test_a_verb_has_no_option_that_it_would_not_heed(run: Run, verb: str, option
 
 def test_a_factory_decides_the_length_of_its_sequences(run: Run) -> None:
     done = run("longest-sequence", "my.models:net", *MODEL[1:])
-    assert done.code == 2
-    assert "a factory, which decides the length" in done.error
+    assert done.code == 2 and "a factory, which decides the length" in done.error
 
 
 # --- fronts
@@ -257,8 +250,7 @@ def test_what_is_left_is_what_nothing_beats(values: list[tuple[int, int, int]]) 
     kept = [p.values(objectives) for p in undominated(points, objectives)]
     every = {p.values(objectives) for p in points}
     best = {v for v in every if not any(o != v and all(a <= b for a, b in zip(o, v, strict=True)) for o in every)}
-    assert len(kept) == len(set(kept))
-    assert set(kept) == best
+    assert len(kept) == len(set(kept)) and set(kept) == best
 
 
 def test_time_against_devices_is_that_of_every_size(times: dict[str, float]) -> None:
@@ -274,8 +266,7 @@ def test_time_against_devices_is_that_of_every_size(times: dict[str, float]) -> 
 def test_less_memory_costs_time_and_every_point_is_the_fastest_under_its_limit() -> None:
     ask = replace(ASK, cluster="h100-sxm5-80gb:1x2", global_batch_size=2**17, pins=("pp=1",))
     found, cluster = front(ask, ("time", "memory")), Cluster.parse(ask.cluster)
-    assert len(found) > 1
-    assert found[0].plan.predicted.step_time_s == _time_s(ask, cluster)
+    assert len(found) > 1 and found[0].plan.predicted.step_time_s == _time_s(ask, cluster)
     for before, after in pairwise(found):
         assert after.plan.predicted.step_time_s > before.plan.predicted.step_time_s
         assert 1 - after.head_room <= MEMORY_STEP * (1 - before.head_room)

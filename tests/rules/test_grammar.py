@@ -32,14 +32,12 @@ def test_a_linear_has_megatrons_strategies() -> None:
         "split n": ((R, S(0), S(0)), (S(2),)), "invariant": ((I, I, I), (I,)), "replicate": ((R, R, R), (R,)),
         "linear 0+2": ((P, R, P), (P,)), "linear 1+2": ((R, P, P), (P,)),
     }  # fmt: skip
-    assert found["split k"].work == Fraction(1, 2)
-    assert found["replicate"].work == 1
+    assert found["split k"].work == Fraction(1, 2) and found["replicate"].work == 1
 
 
 def test_an_absent_bias_is_left_out() -> None:
     found = by_name(LINEAR, (spec(4, 8), spec(12, 8)), spec(4, 12))
-    assert found["split k"].inputs == (S(1), S(1))
-    assert found["linear 0"].inputs == (P, R)
+    assert found["split k"].inputs == (S(1), S(1)) and found["linear 0"].inputs == (P, R)
 
 
 def test_a_sum_with_a_scalar_is_not_linear() -> None:
@@ -61,8 +59,7 @@ def test_a_truth_value_is_never_partial() -> None:
 
 def test_broadcast_dims_are_not_split() -> None:
     found = by_name("x..., x... -> x...", (spec(4, 1, 8), spec(6, 8)), spec(4, 6, 8))
-    assert found["split x.0"].inputs == (S(0), R)
-    assert found["split x.1"].inputs == (R, S(0))
+    assert found["split x.0"].inputs == (S(0), R) and found["split x.1"].inputs == (R, S(0))
     assert found["split x.2"].inputs == (S(2), S(1))
 
 

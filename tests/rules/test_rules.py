@@ -39,8 +39,7 @@ def test_vocabulary_strategies_of_the_embedding_and_the_loss() -> None:
 def test_the_batch_axis_offers_nothing_that_must_know_its_rank() -> None:
     loss = make.call("autopar.cross_entropy_sum", make.real(4, 8, 12), make.whole(4, 8), -100, 0.0)
     found = named(loss, axis="batch")
-    assert "vocabulary" not in found
-    assert found["split b.0"].outputs == (P,)
+    assert "vocabulary" not in found and found["split b.0"].outputs == (P,)
     assert "vocabulary" not in named(make.call("aten.embedding.default", make.real(8, 4), make.whole(4, 8)), "batch")
 
 
@@ -49,8 +48,7 @@ def test_causal_attention_keeps_its_queries_whole() -> None:
     attention = "aten.scaled_dot_product_attention.default"
     assert "split s" not in named(make.call(attention, q, q, q, None, 0.0, True))
     free = named(make.call(attention, q, q, q, None, 0.1, False))
-    assert free["split s"].inputs == (S(2), R, R)
-    assert free["split s"].random
+    assert free["split s"].inputs == (S(2), R, R) and free["split s"].random
     assert not free["replicate"].random
 
 
@@ -113,8 +111,7 @@ def test_verification_finds_a_wrong_rule() -> None:
         Strategy(name="sum", inputs=(R,), outputs=(P,)),
     ]
     failures = verify_rule(op, example.operands, size=2, strategies=wrong)
-    assert len(failures) == len(wrong)
-    assert "gradient of operand 0" in failures[2]
+    assert len(failures) == len(wrong) and "gradient of operand 0" in failures[2]
 
 
 sizes = st.sampled_from([1, 2, 3, 4, 6])

@@ -51,8 +51,7 @@ def test_every_blind_row_has_a_device_and_was_predicted_before(test: str) -> Non
 def test_each_table_has_new_sources_and_no_row_of_those_before(test: str, least: int) -> None:
     runs = table(test)
     others = [run for earlier in list(TESTS)[: list(TESTS).index(test)] for run in table(earlier)]
-    assert len(runs) >= least
-    assert len({run.publisher for run in runs}) >= 5
+    assert len(runs) >= least and len({run.publisher for run in runs}) >= 5
     assert {run.publisher for run in runs}.isdisjoint(run.publisher for run in others)
     assert {_facts(run) for run in runs}.isdisjoint(_facts(run) for run in others)
 
@@ -81,8 +80,7 @@ def test_a_site_states_the_bandwidth_of_links_and_of_cards() -> None:
     stated = cluster_of(run, profile, site).groups[0]
     assert (stated.intra_node.bandwidth_bytes_per_s, stated.nic.bandwidth_bytes_per_s) == (2e11, 2e10)
     assert stated.intra_node.step_fraction == stated.nic.step_fraction == 1.0
-    assert own.intra_node.step_fraction < 1.0
-    assert own.intra_node.latency_s == stated.intra_node.latency_s
+    assert own.intra_node.step_fraction < 1.0 and own.intra_node.latency_s == stated.intra_node.latency_s
     named_so = replace(run, source="BigScience BLOOM A100 topology benchmarks", name="bloom-181B#46")
     topology = site_of(named_so, load_sites())
     assert topology.nic_bandwidth_bytes_per_s > 0  # as a collective reached its cards in place
@@ -260,8 +258,7 @@ def test_no_rank_has_a_part_of_the_rows_or_weights_of_a_norms_chain() -> None:
     assert (run.tp, run.sequence_parallel, run.recompute) == (2, False, "full")
     sites = [doing(operator_chains=chained) for chained in (False, True)]
     whole, chain = (Session([run], sites=[site]).predictions()[0].memory[0] for site in sites)
-    assert chain.parameters == whole.parameters
-    assert chain.activations >= whole.activations
+    assert chain.parameters == whole.parameters and chain.activations >= whole.activations
 
 
 def test_a_run_wholly_in_bfloat16_holds_eight_bytes_a_parameter() -> None:
@@ -344,8 +341,7 @@ def test_every_kernel_of_transformer_engine_fills_what_it_makes_once(run: Run) -
     whole = rows * run.hidden
     # two norms; query, key, value; attention; its projection; up, down
     made = 2 * whole + rows * (hidden + 2 * keys) + rows * hidden + whole + rows * ffn + whole
-    assert fills.num_bytes == 2 * made
-    assert fills.launches == 9 == sum(is_filled(op) for op in before.ops)
+    assert fills.num_bytes == 2 * made and fills.launches == 9 == sum(is_filled(op) for op in before.ops)
     assert fills.flops == fills.backward_flops == 0
 
 

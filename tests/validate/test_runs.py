@@ -100,8 +100,7 @@ def test_stages_hold_every_block_once(layers: int, stages: int) -> None:
     assert (len(stops), stops[-1]) == (stages, layers + 2)
     assert min(sizes) >= 1
     inner = [size - (i == 0) - (i == stages - 1) for i, size in enumerate(sizes)]
-    assert sum(inner) == layers
-    assert min(inner[1:-1], default=1) >= 1
+    assert sum(inner) == layers and min(inner[1:-1], default=1) >= 1
     if (layers, stages) == (78, 12):
         assert sizes[-1] == 2  # one layer and the head: BigScience, chronicles-prequel.md
 
@@ -128,8 +127,7 @@ def test_rows_that_fail_are_reported_beside_the_others(run: Shell, tmp_path: Pat
     assert (done.code, found["failed_rows"]) == (1, len(FAULTS))
     assert [row["row"] for row in found["rows"]] == [2, 3, 4, 5, 6, 7]
     errors = {row["row"]: row["error"] for row in found["rows"] if "error" in row}
-    assert set(errors) == set(FAULTS)
-    assert "column device" in errors[2]
+    assert set(errors) == set(FAULTS) and "column device" in errors[2]
     told = {2: "Did you mean 'h100-sxm5-80gb'", 3: "column layers", 4: "float8_e4m3fn", 5: "bfloat16"}
     for row, said in told.items():
         assert said in errors[row] and f"row {row}" in errors[row]
@@ -142,8 +140,7 @@ def test_rows_that_fail_are_reported_beside_the_others(run: Shell, tmp_path: Pat
 @pytest.mark.slow
 def test_the_summary_counts_rows_that_failed(run: Shell, tmp_path: Path) -> None:
     done = run("validate", with_cells(tmp_path, {2: FAULTS[2]}), OWN)
-    assert done.code == 1
-    assert "1 of 12 rows failed:\n- own a: " in done.out
+    assert done.code == 1 and "1 of 12 rows failed:\n- own a: " in done.out
     done = run("validate", OWN)
     assert done.code == 0 and "failed" not in done.out
 
@@ -151,11 +148,9 @@ def test_the_summary_counts_rows_that_failed(run: Shell, tmp_path: Path) -> None
 def test_a_table_of_which_nothing_can_be_predicted_has_no_scores(run: Shell, tmp_path: Path) -> None:
     path = with_cells(tmp_path, {row: {"device": "h100-sxm5-88gb"} for row in range(2, 8)})
     done = run("validate", path)
-    assert done.code == 1
-    assert "6 of 6 rows failed" in done.out
+    assert done.code == 1 and "6 of 6 rows failed" in done.out
     done = run("validate", path, "--calibrate", "all", "-o", tmp_path)
-    assert done.code == 2
-    assert "4 timed runs" in done.error
+    assert done.code == 2 and "4 timed runs" in done.error
 
 
 def test_fitted_profiles_are_printed_unless_a_folder_is_named(
@@ -219,21 +214,18 @@ def test_equal_times_releases_and_the_worst_are_what_they_are_said_to_be() -> No
     printed_twice = [replace(run, line=run.line + 100) for run in runs]
     assert bound([*runs, *printed_twice], draws=2).repeats == bound(runs, draws=2).repeats
     releases = [replace(run, source=f"runs ({'ab'[i % 2]}); address") for i, run in enumerate(runs)]
-    assert bound(releases, draws=2) is not None
-    assert bound(releases, releases=True, draws=2) is None
+    assert bound(releases, draws=2) is not None and bound(releases, releases=True, draws=2) is None
     far = [replace(runs[0], step_time_s=2.0 * (runs[0].step_time_s or 0.0)), *runs[1:]]
     wide, narrow = bound(far, draws=2), bound(far, without_worst=True, draws=2)
     assert wide is not None and narrow is not None
-    assert narrow.spread < 0.5 * wide.spread
-    assert narrow.repeats == wide.repeats - 1
+    assert narrow.spread < 0.5 * wide.spread and narrow.repeats == wide.repeats - 1
 
 
 def test_the_table_names_sources_with_repeats_alone() -> None:
     runs, _ = _made(0.02, plans=6)
     other = [replace(run, source="once; address", name=str(i), tp=2**i) for i, run in enumerate(runs)]
     text = bounds_table([*runs, *other])
-    assert "once" not in text
-    assert "repeats of a configuration" in text
+    assert "once" not in text and "repeats of a configuration" in text
     assert bounds_table(other) == ""
 
 
@@ -241,6 +233,5 @@ def test_the_table_names_sources_with_repeats_alone() -> None:
 def test_noise_explains_pairs_of_bigscience_but_not_its_rank_correlation() -> None:
     runs = [run for run in read_runs(PUBLISHED) if run.source.startswith("BigScience")]
     found = bound(runs, draws=200)
-    assert found.pairs == 379
-    assert found.ordered[2] * found.pairs < 342
+    assert found.pairs == 379 and found.ordered[2] * found.pairs < 342
     assert found.rho[1] > 0.92

@@ -200,10 +200,8 @@ def test_scores_count_pairs_regret_and_ranks(session: Session) -> None:
     runs = [replace(run, step_time_s=t) for t in (1.0, 2.0, 2.01)]
     times = [replace(p, step_time_s=t) for p, t in zip(predictions, (1.5, 1.0, 3.0), strict=True)]
     found = score("x", runs, times, [0.0] * 3)
-    assert (found.pairs, found.ordered) == (2, 1)
-    assert found.regret == pytest.approx(1.0)
-    assert found.mape == pytest.approx((0.5 + 0.5 + 3 / 2.01 - 1) / 3)
-    assert found.rho == pytest.approx(0.5)
+    assert (found.pairs, found.ordered) == (2, 1) and found.regret == pytest.approx(1.0)
+    assert found.mape == pytest.approx((0.5 + 0.5 + 3 / 2.01 - 1) / 3) and found.rho == pytest.approx(0.5)
 
 
 def test_megatrons_sequence_parallelism_is_expressed_to_the_byte() -> None:
