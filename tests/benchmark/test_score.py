@@ -6,17 +6,11 @@ from autopar.validate.scores import rank_correlation
 
 def row(key: str, predicted_s: float, measured_s: float | None, **others: object) -> Row:
     return Row(
-        key=key,
-        name=f"plan {key}",
-        predicted_s=predicted_s,
-        interval_s=(predicted_s / 2, predicted_s * 2),
-        predicted_bytes=110,
-        predicted_parts={},
-        measured_s=measured_s,
+        key=key, name=f"plan {key}", predicted_s=predicted_s, interval_s=(predicted_s / 2, predicted_s * 2),
+        predicted_bytes=110, predicted_parts={}, measured_s=measured_s,
         measured_bytes=None if measured_s is None else 100,
-        failure="" if measured_s is not None else "Traceback\nValueError: no",
-        **others,
-    )
+        failure="" if measured_s is not None else "Traceback\nValueError: no", **others,
+    )  # fmt: skip
 
 
 def test_score_of_known_values() -> None:
