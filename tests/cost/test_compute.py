@@ -138,14 +138,10 @@ def test_more_rows_never_take_less_time(rows: int, width: int, depth: int, facto
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("LSTM", {}),
-        ("LSTM", {"num_layers": 2, "bidirectional": True}),
-        ("LSTM", {"num_layers": 2, "proj_size": 32}),
-        ("GRU", {"num_layers": 2}),
-        ("GRU", {"bidirectional": True}),
-        ("RNN", {"num_layers": 2, "bidirectional": True}),
+        ("LSTM", {}), ("LSTM", {"num_layers": 2, "bidirectional": True}), ("LSTM", {"num_layers": 2, "proj_size": 32}),
+        ("GRU", {"num_layers": 2}), ("GRU", {"bidirectional": True}), ("RNN", {"num_layers": 2, "bidirectional": True}),
     ],
-)
+)  # fmt: skip
 def test_recurrent_networks_keep_what_is_predicted(kind: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     """Every storage that backward is given, the weights aside; oneDNN, in fp32, pads rows of its own."""
     net = getattr(torch.nn, kind)(48, 64, batch_first=True, dtype=dtype, **options)

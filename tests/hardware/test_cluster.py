@@ -124,16 +124,12 @@ def test_memory_and_network_cards_can_be_stated_on_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("cpu:1x4?host_memory=1GB", "Add [device.host] to the profile"),
-        ("local:1x2", "local?ranks=2"),
-        ("cpu:1x4?memroy=1e9", "Did you mean 'memory'"),
-        ("cpu:1x4?memory=much", "number of bytes"),
-        ("cpu:1x4?memory=1.2.3", "number of bytes"),
-        ("cpu:1x4?memory=1e999", "number of bytes"),
-        ("cpu:1x4?memory=.", "number of bytes"),
-        ("cpu:1x4?cores=0", "whole number from 1"),
+        ("cpu:1x4?host_memory=1GB", "Add [device.host] to the profile"), ("local:1x2", "local?ranks=2"),
+        ("cpu:1x4?memroy=1e9", "Did you mean 'memory'"), ("cpu:1x4?memory=much", "number of bytes"),
+        ("cpu:1x4?memory=1.2.3", "number of bytes"), ("cpu:1x4?memory=1e999", "number of bytes"),
+        ("cpu:1x4?memory=.", "number of bytes"), ("cpu:1x4?cores=0", "whole number from 1"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_description_is_refused_with_a_remedy(text: str, says: str) -> None:
     with pytest.raises(UsageError, match=re.escape(says)) as caught:
         Cluster.parse(text)

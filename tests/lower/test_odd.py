@@ -153,15 +153,12 @@ CHANNELS = {"first.weight": S(0), "norm.weight": S(0), "norm.bias": S(0), "secon
 @pytest.mark.parametrize(
     ("norm", "groups", "pinned"),
     [
-        (GROUPS, 1, {}),
-        (GROUPS, 1, CHANNELS),
+        (GROUPS, 1, {}), (GROUPS, 1, CHANNELS),
         (GROUPS, 2, {"first.weight": S(0), "second.weight": S(0), "last.weight": S(1)}),
         (partial(nn.GroupNorm, 1, 8), 1, {"first.weight": S(0), "second.weight": S(0), "last.weight": S(1)}),
-        (BATCH, 1, {}),
-        (BATCH, 1, CHANNELS),
-        (partial(nn.InstanceNorm2d, 8, affine=True), 1, CHANNELS),
+        (BATCH, 1, {}), (BATCH, 1, CHANNELS), (partial(nn.InstanceNorm2d, 8, affine=True), 1, CHANNELS),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("data", [1, 2])
 def test_convolutions_and_norms(norm: partial[nn.Module], groups: int, pinned: dict[str, object], data: int) -> None:
     pins = ["tp=2", f"dp_shard={data}", *(f"{name}=tp:{kind}" for name, kind in pinned.items())]

@@ -166,14 +166,10 @@ def test_an_outcome_is_kept_where_the_trial_was_ended_without_one(planner: Plann
 def test_the_name_of_a_study_says_all_that_its_times_depend_on(graph: Graph) -> None:
     base = task_of(graph)
     others = [
-        task_of(mlp(layers=3, batch=2, width=64, hidden=256)),
-        task_of(graph, cluster="cpu:1x4?memory=1e9"),
-        task_of(graph, global_batch_size=32),
-        task_of(graph, precision=replace(FP32, reduce="bfloat16")),
-        task_of(graph, optimizer="sgd"),
-        task_of(graph, "tp=2"),
-        task_of(graph, space="default"),
-    ]
+        task_of(mlp(layers=3, batch=2, width=64, hidden=256)), task_of(graph, cluster="cpu:1x4?memory=1e9"),
+        task_of(graph, global_batch_size=32), task_of(graph, precision=replace(FP32, reduce="bfloat16")),
+        task_of(graph, optimizer="sgd"), task_of(graph, "tp=2"), task_of(graph, space="default"),
+    ]  # fmt: skip
     changed = [[key for key, text in identity(base).items() if identity(other)[key] != text] for other in others]
     assert changed == [["model"], ["cluster"], ["global batch"], ["precision"], ["optimizer"], ["pins"], ["space"]]
     assert len({study_name(task) for task in (base, *others)}) == 1 + len(others)

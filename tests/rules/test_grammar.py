@@ -77,17 +77,12 @@ def test_only_dims_that_divide_are_split(size: object, splits: set[str]) -> None
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("a b", "does not have one arrow"),
-        ("a -> b -> c", "does not have one arrow"),
-        ("a k -> a", "lack the dim k"),
-        ("a+ -> a", "is contracted \\(\\+\\), but also"),
-        ("a+, a^ -> ", "is contracted \\(\\+\\), but also"),
-        ("a-b -> a", "'a-b' is not a dim"),
-        ("a... b... -> a... b...", "several '...'"),
-        ("a -> a; linear 1", "'linear' .* an operand that is not there"),
-        ("a -> a; fast", "Unknown text after ';'"),
+        ("a b", "does not have one arrow"), ("a -> b -> c", "does not have one arrow"), ("a k -> a", "lack the dim k"),
+        ("a+ -> a", "is contracted \\(\\+\\), but also"), ("a+, a^ -> ", "is contracted \\(\\+\\), but also"),
+        ("a-b -> a", "'a-b' is not a dim"), ("a... b... -> a... b...", "several '...'"),
+        ("a -> a; linear 1", "'linear' .* an operand that is not there"), ("a -> a; fast", "Unknown text after ';'"),
     ],
-)
+)  # fmt: skip
 def test_malformed_lines_are_refused_with_the_problem(line: str, problem: str) -> None:
     with pytest.raises(RuleError, match=problem):
         parse(line)
