@@ -13,7 +13,7 @@ def row(key: str, predicted_s: float, measured_s: float | None, **others: object
     )  # fmt: skip
 
 
-def test_score_of_known_values() -> None:
+def test_score_of_known_values_and_no_regret_where_the_picked_plan_failed() -> None:
     rows = [row("a", 1.0, 2.0), row("b", 2.0, 1.6), row("c", 3.0, 4.0), row("d", 4.0, 16.0), row("e", 0.5, None)]
     found = score(rows, "a")
     assert (found.plans, found.failures, found.best, found.picked) == (4, 1, "b", "a")
@@ -23,9 +23,6 @@ def test_score_of_known_values() -> None:
     assert found.bias == pytest.approx((-0.5 + 0.25 - 0.25 - 0.75) / 4)
     assert found.coverage == pytest.approx(3 / 4)  # 16 s lies outside of 2 to 8 s
     assert found.memory_mape == pytest.approx(0.1)
-
-
-def test_no_regret_where_the_picked_plan_failed() -> None:
     found = score([row("a", 1.0, None), row("b", 2.0, 1.0)], "a")
     assert found.regret is None and found.rho is None and found.best == "b"
 

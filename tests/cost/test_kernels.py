@@ -155,7 +155,7 @@ def test_the_loss_computes_on_whole_logits_one_kernel_after_the_other(graph: Gra
     assert own.backward_bytes == cast + 2 * 4 * LOGITS
 
 
-def test_deepspeeds_messages_are_copied() -> None:
+def test_deepspeeds_messages_are_copied_as_by_hand() -> None:
     stages = [stage(b) for b in blocks(4, sends=(10**7,), send_gradients=(10**7,))]
     mesh, count = Mesh(pp=4, tp=8), 8
     runtimes = [runtime(blocking_sends=True, partitioned_sends=True, copied_sends=c) for c in (False, True)]
@@ -166,9 +166,6 @@ def test_deepspeeds_messages_are_copied() -> None:
     gathered_s = model.collectives.time_s("all_gather", 10**7, mesh, ("tp",))
     more_s = copied.breakdown.pipeline_s - parts.breakdown.pipeline_s
     assert more_s == pytest.approx(count * (forward_s + backward_s + gathered_s))
-
-
-def test_copies_of_deepspeeds_messages_by_hand() -> None:
     device, size, ranks = H100.devices[0], 8 * 10**6, 4
     part, whole_s = size / ranks, 1 / device.memory_bandwidth_bytes_per_s
     gather = size + 2 * part + 2 * size + 2 * size  # zeros, the own part, parts out of a flat buffer, a copy

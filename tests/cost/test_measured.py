@@ -52,16 +52,13 @@ def test_between_measured_sizes_time_rises_from_one_to_the_other(rows: list[int]
         assert times == sorted(times)
 
 
-def test_beyond_measured_sizes_the_roofline_is_scaled() -> None:
+def test_beyond_measured_sizes_the_roofline_is_scaled_and_other_kinds_keep_it() -> None:
     measured = Measured(TABLE, CPU)
     for rows, nearest in ((8, 64), (8192, 1024)):
         (time, source), (known, _) = find(rows, measured), find(nearest, measured)
         here, there = op_time(*linear(rows), CPU), op_time(*linear(nearest), CPU)
         assert source == "scaled"
         assert time.forward_s / here.forward_s == pytest.approx(known.forward_s / there.forward_s)
-
-
-def test_other_kinds_keep_the_roofline() -> None:
     measured = Measured(TABLE, CPU)
     frozen = linear(64)[0], (spec(64, 128), spec(64, 128, grad=False))
     view = Op(name="v", target="aten.view.default", args=(X, (8, 8)), outputs=(spec(8, 8),)), (spec(64),)

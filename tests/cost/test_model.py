@@ -92,7 +92,7 @@ def test_blocking_messages_are_part_of_the_step() -> None:
     assert parts.breakdown.pipeline_s == pytest.approx(whole.breakdown.pipeline_s * (part + gathered / 2) / sent)
 
 
-def test_gathers_hide_behind_long_blocks_and_show_behind_short_ones() -> None:
+def test_gathers_hide_behind_long_blocks_but_where_they_take_the_core() -> None:
     mesh = Mesh(dp_shard=8)
     gather = MODEL.collectives.time_s("all_gather", 4 * 2**20, mesh, ("dp_shard",))
     slow = predict([stage(*layers(8, forward_s=1.0, backward_s=2.0))], mesh, zero=3).breakdown
@@ -100,9 +100,6 @@ def test_gathers_hide_behind_long_blocks_and_show_behind_short_ones() -> None:
     assert slow.data_parallel_s < 4 * (2 + 24 * interference) * 4 * gather
     fast = predict([stage(*layers(8, forward_s=0.0, backward_s=0.0))], mesh, zero=3).breakdown
     assert fast.data_parallel_s > 4 * 8 * 2 * gather
-
-
-def test_nothing_hides_where_communication_takes_the_core() -> None:
     mesh = Mesh(dp_shard=4)
     slow = predict([stage(*layers(8, forward_s=1.0, backward_s=2.0))], mesh, cluster=CPU, zero=3).breakdown
     fast = predict([stage(*layers(8, forward_s=0.0, backward_s=0.0))], mesh, cluster=CPU, zero=3).breakdown
@@ -162,7 +159,7 @@ def test_parameters_that_their_owners_broadcast_cost_a_ring_each() -> None:
     assert unit.reduce_s == gathering.of(how).unit(stages[0].blocks[0]).reduce_s
 
 
-def test_adding_gradients_moves_them_for_all_micro_batches_but_the_first() -> None:
+def test_adding_gradients_moves_them_for_all_micro_batches_but_the_first_and_of_two_users_for_all() -> None:
     blocks, count = layers(3), 5
     how = step(Mesh(), count=count)
     plain, added = (MODEL.predict([stage(*blocks)], replace(how, adds_gradients=a)) for a in (False, True))
@@ -170,9 +167,6 @@ def test_adding_gradients_moves_them_for_all_micro_batches_but_the_first() -> No
     kernels = sum(len(b.parameters) for b in blocks)
     once = 3 * 4 * numel / MODEL.device.memory_bandwidth_bytes_per_s + kernels * MODEL.device.launch_s
     assert added.step_time_s - plain.step_time_s == pytest.approx((count - 1) * once)
-
-
-def test_gradients_of_a_parameter_that_two_blocks_use_are_summed_for_every_micro_batch() -> None:
     weight = ParameterCost(name="embedding", shape=(1024, 64), num_bytes=1024 * 64 * 4, shared=True)
     count = 5
     how = replace(step(Mesh(), count=count), adds_gradients=True)

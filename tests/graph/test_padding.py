@@ -41,13 +41,10 @@ def traced(tied: bool, peek: str = "") -> tuple[Language, Graph]:
     return model, trace(model, (), batch())
 
 
-def test_a_tied_table_is_padded_once_a_head_with_its_bias() -> None:
+def test_a_tied_table_is_padded_once_a_head_with_its_bias_unless_it_divides_or_is_short() -> None:
     assert lengths(traced(tied=True)[1], 4) == {"table.weight": 24}
-    assert lengths(traced(tied=False)[1], 4) == {"table.weight": 24, "head.weight": 24, "head.bias": 24}
-
-
-def test_what_divides_or_is_short_stays() -> None:
     _, graph = traced(tied=False)
+    assert lengths(graph, 4) == {"table.weight": 24, "head.weight": 24, "head.bias": 24}
     assert lengths(graph, 3) == {}
     assert lengths(graph, 5) == {}, "21 rows over 5 ranks: less than 25"
 

@@ -151,12 +151,11 @@ def test_a_region_is_tried_where_what_it_gives_is_finite(code: Callable[[Tensor]
     assert re.search(said or r"outside forward\)$", note), note
 
 
-def test_a_backward_that_is_the_usual_one_is_traced() -> None:
+def test_a_usual_backward_is_traced_and_tried_at_one_size_and_large_inputs_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plan = check(u.Around(applies(u.Square)), u.batch(), ["tp=2"])
     assert not any("opaque" in note for note in plan.notes)
-
-
-def test_a_usual_backward_is_tried_at_one_size_and_large_inputs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     draws: list[int] = []
     usual = opaque_trials.Subject.draw
     monkeypatch.setattr(opaque_trials.Subject, "draw", lambda self, n: (draws.append(n), usual(self, n))[1])

@@ -73,15 +73,12 @@ def test_a_normed_weight_does_not_keep_a_model_from_being_copied() -> None:
     assert {p.spec.dtype for p in graph.parameters} == {torch.bfloat16}
 
 
-def test_models_that_are_parallel_already_and_autocast_are_refused() -> None:
+def test_models_that_are_parallel_already_autocast_and_complex_parameters_are_refused() -> None:
     with pytest.raises(UsageError, match=r"wrapped in DataParallel.*Pass the model before"):
         api.trace(nn.DataParallel(net()), example_inputs={"x": X})
     said = r"cannot be traced inside torch\.autocast\('cpu', dtype=bfloat16\)"
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(UsageError, match=said):
         api.trace(net(), example_inputs={"x": X})
-
-
-def test_complex_parameters_are_refused() -> None:
     model = net()
     model.linear.register_parameter("turn", nn.Parameter(torch.zeros(4, dtype=torch.complex64)))
     said = r"linear\.turn: A parameter of dtype complex64 is not supported.*Keep a real parameter"

@@ -189,7 +189,9 @@ def test_the_gradient_of_a_parameter_stays_a_pending_sum(placement: Replicate | 
 # --- random operators ----------------------------------------------------------------------------
 
 
-def test_attention_draws_as_if_all_generators_were_seeded_and_leaves_torchs_as_it_was() -> None:
+def test_attention_draws_as_if_all_generators_were_seeded_and_without_dropout_seeds_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     q = torch.randn(2, 2, 8, 4, generator=torch.Generator().manual_seed(0))
     before = torch.get_rng_state()
     found = seeded.attention(q, q, q, None, 0.5, salt=3, seed=5)
@@ -197,9 +199,6 @@ def test_attention_draws_as_if_all_generators_were_seeded_and_leaves_torchs_as_i
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seeded.stream_seed(3, 5, ()))
         assert torch.equal(found, torch.nn.functional.scaled_dot_product_attention(q, q, q, None, 0.5))
-
-
-def test_attention_without_dropout_seeds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seeded, "stream_seed", None)  # a call would raise
     q = torch.randn(2, 2, 8, 4)
     assert torch.equal(seeded.attention(q, q, q, is_causal=True), seeded.attention(q, q, q, None, 0.0, True, seed=1))

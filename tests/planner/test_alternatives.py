@@ -88,7 +88,7 @@ def test_several_processes_put_the_same_plan_in_its_place(graph: Graph, monkeypa
     assert plans[0].predicted == plans[1].predicted and plans[0].search.reasons == plans[1].search.reasons
 
 
-def test_objects_come_back_after_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_come_back_after_a_search_but_those_that_a_caller_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     before, inside = gc.get_freeze_count(), []
     planner = Planner(task_of(mlp(layers=2)))
     monkeypatch.setattr(planner, "_outcome", lambda *a, **k: inside.append(gc.get_freeze_count()) or 1 / 0)
@@ -96,9 +96,6 @@ def test_objects_come_back_after_a_search(monkeypatch: pytest.MonkeyPatch) -> No
         planner.search(limits=Limits())
     assert inside[0] > 10_000
     assert gc.get_freeze_count() == before == 0
-
-
-def test_what_a_caller_has_set_aside_stays_so() -> None:
     gc.freeze()
     try:
         count = gc.get_freeze_count()  # it falls where one of these is freed meanwhile, and is zero where all come back
@@ -163,14 +160,11 @@ def test_a_plan_with_full_recompute_says_that_the_space_has_no_selective_one(tmp
     assert notes(cluster, about=about) == ()  # nothing is made again
 
 
-def test_what_may_leave_the_range_of_float16_is_named() -> None:
+def test_what_may_leave_the_range_of_float16_is_named_and_a_precision_that_the_device_has() -> None:
     cluster = Cluster.parse("cpu:1x2")
     (note,) = notes(cluster, about="autocast", precision="fp16", loss_fn=_power)
     assert note.startswith("computed in float16, where autocast would in float32: aten.pow.Tensor_Scalar of ")
     assert not notes(cluster, about="autocast", precision="bf16", loss_fn=_power)
-
-
-def test_the_precision_that_is_proposed_is_one_that_the_device_has() -> None:
     for cluster, name in (("v100-sxm2-32gb:1x2", "fp16"), ("h100-sxm5-80gb:1x2", "bf16")):
         (note,) = notes(Cluster.parse(cluster), about="computed in float32")
         assert f"precision {name} " in note

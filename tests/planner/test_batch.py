@@ -69,7 +69,7 @@ def test_rules_that_change_are_asked_for_again() -> None:
         del table.rules["mylib.unused.default"]
 
 
-def test_a_run_is_cut_to_first_inner_and_last_if_it_is_longer_and_of_one_key() -> None:
+def test_runs_and_layers_in_turn_are_cut_to_first_inner_and_last() -> None:
     small = compact(mlp(layers=9))
     assert [b.label for b in small.graph.blocks] == ["start", "layers.0", "layers.1", "layers.8", "loss"]
     assert small.members == ((0,), (1,), tuple(range(2, 9)), (9,), (10,))
@@ -81,9 +81,6 @@ def test_a_run_is_cut_to_first_inner_and_last_if_it_is_longer_and_of_one_key() -
     assert compact(short).graph.ops == short.ops
     small = compact(mlp(layers=8), keys=["a"] * 5 + ["b"] * 5)
     assert small.members == ((0,), (1,), (2, 3), (4,), (5,), (6, 7), (8,), (9,))
-
-
-def test_layers_in_turn_are_cut_to_their_first_one_inner_and_their_last_turn() -> None:
     small = compact(mlp(layers=14, turn=3))
     assert [b.label for b in small.graph.blocks[1:-1]] == [f"layers.{i}" for i in (0, 1, 2, 3, 4, 5, 9, 10, 11, 12, 13)]
     assert small.members[4:7] == ((4, 7), (5, 8), (6, 9))

@@ -32,11 +32,13 @@ def expert_types(plan: Plan) -> set[object]:
     return {kind for name, kind in at_rest(plan).items() if "experts" in name}
 
 
-def test_without_ep_experts_are_whole_or_split_inside() -> None:
+def test_without_ep_experts_are_whole_or_split_inside_and_a_search_finds_ranks_for_it() -> None:
     plan = planned("ep=1", "tp=2")
     assert plan.mesh.ep == 1
     names = {s for layout in plan.layouts for typing in layout.typings for s in typing.strategies}
     assert not any(name == "experts" or name.startswith("dispatch") for name in names)
+    plan = search_plan(mixture_graph(), cluster=Cluster.parse("cpu:1x4"), global_batch_size=16, pins=["ep=2"])
+    assert plan.mesh.ep == 2
 
 
 @pytest.mark.parametrize(
@@ -60,11 +62,6 @@ def test_ep_borrows_ranks_of_tp_or_data(pins: tuple[str, ...], ep: int, ep_data:
         assert any(note.startswith("mixtures of experts (2): experts spread") for note in plan.notes)
     assert plan_from_dict(plan_to_dict(plan)) == plan
     assert typecheck(lower(plan, mixture_graph())) > 10
-
-
-def test_a_search_with_ep_finds_ranks_for_it() -> None:
-    plan = search_plan(mixture_graph(), cluster=Cluster.parse("cpu:1x4"), global_batch_size=16, pins=["ep=2"])
-    assert plan.mesh.ep == 2
 
 
 def test_what_ep_cannot_be_is_named() -> None:

@@ -168,7 +168,7 @@ def _unnamed(**columns: object) -> Run:
     return replace(read_runs(OWN)[0], source="nobody's runs", **columns)
 
 
-def test_columns_tell_what_software_an_unknown_source_ran() -> None:
+def test_columns_tell_what_software_an_unknown_source_ran_and_names_that_of_a_known_one() -> None:
     sites = load_sites()
     old = site_of(_unnamed(tp=4, pp=2, zero=1, attention="scores", family="gpt"), sites)
     assert {"late_reductions", "dropout"} <= old.practices and "overlapped_reductions" not in old.practices
@@ -178,9 +178,6 @@ def test_columns_tell_what_software_an_unknown_source_ran() -> None:
     assert site_of(sharded, sites) == PLAIN
     assert "fused_elementwise" in site_of(replace(sharded, precision="fp8"), sites).practices
     assert "triton_attention" in site_of(_unnamed(tp=1, pp=1, zero=3, attention="flash", family="mpt"), sites).practices
-
-
-def test_a_source_is_known_by_its_name_whatever_its_letters() -> None:
     sites = load_sites()
     run = replace(_unnamed(tp=1, pp=1, zero=1, attention="flash"), source="runs of NVIDIA NEMO (1.0); somewhere")
     assert "overlapped_tensor_parallel" in site_of(run, sites).practices

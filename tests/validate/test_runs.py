@@ -203,10 +203,15 @@ def test_the_bound_is_what_the_true_times_that_made_the_runs_reach(spread: float
     assert all(b.ordered[1] < b.ordered[0] < b.ordered[2] for b in real)
 
 
-def test_runs_without_repeats_that_differ_say_nothing() -> None:
+def test_runs_without_repeats_that_differ_say_nothing_in_a_table_either() -> None:
     runs, truth = _made(0.02)
     assert bound([replace(run, step_time_s=math.exp(t)) for run, t in zip(runs, truth, strict=True)]) is None
     assert bound(runs[:6]) is None
+    runs = runs[:12]
+    other = [replace(run, source="once; address", name=str(i), tp=2**i) for i, run in enumerate(runs)]
+    text = bounds_table([*runs, *other])
+    assert "once" not in text and "repeats of a configuration" in text
+    assert bounds_table(other) == ""
 
 
 def test_equal_times_releases_and_the_worst_are_what_they_are_said_to_be() -> None:
@@ -219,14 +224,6 @@ def test_equal_times_releases_and_the_worst_are_what_they_are_said_to_be() -> No
     wide, narrow = bound(far, draws=2), bound(far, without_worst=True, draws=2)
     assert wide is not None and narrow is not None
     assert narrow.spread < 0.5 * wide.spread and narrow.repeats == wide.repeats - 1
-
-
-def test_the_table_names_sources_with_repeats_alone() -> None:
-    runs, _ = _made(0.02, plans=6)
-    other = [replace(run, source="once; address", name=str(i), tp=2**i) for i, run in enumerate(runs)]
-    text = bounds_table([*runs, *other])
-    assert "once" not in text and "repeats of a configuration" in text
-    assert bounds_table(other) == ""
 
 
 @NEEDS_PUBLISHED
