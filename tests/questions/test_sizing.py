@@ -137,11 +137,9 @@ def test_no_larger_batch_is_tried_than_was_asked_about(most: int) -> None:
 def test_a_length_past_the_positions_of_a_model_is_not_said_to_be_too_large(run: Run) -> None:
     model = "hf:gpt2?n_layer=1&n_embd=32&n_head=2&n_positions=128&vocab_size=64"
     asked = ("longest-sequence", model, "--cluster", "cpu:1x2", "--global-batch", "2", "--space", "quick")
-    done = run(*asked, "--step", "64")
-    assert done.code == 0, done.err
-    assert done.out.startswith("128 tokens\n")
-    assert re.search(r"192 tokens +- +- +the model takes no such length", done.out)
-    assert "none fits" not in done.out
+    text = run(*asked, "--step", "64").text
+    assert text.startswith("128 tokens\n") and "none fits" not in text
+    assert re.search(r"192 tokens +- +- +the model takes no such length", text)
 
 
 def test_nothing_fits_is_said() -> None:
@@ -227,8 +225,7 @@ def test_a_verb_has_no_option_that_it_would_not_heed(run: Run, verb: str, option
 
 
 def test_a_factory_decides_the_length_of_its_sequences(run: Run) -> None:
-    done = run("longest-sequence", "my.models:net", *MODEL[1:])
-    assert done.code == 2 and "a factory, which decides the length" in done.error
+    assert "a factory, which decides the length" in run("longest-sequence", "my.models:net", *MODEL[1:]).mistake
 
 
 # --- fronts
