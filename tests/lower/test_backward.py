@@ -24,10 +24,8 @@ Names = Mapping[str, str]
 
 
 def graph(*, negated: bool) -> Graph:
-    """Two convolutions of x, the second by a parameter ``negated`` or as it is; the loss is the sum of squares.
-
-    The checker does not know convolutions: one of a sum that is pending on another axis passes as the program states.
-    """
+    """Two convolutions of x, the second by a parameter ``negated`` or as it is; the loss is the sum of squares. The checker does not
+    know convolutions: one of a sum that is pending on another axis passes as the program states."""
     shape, weight = (SAMPLES, 4, 8), (4, 4, 1)
     ops = (
         *((op("v", "aten.neg.default", (Ref("w"),), *weight),) if negated else ()),

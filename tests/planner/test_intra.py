@@ -233,10 +233,8 @@ def scan() -> Graph:
 
 @pytest.mark.parametrize("model", ["attention", "loop"])
 def test_where_tables_are_too_large_values_stay_as_they_are(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
-    """In place of an integer program for each entry of a block's table, of which there are dozens, of seconds each.
-
-    Nothing is cut inside a block, and what has several readers is read by all of them as it is made.
-    """
+    """In place of an integer program of seconds for each of dozens of entries of a table: nothing is cut inside a block, and what has
+    several readers is read by all of them as it is made."""
     graph = attention() if model == "attention" else scan()
     free = solver(graph, 2).solve(Weights())
     monkeypatch.setattr(TypingProblem, "is_wide", lambda self, keep: True)

@@ -143,13 +143,10 @@ def test_one_process_reports(by: By, tmp_path: Path) -> None:
 
 def test_a_limit_of_trials_is_for_one_process(by: By, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which candidates are the first is known to no process of several."""
-    first, evaluate = os.getpid(), Evaluator.evaluate
-    others = []
-    monkeypatch.setattr(
-        Evaluator, "evaluate", lambda self, *a, **k: (others.append(os.getpid() != first), evaluate(self, *a, **k))[1]
-    )
-    made = planner(space=replace(load_space("default"), exhaustive=0))
-    by(2, made, trials=2)
+    first, evaluate, others = os.getpid(), Evaluator.evaluate, []
+    told = lambda self, *a, **k: (others.append(os.getpid() != first), evaluate(self, *a, **k))[1]
+    monkeypatch.setattr(Evaluator, "evaluate", told)
+    by(2, planner(space=replace(load_space("default"), exhaustive=0)), trials=2)
     assert not any(others)
 
 
@@ -251,8 +248,7 @@ def test_what_was_looked_at_before_is_not_seen_in_the_certificate_and_the_reason
     """Of an evaluator that has searched, and of one that has not been asked for anything."""
     warm = of_space(cluster, space)
     best = warm.branch_and_bound(Limits()).run().best
-    best_s = best.prediction.step_time_s
-    goals = [best_s, best_s / 1.02]
+    goals = [best.prediction.step_time_s / part for part in (1.0, 1.02)]
     fresh_evaluator = of_space(cluster, space).evaluator
     reasons = [list(map(str, compare(one, warm.pool, best))) for one in (warm.evaluator, fresh_evaluator)]
     assert reasons[0] == reasons[1]

@@ -64,8 +64,7 @@ def same(one: Plan, other: Plan) -> bool:
 
 
 def study_of(planner: Planner, url: str) -> StudyLedger:
-    task = planner.task
-    return StudyLedger(planner.pool, storage=url, name=study_name(task), identity=identity(task))
+    return StudyLedger(planner.pool, storage=url, name=study_name(planner.task), identity=identity(planner.task))
 
 
 def trials_of(url: str) -> list[FrozenTrial]:

@@ -262,11 +262,8 @@ def test_a_rank_may_leave_the_next_block_to_an_earlier_one() -> None:
 
 @pytest.mark.parametrize(("schedule", "wanted_s"), [("GPipe", 19.0), ("1F1B", 18.0)])
 def test_a_rank_ends_behind_a_micro_batch_that_went_to_the_last_stage_and_back(schedule: str, wanted_s: float) -> None:
-    """The second of three ranks steps long. Before that: all forwards, what else it does, and the last rank's backward between.
-
-    Of GPipe its three forwards stand before, of 1F1B one of them behind. That the last rank's backwards of 1F1B wait for its forwards
-    is a second more, which this relaxation does not see.
-    """
+    """The second of three ranks steps long. Before that: all forwards, what else it does, and the last rank's backward between; of GPipe
+    its three forwards stand before, of 1F1B one of them behind. The second that 1F1B takes more is not seen by this relaxation."""
     instance = pipeline(schedule, 3, 3, [0, 1, 2], [block((1.0, 0.0), once_s=once_s) for once_s in (0.0, 10.0, 0.0)])
     assert feasible_bounds([instance])[0] == pytest.approx(wanted_s, rel=1e-3)
     assert least_s(instance) == pytest.approx(19.0)
