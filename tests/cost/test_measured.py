@@ -29,12 +29,9 @@ def linear(rows: int) -> tuple[Op, tuple[TensorSpec, ...]]:
     return op, (spec(rows, 128), spec(64, 128))
 
 
-def table(*entries: tuple[int, float, float]) -> OperatorTable:
-    times = tuple(OperatorTime(call=encode(*linear(n)), forward_s=f, backward_s=b) for n, f, b in entries)
-    return OperatorTable(times=times, provenance="example")
-
-
-TABLE = table((64, 1e-3, 3e-3), (1024, 5e-3, 2e-2))
+KNOWN = ((64, 1e-3, 3e-3), (1024, 5e-3, 2e-2))
+TIMES = tuple(OperatorTime(call=encode(*linear(n)), forward_s=f, backward_s=b) for n, f, b in KNOWN)
+TABLE = OperatorTable(times=TIMES, provenance="example")
 
 
 def find(rows: int, measured: Measured) -> tuple[OpTime, str]:

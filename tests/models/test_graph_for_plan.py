@@ -91,15 +91,11 @@ def _attending(self: Any, x: Tensor) -> Tensor:
     return (torch.softmax(made @ made.t(), -1) @ made).square().mean()
 
 
-def _centred(self: Any, x: Tensor) -> Tensor:
-    """Samples meet, and no number or shape of the graph says so."""
-    return torch.softmax(self.linear(x), 0).square().mean()
-
-
 KINDS = {
     "apart": net(),
     "attending": model_of(_attending, linear=nn.Linear(4, 4)),
-    "centred": model_of(_centred, linear=nn.Linear(4, 4)),
+    # samples meet, and no number or shape of the graph says so
+    "centred": model_of(lambda self, x: torch.softmax(self.linear(x), 0).square().mean(), linear=nn.Linear(4, 4)),
     "statistics": model_of(
         lambda self, x: self.norm(self.linear(x)).square().mean(), linear=nn.Linear(4, 4), norm=nn.BatchNorm1d(4)
     ),

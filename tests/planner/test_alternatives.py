@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import autopar
 from autopar.graph.graph import Graph
@@ -109,12 +109,7 @@ def test_objects_come_back_after_a_search_but_those_that_a_caller_set_aside(monk
 # --- notes
 
 
-def _square(y: Tensor, batch: object) -> Tensor:
-    return y.square().mean()
-
-
-def _power(y: Tensor, batch: object) -> Tensor:
-    return y.pow(2).mean()
+_square, _power = (lambda y, batch: y.square().mean()), (lambda y, batch: y.pow(2).mean())
 
 
 @cache

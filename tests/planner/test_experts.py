@@ -28,10 +28,6 @@ def planned(*pins: str, ranks: int = 4) -> Plan:
     return estimate(mixture_graph(), cluster=Cluster.parse(f"cpu:1x{ranks}"), global_batch_size=16, pins=pins)
 
 
-def expert_types(plan: Plan) -> set[object]:
-    return {kind for name, kind in at_rest(plan).items() if "experts" in name}
-
-
 def test_without_ep_experts_are_whole_or_split_inside_and_a_search_finds_ranks_for_it() -> None:
     plan = planned("ep=1", "tp=2")
     assert plan.mesh.ep == 1
@@ -57,7 +53,7 @@ def test_ep_borrows_ranks_of_tp_or_data(pins: tuple[str, ...], ep: int, ep_data:
     assert (plan.mesh.ep, plan.mesh.ep_data, plan.mesh.world_size) == (ep, ep_data, 4)
     assert where in str(plan)
     if ep_data == 1:
-        assert expert_types(plan) == {S(0)}
+        assert {kind for name, kind in at_rest(plan).items() if "experts" in name} == {S(0)}
     else:
         assert any(note.startswith("mixtures of experts (2): experts spread") for note in plan.notes)
     assert plan_from_dict(plan_to_dict(plan)) == plan
