@@ -13,7 +13,7 @@ from autopar.benchmark.rank_runs import QUIET_PROFILER
 from tests.support.cli_runner import Run
 
 
-def test_an_old_speed_of_the_machine_is_measured_again(tmp_path: Path) -> None:
+def test_an_old_speed_of_the_machine_is_measured_again_but_never_a_shipped_profile(tmp_path: Path) -> None:
     kept = tmp_path / "ranks.json"
     again, line = whether_again(kept, fresh=False)
     assert again and line.endswith("measured now, for the first time")
@@ -28,9 +28,6 @@ def test_an_old_speed_of_the_machine_is_measured_again(tmp_path: Path) -> None:
     os.utime(kept, (before, before))
     again, line = whether_again(kept, fresh=False)
     assert again and line.endswith("the one before was 6.5 hours old")
-
-
-def test_a_shipped_profile_is_never_measured() -> None:
     again, line = whether_again(None, fresh=True)
     assert not again and "shipped profile" in line
 

@@ -67,7 +67,7 @@ def change(name: str, *args: Argument, source: TensorSpec, out: TensorSpec) -> s
     return {(message.kind, message.num_bytes, message.backward) for message in found}
 
 
-def test_messages_of_changes_of_type() -> None:
+def test_messages_of_changes_of_type_and_of_the_split_loss() -> None:
     reduced = {("all_reduce", FULL_BYTES, False)}
     assert change("all_reduce", "I", source=FULL, out=FULL) == reduced
     assert change("all_reduce", "R", source=FULL, out=FULL) == reduced | {("all_reduce", FULL_BYTES, True)}
@@ -84,9 +84,6 @@ def test_messages_of_changes_of_type() -> None:
     assert change("keep_on_first", "I", source=FULL, out=FULL) == set()
     still = replace(FULL, requires_grad=False)
     assert change("all_reduce", "R", source=still, out=still) == reduced
-
-
-def test_messages_of_the_split_loss() -> None:
     logits = TensorSpec(shape=(4, 8, 100), dtype=torch.bfloat16, requires_grad=True)
     target = TensorSpec(shape=(4, 8), dtype=torch.int64)
     loss = TensorSpec(shape=(), dtype=torch.float32, requires_grad=True)

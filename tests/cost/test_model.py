@@ -36,7 +36,7 @@ def predict(stages: list[StageCost], mesh: Mesh, *, cluster: Cluster = H100, **h
     return found
 
 
-def test_one_device_adds_up_its_blocks() -> None:
+def test_one_device_adds_up_its_blocks_and_recompute_the_forward_again() -> None:
     found = predict([stage(*layers(6, **SMALL))], Mesh(), count=5)
     assert found.breakdown.compute_s == pytest.approx(5 * 6 * (F + B))
     assert found.step_time_s == pytest.approx(found.breakdown.compute_s + found.breakdown.optimizer_s)
@@ -46,9 +46,6 @@ def test_one_device_adds_up_its_blocks() -> None:
     assert found.tokens_per_s == pytest.approx(5 * 128 / found.step_time_s)
     peak = H100.devices[0].rate("float32").datasheet_flops_per_s
     assert found.mfu == pytest.approx(5 * 3e9 / found.step_time_s / peak)
-
-
-def test_recompute_adds_the_forward_again() -> None:
     blocks = layers(4, communication_forward_s=1e-4, communication_again_s=1e-4, **SMALL)
     plain, again = (predict([stage(*blocks, recompute=r)], Mesh(), count=2).breakdown for r in ("none", "full"))
     assert (plain.recompute_s, again.recompute_s) == (0, pytest.approx(2 * 4 * F))

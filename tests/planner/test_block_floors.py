@@ -137,15 +137,12 @@ def test_blocks_in_their_places_take_no_more_than_their_stage(mesh: Mesh, zero: 
     assert bool(beyond) == (zero >= 2)
 
 
-def test_one_more_of_equal_blocks_adds_what_it_is_priced_at() -> None:
+def test_one_more_of_equal_blocks_adds_what_it_is_priced_at_and_the_least_of_the_blocks_beside_counts() -> None:
     how = replace(step(Mesh(dp_shard=16)), zero_stage=3, adds_gradients=False)
     own = drawn(random.Random(1), "a")
     time = HIDING.of(how).block_time_s(own, recompute="none")
     more = stage_s([own] * 5, how) - stage_s([own] * 4, how)
     assert more == pytest.approx(time.forward_s + time.backward_s, rel=1e-9)
-
-
-def test_the_least_of_the_blocks_beside_counts() -> None:
     how = replace(step(Mesh(dp_shard=16)), zero_stage=3)
     chance = random.Random(3)
     a, b, c = (drawn(chance, name) for name in "abc")

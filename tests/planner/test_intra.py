@@ -171,8 +171,9 @@ def types(found: AxisSolution, name: str) -> tuple[tuple[Type, ...], tuple[Type,
 PRICE = 1e-11  # seconds a byte: 80 GB are worth 0.8 s
 
 
-def test_a_price_on_memory_gives_megatron_tensor_and_sequence_parallelism() -> None:
-    found = solver(llama_block(), 8).solve(Weights(per_step_s=1 / 64, saved_byte=PRICE, state_byte=PRICE))
+def test_a_price_on_memory_gives_megatron_tensor_and_sequence_parallelism_where_that_divides() -> None:
+    dear = Weights(per_step_s=1 / 64, saved_byte=PRICE, state_byte=PRICE)
+    found = solver(llama_block(), 8).solve(dear)
     assert types(found, "norm1") == ((S(1), R), (S(1),))
     for name in ("q1", "k1", "v1", "gate1", "up1"):
         assert types(found, name) == ((R, S(0)), (S(2),)), name
@@ -180,6 +181,8 @@ def test_a_price_on_memory_gives_megatron_tensor_and_sequence_parallelism() -> N
     for name in ("o1", "down1"):
         assert types(found, name) == ((S(2), S(1)), (P,)), name
     assert types(found, "out1") == ((S(1), S(1)), (S(1),))
+    odd = solver(llama_block(seq=4095), 8).solve(dear)
+    assert types(odd, "gate1")[0][1] == S(0) and all(t != S(1) for t in types(odd, "out1")[1])
 
 
 def test_without_a_price_the_batch_is_split_where_it_divides_and_heads_in_attention_where_not() -> None:
@@ -189,12 +192,6 @@ def test_without_a_price_the_batch_is_split_where_it_divides_and_heads_in_attent
     ulysses = solver(llama_block(), 8).solve(free)
     assert types(ulysses, "gate1") == ((S(1), R), (S(1),))
     assert types(ulysses, "core1") == ((S(1),) * 3, (S(1),))
-
-
-def test_a_sequence_that_does_not_divide_leaves_the_residual_whole() -> None:
-    graph = llama_block(seq=4095)
-    found = solver(graph, 8).solve(Weights(per_step_s=1 / 64, saved_byte=PRICE, state_byte=PRICE))
-    assert types(found, "gate1")[0][1] == S(0) and all(t != S(1) for t in types(found, "out1")[1])
 
 
 def test_a_value_is_offered_the_same_types_by_every_block_that_it_touches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def test_one_search_chooses_as_several_do(bounds: list[float], times: list[float
     assert chosen(search(Known(bounds, times), View(board))) == chosen(search(Known(bounds, times))) == choice
 
 
-def test_what_others_found_is_not_evaluated_again() -> None:
+def test_what_others_found_is_not_evaluated_again_but_what_was_slow_for_a_stricter_search() -> None:
     known = Known(bounds=[1.0, 1.0, 1.0, 5.0], times=[2.0, 3.0, float("inf"), 6.0])
     board = Board()
     assert chosen(search(known, View(board))) == 0
@@ -88,9 +88,6 @@ def test_what_others_found_is_not_evaluated_again() -> None:
     assert outcome.best is not None and outcome.evaluated == 3
     assert [m.reason for m in outcome.misfits] == [SLOW, "memory"]
     assert again.evaluator.asked == [0]  # the winner, for its plan
-
-
-def test_a_slow_candidate_of_a_stricter_search_is_evaluated_by_a_laxer_one() -> None:
     known = Known(bounds=[1.0, 1.5], times=[2.0, 3.0])
     board = Board()
     assert chosen(search(known, View(board), max_step_time_s=1.75)) is None

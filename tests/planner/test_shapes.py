@@ -89,7 +89,7 @@ def replicated(made: Planner) -> Any:
     return made.evaluator.evaluate(next(c for c in made.pool if c.mesh.dp_replicate == 2))
 
 
-def test_what_fits_by_its_middle_alone_does_not_fit() -> None:
+def test_what_fits_by_its_middle_alone_does_not_fit_and_bounds_stay_below_prices() -> None:
     found = replicated(two_ranks(spread=SPREAD)).prediction
     peak = found.peak_memory_bytes
     assert found.peak_memory_interval_bytes == (round(peak / (1 + SPREAD)), round(peak * (1 + SPREAD)))
@@ -103,11 +103,7 @@ def test_what_fits_by_its_middle_alone_does_not_fit() -> None:
     else:  # a leaner plan
         assert unsure.prediction.peak_memory_bytes * (1 + SPREAD) <= limit + 1
         assert unsure.prediction.step_time_s > free.step_time_s
-
-
-def test_a_bound_of_what_is_sure_to_fit_stays_below_its_price() -> None:
-    peak = replicated(two_ranks()).prediction.peak_memory_bytes
-    tight = two_ranks(memory_bytes=round(peak * 1.25), spread=SPREAD)
+    tight = two_ranks(memory_bytes=round(free.peak_memory_bytes * 1.25), spread=SPREAD)
     found = replicated(tight)
     assert tight.evaluator.closest_s(found.candidate, float("inf"))[0] <= found.prediction.step_time_s
 

@@ -293,13 +293,10 @@ def test_planted_values_come_back(speed: float, overhead: float) -> None:
     assert found.num_seen == {"speed": 6, "overhead": 6, "unseen": 0}
 
 
-def test_bounds_hold() -> None:
+def test_bounds_hold_and_one_wrong_run_does_not_pull() -> None:
     narrow = (_parameter("speed", lower=0.9, upper=1.2), PLANTED[1])
     found = _fitted(_times({"speed": 4.0, "overhead": 1.0}, range(len(WORK))), narrow)
     assert found.values["speed"] == pytest.approx(1.2)
-
-
-def test_one_wrong_run_does_not_pull() -> None:
     measured = _times({"speed": 0.6, "overhead": 1.5}, range(len(WORK)))
     measured[3] *= 3
     found = _fitted(measured, PLANTED)
