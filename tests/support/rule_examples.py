@@ -334,8 +334,8 @@ def images(make: Maker) -> Iterator[Example]:
         weights = (r(8 * gates, 6), r(8 * gates, 8), r(8 * gates), r(8 * gates))
         for first in (True, False):
             x = r(4, 3, 6) if first else r(3, 4, 6)
-            own = hidden if states > 1 else hidden[0]
-            yield c(f"aten.{name}.input", x, own, weights, True, 1, 0.0, True, False, first)
+            start = hidden if states > 1 else hidden[0]
+            yield c(f"aten.{name}.input", x, start, weights, True, 1, 0.0, True, False, first)
     yield c("autopar.batch_norm", r(4, 8, 4, 4), r(8), r(8), 1e-5)
     yield c("autopar.batch_norm", r(4, 8), r(8), r(8), 1e-5)
     still = (r(8, grad=False), r(8, grad=False).abs() + 0.5, False, 0.1, 1e-5, False)
