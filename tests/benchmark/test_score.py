@@ -6,20 +6,14 @@ from autopar.validate.scores import rank_correlation
 
 def row(key: str, predicted_s: float, measured_s: float | None, **others: object) -> Row:
     return Row(
-        key=key,
-        name=f"plan {key}",
-        predicted_s=predicted_s,
-        interval_s=(predicted_s / 2, predicted_s * 2),
-        predicted_bytes=110,
-        predicted_parts={},
-        measured_s=measured_s,
+        key=key, name=f"plan {key}", predicted_s=predicted_s, interval_s=(predicted_s / 2, predicted_s * 2),
+        predicted_bytes=110, predicted_parts={}, measured_s=measured_s,
         measured_bytes=None if measured_s is None else 100,
-        failure="" if measured_s is not None else "Traceback\nValueError: no",
-        **others,
-    )
+        failure="" if measured_s is not None else "Traceback\nValueError: no", **others,
+    )  # fmt: skip
 
 
-def test_score_of_known_values() -> None:
+def test_score_of_known_values_and_no_regret_where_the_picked_plan_failed() -> None:
     rows = [row("a", 1.0, 2.0), row("b", 2.0, 1.6), row("c", 3.0, 4.0), row("d", 4.0, 16.0), row("e", 0.5, None)]
     found = score(rows, "a")
     assert (found.plans, found.failures, found.best, found.picked) == (4, 1, "b", "a")
@@ -29,9 +23,6 @@ def test_score_of_known_values() -> None:
     assert found.bias == pytest.approx((-0.5 + 0.25 - 0.25 - 0.75) / 4)
     assert found.coverage == pytest.approx(3 / 4)  # 16 s lies outside of 2 to 8 s
     assert found.memory_mape == pytest.approx(0.1)
-
-
-def test_no_regret_where_the_picked_plan_failed() -> None:
     found = score([row("a", 1.0, None), row("b", 2.0, 1.0)], "a")
     assert found.regret is None and found.rho is None and found.best == "b"
 

@@ -23,8 +23,7 @@ exhaustive = true
 
 def test_problems_are_many_and_of_every_kind() -> None:
     known = load_problems()
-    assert len(known) >= 30
-    assert sum(problem.is_exhaustive for problem in known.values()) >= 15
+    assert len(known) >= 30 and sum(problem.is_exhaustive for problem in known.values()) >= 15
     kinds = {kind for problem in known.values() for kind in problem.kinds}
     assert kinds >= {
         "decoder", "encoder", "encoder-decoder", "experts", "vision", "alternating", "long", "memory", "wide", "network", "mixed",
@@ -105,10 +104,8 @@ def test_a_tiny_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert problems.main(["run", *given, "--rounds", "2", "--out", str(out)]) == 0
     kept = json.loads(out.read_text())
     own = kept["problems"]["tiny"]
-    assert own["is_steady"]
-    assert 0 < own["bound_s"] <= own["time_s"]
-    assert own["cpu_s"] > 0
-    assert own["peak_bytes"] > own["before_bytes"] // 2
+    assert own["is_steady"] and 0 < own["bound_s"] <= own["time_s"]
+    assert own["cpu_s"] > 0 and own["peak_bytes"] > own["before_bytes"] // 2
     assert (own["rounds"], own["hit_limit"], own["asked"]["batch"]) == (2, False, 4)
     assert problems.main(["compare", *given, str(out), "--record", str(out)]) == 0
     quicker = deepcopy(kept)

@@ -40,8 +40,7 @@ def test_equal_blocks_cost_the_same_and_parameters_are_counted_once_tied_ones_wi
     for cost in costs:
         kept = (cost.forward_s, cost.saved_bytes, cost.backward_transient_bytes)
         classes.setdefault(cost.key, set()).add(kept)
-    assert max(map(len, classes.values())) == 1
-    assert len(classes) < len(costs)
+    assert max(map(len, classes.values())) == 1 and len(classes) < len(costs)
     assert sum(p.num_bytes for c in costs for p in c.parameters) == 4 * graph.num_parameters
     layer = max(costs, key=lambda cost: cost.flops)
     tokens, hidden, ffn = 2 * LENGTH, 32, 64  # and half as many keys and values
@@ -50,8 +49,7 @@ def test_equal_blocks_cost_the_same_and_parameters_are_counted_once_tied_ones_wi
     assert layer.kept_bytes("full") < layer.kept_bytes("selective") < layer.kept_bytes("none")
     assert layer.passing_bytes("full") >= layer.saved_bytes
     shared = [p.name for cost in priced(traced("llama_tied")) for p in cost.parameters if p.shared]
-    assert len(shared) == 2
-    assert len(set(shared)) == 1
+    assert (len(shared), len(set(shared))) == (2, 1)
 
 
 # --- collectives of emitted operators
@@ -69,7 +67,7 @@ def change(name: str, *args: Argument, source: TensorSpec, out: TensorSpec) -> s
     return {(message.kind, message.num_bytes, message.backward) for message in found}
 
 
-def test_messages_of_changes_of_type() -> None:
+def test_messages_of_changes_of_type_and_of_the_split_loss() -> None:
     reduced = {("all_reduce", FULL_BYTES, False)}
     assert change("all_reduce", "I", source=FULL, out=FULL) == reduced
     assert change("all_reduce", "R", source=FULL, out=FULL) == reduced | {("all_reduce", FULL_BYTES, True)}
@@ -86,9 +84,6 @@ def test_messages_of_changes_of_type() -> None:
     assert change("keep_on_first", "I", source=FULL, out=FULL) == set()
     still = replace(FULL, requires_grad=False)
     assert change("all_reduce", "R", source=still, out=still) == reduced
-
-
-def test_messages_of_the_split_loss() -> None:
     logits = TensorSpec(shape=(4, 8, 100), dtype=torch.bfloat16, requires_grad=True)
     target = TensorSpec(shape=(4, 8), dtype=torch.int64)
     loss = TensorSpec(shape=(), dtype=torch.float32, requires_grad=True)
@@ -165,8 +160,7 @@ def test_experts_cost_what_even_routing_gives() -> None:
     rows = 32 * 2
     graph, op = experts_graph("autopar.experts")
     done = work(op, [graph.spec(ref) for ref in op.operands])
-    assert done.flops == 2 * rows * 3 * 8 * 16
-    assert done.backward_flops == 2 * done.flops
+    assert done.flops == 2 * rows * 3 * 8 * 16 and done.backward_flops == 2 * done.flops
     graph, op = experts_graph("autopar.experts_split", ("tp", 16))
     assert work(op, [graph.spec(ref) for ref in op.operands]).flops == done.flops / 4
     assert list(messages(op, graph.spec)) == []

@@ -20,11 +20,8 @@ TABLE = Path(__file__).parents[3] / "shared" / "validation" / "collective_bandwi
 def benchmarked(text: str) -> Cluster:
     """A cluster whose links reach what benchmarks measured: what tables of collectives are about, not training steps."""
     cluster = Cluster.parse(text)
-    groups = (
-        replace(g, intra_node=replace(g.intra_node, step_fraction=1.0), nic=replace(g.nic, step_fraction=1.0))
-        for g in cluster.groups
-    )
-    return replace(cluster, groups=tuple(groups))
+    full = [{k: replace(getattr(g, k), step_fraction=1.0) for k in ("intra_node", "nic")} for g in cluster.groups]
+    return replace(cluster, groups=tuple(replace(g, **links) for g, links in zip(cluster.groups, full, strict=True)))
 
 
 H100 = benchmarked("h100-sxm5-80gb:4x8")

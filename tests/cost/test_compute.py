@@ -35,12 +35,9 @@ LINEAR_OPERANDS = (spec(4, 8, 16), spec(32, 16), spec(32))
 
 def test_a_linear_counts_two_flops_for_each_multiply_add() -> None:
     done = work(LINEAR, LINEAR_OPERANDS)
-    assert done.flops == 2 * 32 * 16 * 32
-    assert done.backward_flops == 2 * done.flops
-    assert done.smallest_dim == 16
-    assert done.num_bytes == 2 * (4 * 8 * 16 + 32 * 16 + 32 + 4 * 8 * 32)
-    assert done.saved == (0, 1)
-    assert not done.saves_output
+    assert done.flops == 2 * 32 * 16 * 32 and done.backward_flops == 2 * done.flops
+    assert done.smallest_dim == 16 and done.num_bytes == 2 * (4 * 8 * 16 + 32 * 16 + 32 + 4 * 8 * 32)
+    assert (done.saved, done.saves_output) == ((0, 1), False)
 
 
 def test_a_product_of_complex_numbers_is_four_of_real_ones() -> None:
@@ -62,38 +59,26 @@ PAIR = (spec(4, 8), spec(4, 8))
     ("target", "args", "out", "operands", "kind", "wanted"),
     [
         # the weight and its bias are frozen: one product backward, and no input is kept
-        (
-            "aten.linear.default", (X, W, B), LINEAR.spec,
-            (LINEAR_OPERANDS[0], spec(32, 16, grad=False), spec(32, grad=False)), "cpu",
-            {"backward_flops": 2 * 32 * 16 * 32, "saved": (1,)},
-        ),
+        ("aten.linear.default", (X, W, B), LINEAR.spec,
+         (LINEAR_OPERANDS[0], spec(32, 16, grad=False), spec(32, grad=False)), "cpu",
+         {"backward_flops": 2 * 32 * 16 * 32, "saved": (1,)}),
         # nothing goes backward
-        (
-            "aten.linear.default", (X, W, B), spec(4, 8, 32, grad=False),
-            tuple(replace(s, requires_grad=False) for s in LINEAR_OPERANDS), "cpu",
-            {"backward_flops": 0, "backward_bytes": 0, "backward_launches": 0, "saved": ()},
-        ),
+        ("aten.linear.default", (X, W, B), spec(4, 8, 32, grad=False),
+         tuple(replace(s, requires_grad=False) for s in LINEAR_OPERANDS), "cpu",
+         {"backward_flops": 0, "backward_bytes": 0, "backward_launches": 0, "saved": ()}),
         ("autopar.dropout", (X, 0.5), spec(4, 8), (spec(4, 8),), "cpu", {"saved_bytes": 4 * 8}),
         ("autopar.dropout", (X, 0.5), spec(4, 8), (spec(4, 8),), "cuda", {"saved_bytes": 4 * 8}),
         # probabilities, in single precision
-        (
-            "autopar.cross_entropy_sum", (X, K), spec(dtype=F32),
-            (spec(16, 1000), TensorSpec(shape=(16,), dtype=torch.int64)), "cuda", {"saved_bytes": 16 * 1000 * 4},
-        ),
+        ("autopar.cross_entropy_sum", (X, K), spec(dtype=F32),
+         (spec(16, 1000), TensorSpec(shape=(16,), dtype=torch.int64)), "cuda", {"saved_bytes": 16 * 1000 * 4}),
         # views are free, and parts fill their gradient
-        (
-            "aten.view.default", (X, (8, 4)), spec(8, 4), (spec(4, 8),), "cuda",
-            {"launches": 0, "num_bytes": 0, "backward_bytes": 0},
-        ),
-        (
-            "aten.slice.Tensor", (X, 0, 0, 2), spec(2, 8), (spec(4, 8),), "cuda",
-            {"launches": 0, "num_bytes": 0, "backward_bytes": 2 * (32 + 2 * 16)},
-        ),
+        ("aten.view.default", (X, (8, 4)), spec(8, 4), (spec(4, 8),), "cuda",
+         {"launches": 0, "num_bytes": 0, "backward_bytes": 0}),
+        ("aten.slice.Tensor", (X, 0, 0, 2), spec(2, 8), (spec(4, 8),), "cuda",
+         {"launches": 0, "num_bytes": 0, "backward_bytes": 2 * (32 + 2 * 16)}),
         # it was counted as kept, with what it was made of
-        (
-            "aten.repeat_interleave.self_int", (X, 2, 1), spec(4, 16), (spec(4, 8),), "cuda",
-            {"saved": (), "saves_output": False, "saved_bytes": 0},
-        ),
+        ("aten.repeat_interleave.self_int", (X, 2, 1), spec(4, 16), (spec(4, 8),), "cuda",
+         {"saved": (), "saves_output": False, "saved_bytes": 0}),
         # a product keeps the other factor
         ("aten.mul.Tensor", (X, K), spec(4, 8), PAIR, "cuda", {"saved": (0, 1)}),
         ("aten.mul.Tensor", (X, K), spec(4, 8), (spec(4, 8), spec(8, grad=False)), "cuda", {"saved": (1,)}),
@@ -114,8 +99,7 @@ def test_attention_keeps_no_scores_and_half_of_them_is_masked(causal: bool, shar
     call = op("aten.scaled_dot_product_attention.default", (X, K, V, None, 0.0, causal), Q)
     done = work(call, (Q, Q, Q))
     assert done.flops == pytest.approx(share * 2 * 2 * 4 * 128 * 128 * (64 + 64))
-    assert done.backward_flops == pytest.approx(2.5 * done.flops)
-    assert done.saved_bytes == 2 * 4 * 128 * 4
+    assert done.backward_flops == pytest.approx(2.5 * done.flops) and done.saved_bytes == 2 * 4 * 128 * 4
     dropping = replace(call, args=(X, K, V, None, 0.1, causal))  # on a CPU it keeps the scores
     assert work(dropping, (Q, Q, Q), "cpu").saved_bytes >= 3 * 4 * SCORES
     assert work(dropping, (Q, Q, Q), "cuda").saved_bytes < SCORES
@@ -154,14 +138,10 @@ def test_more_rows_never_take_less_time(rows: int, width: int, depth: int, facto
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("LSTM", {}),
-        ("LSTM", {"num_layers": 2, "bidirectional": True}),
-        ("LSTM", {"num_layers": 2, "proj_size": 32}),
-        ("GRU", {"num_layers": 2}),
-        ("GRU", {"bidirectional": True}),
-        ("RNN", {"num_layers": 2, "bidirectional": True}),
+        ("LSTM", {}), ("LSTM", {"num_layers": 2, "bidirectional": True}), ("LSTM", {"num_layers": 2, "proj_size": 32}),
+        ("GRU", {"num_layers": 2}), ("GRU", {"bidirectional": True}), ("RNN", {"num_layers": 2, "bidirectional": True}),
     ],
-)
+)  # fmt: skip
 def test_recurrent_networks_keep_what_is_predicted(kind: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     """Every storage that backward is given, the weights aside; oneDNN, in fp32, pads rows of its own."""
     net = getattr(torch.nn, kind)(48, 64, batch_first=True, dtype=dtype, **options)
@@ -190,9 +170,8 @@ def test_ctc_losses_keep_what_torch_keeps() -> None:
     time, samples, classes, length = 20, 4, 12, 5
     log_probs = torch.randn(time, samples, classes, requires_grad=True)
     rest = torch.randint(1, classes, (samples, length)), torch.full((samples,), time), torch.full((samples,), length)
-    specs = tuple(
-        TensorSpec(shape=tuple(t.shape), dtype=t.dtype, requires_grad=t is log_probs) for t in (log_probs, *rest)
-    )
+    tensors = (log_probs, *rest)
+    specs = tuple(TensorSpec(shape=tuple(t.shape), dtype=t.dtype, requires_grad=t is log_probs) for t in tensors)
     refs = tuple(Ref(name) for name in "abcd")
     out = TensorSpec(shape=(samples,), dtype=torch.float32, requires_grad=True)
     done = work(Op(name="y", target="autopar.ctc_losses", args=(*refs, 0, False), outputs=(out,)), specs, "cpu")
@@ -216,8 +195,7 @@ def test_recurrent_networks_multiply_each_row_with_each_matrix(kind: str, option
     assert done.flops == 2 * samples * steps * sum(p.numel() for p in net.parameters() if p.dim() == 2)
     assert done.backward_flops == 2 * done.flops
     networks = options.get("num_layers", 1) * (2 if options.get("bidirectional") else 1)
-    assert done.matmuls == steps * networks
-    assert done.smallest_dim == samples
+    assert (done.matmuls, done.smallest_dim) == (steps * networks, samples)
     gates = {"LSTM": 4, "GRU": 3, "RNN": 1}[kind]
     assert done.saved_bytes == 4 * samples * steps * networks * (gates * 24 + 2 * options.get("proj_size", 24))
 
@@ -244,10 +222,8 @@ def test_no_part_of_a_product_is_below_its_share(
 
 
 def test_curves_at_best_do_not_fall() -> None:
-    points = tuple(
-        CurvePoint(smallest_dim=n, efficiency=e, backward_efficiency=b)
-        for n, e, b in ((1, 0.2, 0.5), (64, 0.9, 0.3), (512, 0.6, 0.0))
-    )
+    numbers = ((1, 0.2, 0.5), (64, 0.9, 0.3), (512, 0.6, 0.0))
+    points = tuple(CurvePoint(smallest_dim=n, efficiency=e, backward_efficiency=b) for n, e, b in numbers)
     rate = replace(A100.rate("float32"), curve=points)
     for backward in (False, True):
         for n in (1, 7, 64, 200, 512, 4096):
@@ -257,8 +233,6 @@ def test_curves_at_best_do_not_fall() -> None:
 
 def test_unaligned_rows_of_one_product_and_of_several() -> None:
     rate = A100.rate("bfloat16")
-    alone, several = (
-        (rate.product_flops_per_s(n, 4096, 768, 4096), rate.product_flops_per_s(n, 4096, 769, 4096)) for n in (1, 8)
-    )
+    alone, several = ([rate.product_flops_per_s(n, 4096, rows, 4096) for rows in (768, 769)] for n in (1, 8))
     assert alone[1] / alone[0] == pytest.approx(rate.unaligned_fraction, rel=1e-3)
     assert several[1] / several[0] == pytest.approx(rate.unaligned_batched_fraction, rel=1e-3)

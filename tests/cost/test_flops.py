@@ -1,15 +1,8 @@
 """Predicted FLOPs are those that torch's FlopCounterMode counts, on every family of docs/evidence/models.md, exactly.
 
-Where torch's counter knows no formula, or a wrong one, the test gives it one and says why:
-
-- ``_scaled_dot_product_flash_attention_for_cpu``, forward and backward: not registered (torch 2.11 to 2.13); the
-  formulas are torch's own for the same kernel on a GPU, two products forward and five backward.
-- ``_grouped_mm``, in which Hugging Face runs experts: not registered; rows times the two dims of a matrix.
-- ``convolution_backward`` with groups: torch's formula for the gradient of the weight pairs every channel with every
-  other one, as if there were one group. Each of the gradients costs what the forward costs.
-
-One difference is meant: a causal mask spares fused attention (rows + 1) / (2 rows) of the square, which the
-counter does not know. The test takes that factor back.
+Where torch's counter has no formula the test gives it one: of fused attention on a CPU (torch 2.11 to 2.13), torch's own for a GPU;
+of ``_grouped_mm``, in which Hugging Face runs experts. Of the weight's gradient of grouped convolutions it has a wrong one, which
+pairs every channel with every other. What a causal mask spares fused attention, which the counter does not know, is taken back.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,13 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import (
-    FlopCounterMode,
-    conv_flop_count,
-    flop_registry,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
+from torch.utils import flop_counter as flops
+from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.cost.operators.work import operand_specs, work
 from autopar.graph.graph import Graph, Op
@@ -37,19 +25,16 @@ Shape = Sequence[int]
 aten = torch.ops.aten
 
 UNREAD = {"CLIP": 2 * 2 * 2 * 16}
-"""FLOPs of a model's forward that its loss does not read, so that tracing drops them.
-
-CLIP here is trained on the square of its embeddings: the product of two texts with two images, 16 numbers each, is
-not part of that.
-"""
+"""FLOPs of a forward that the loss does not read, which tracing drops: CLIP here is trained on the square of its embeddings, not on
+the product of two texts with two images, 16 numbers each."""
 
 
 def _fused(q: Shape, k: Shape, v: Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    return int(sdpa_flop_count(q, _for_all(q, k), _for_all(q, v)))
+    return int(flops.sdpa_flop_count(q, _for_all(q, k), _for_all(q, v)))
 
 
 def _fused_backward(g: Shape, q: Shape, k: Shape, v: Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(g, q, _for_all(q, k), _for_all(q, v)))
+    return int(flops.sdpa_backward_flop_count(g, q, _for_all(q, k), _for_all(q, v)))
 
 
 def _for_all(q: Shape, shared: Shape) -> Shape:
@@ -65,8 +50,8 @@ def _grouped(a: Shape, b: Shape, *_: Any, out_shape: Any = None, **__: Any) -> i
 def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any, out_val: Any = None) -> int:
     *_, transposed, _, groups, asked = rest
     if groups == 1:
-        return int(flop_registry[aten.convolution_backward](grad, x, weight, *rest, out_val=out_val))
-    return int(conv_flop_count(x.shape, weight.shape, grad.shape, transposed=transposed)) * (asked[0] + asked[1])
+        return int(flops.flop_registry[aten.convolution_backward](grad, x, weight, *rest, out_val=out_val))
+    return int(flops.conv_flop_count(x.shape, weight.shape, grad.shape, transposed=transposed)) * (asked[0] + asked[1])
 
 
 _convolution_backward._get_raw = True

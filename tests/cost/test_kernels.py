@@ -74,9 +74,8 @@ def test_a_fused_ring_moves_no_scores() -> None:
     op = Op(name="mixed", target="autopar.attention_ring", args=(Ref("q"), Ref("k"), Ref("v")), outputs=(spec,))
     slow = Work(flops=1e6, backward_flops=2.5e6, num_bytes=10**9, backward_bytes=10**9, workspace_bytes=10**9)
     done = fuse_ring(op, [spec, spec, spec], slow)
-    assert done == replace(
-        slow, is_attention=True, num_bytes=4 * spec.num_bytes, backward_bytes=11 * spec.num_bytes, workspace_bytes=0
-    )
+    sizes = {"num_bytes": 4 * spec.num_bytes, "backward_bytes": 11 * spec.num_bytes, "workspace_bytes": 0}
+    assert done == replace(slow, is_attention=True, **sizes)
     assert fuse_ring(replace(op, target="aten.add.Tensor"), [spec, spec], slow) is slow
 
 
@@ -116,9 +115,8 @@ def works(graph: Graph, kernels: ForeignKernels, target: str) -> list[Work]:
 def test_scores_are_a_product_with_a_factor_that_adds_to_positions(graph: Graph) -> None:
     plain, scores = (works(graph, k, "aten.matmul.default")[0] for k in (PLAIN, MEGATRON))
     assert scores.num_bytes == plain.num_bytes
-    assert (
-        scores.backward_extra_bytes - plain.backward_extra_bytes == 2 * 2 * VALUES * HALF
-    )  # gradients of queries and keys times it
+    more = scores.backward_extra_bytes - plain.backward_extra_bytes
+    assert more == 2 * 2 * VALUES * HALF  # gradients of queries and keys times it
     assert scores.backward_launches - plain.backward_launches == 2
     biased = ForeignKernels(practices=MEGATRON.practices | {"biased_scores"})
     assert works(graph, biased, "aten.matmul.default")[0].num_bytes - scores.num_bytes == SCORES * HALF
@@ -133,8 +131,7 @@ def test_the_residual_is_added_where_dropout_is(graph: Graph) -> None:
     assert [(w.num_bytes, w.launches) for w in adds] == [(3 * VALUES * HALF, 1)] * len(adds)
     assert not any(w.backward_bytes or w.backward_launches for w in adds)
     masks = [w for w in works(graph, MEGATRON, "autopar.dropout") if not w.launches]
-    assert len(masks) == len(adds)
-    assert {w.num_bytes for w in masks} == {VALUES}
+    assert len(masks) == len(adds) and {w.num_bytes for w in masks} == {VALUES}
 
 
 def test_norms_are_three_kernels_backward_and_the_gradient_of_a_split_product_is_put_together(graph: Graph) -> None:
@@ -158,7 +155,7 @@ def test_the_loss_computes_on_whole_logits_one_kernel_after_the_other(graph: Gra
     assert own.backward_bytes == cast + 2 * 4 * LOGITS
 
 
-def test_deepspeeds_messages_are_copied() -> None:
+def test_deepspeeds_messages_are_copied_as_by_hand() -> None:
     stages = [stage(b) for b in blocks(4, sends=(10**7,), send_gradients=(10**7,))]
     mesh, count = Mesh(pp=4, tp=8), 8
     runtimes = [runtime(blocking_sends=True, partitioned_sends=True, copied_sends=c) for c in (False, True)]
@@ -169,18 +166,14 @@ def test_deepspeeds_messages_are_copied() -> None:
     gathered_s = model.collectives.time_s("all_gather", 10**7, mesh, ("tp",))
     more_s = copied.breakdown.pipeline_s - parts.breakdown.pipeline_s
     assert more_s == pytest.approx(count * (forward_s + backward_s + gathered_s))
-
-
-def test_copies_of_deepspeeds_messages_by_hand() -> None:
     device, size, ranks = H100.devices[0], 8 * 10**6, 4
     part, whole_s = size / ranks, 1 / device.memory_bandwidth_bytes_per_s
     gather = size + 2 * part + 2 * size + 2 * size  # zeros, the own part, parts out of a flat buffer, a copy
     kernels = 1 + 1 + ranks + 1
     forward_s, backward_s = copies_s(size, size, ranks, device)
     # in: message and its description, each copied twice; gathered; out: cut, two messages
-    assert forward_s == pytest.approx(
-        (gather + 4 * part + 2 * part) * whole_s + (2 + 4 + kernels + 1 + 2) * device.launch_s
-    )
+    into_s, out_launches = gather + 4 * part + 2 * part, 2 + 4 + kernels + 1 + 2
+    assert forward_s == pytest.approx(into_s * whole_s + out_launches * device.launch_s)
     # in: two messages; output and its gradient gathered; out: cut, two messages
     assert backward_s == pytest.approx((2 * gather + 2 * part) * whole_s + (2 + 2 * kernels + 1 + 2) * device.launch_s)
     assert copies_s(0, 0, ranks, device) == (0.0, 0.0)

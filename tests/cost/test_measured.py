@@ -29,12 +29,9 @@ def linear(rows: int) -> tuple[Op, tuple[TensorSpec, ...]]:
     return op, (spec(rows, 128), spec(64, 128))
 
 
-def table(*entries: tuple[int, float, float]) -> OperatorTable:
-    times = tuple(OperatorTime(call=encode(*linear(n)), forward_s=f, backward_s=b) for n, f, b in entries)
-    return OperatorTable(times=times, provenance="example")
-
-
-TABLE = table((64, 1e-3, 3e-3), (1024, 5e-3, 2e-2))
+KNOWN = ((64, 1e-3, 3e-3), (1024, 5e-3, 2e-2))
+TIMES = tuple(OperatorTime(call=encode(*linear(n)), forward_s=f, backward_s=b) for n, f, b in KNOWN)
+TABLE = OperatorTable(times=TIMES, provenance="example")
 
 
 def find(rows: int, measured: Measured) -> tuple[OpTime, str]:
@@ -52,16 +49,13 @@ def test_between_measured_sizes_time_rises_from_one_to_the_other(rows: list[int]
         assert times == sorted(times)
 
 
-def test_beyond_measured_sizes_the_roofline_is_scaled() -> None:
+def test_beyond_measured_sizes_the_roofline_is_scaled_and_other_kinds_keep_it() -> None:
     measured = Measured(TABLE, CPU)
     for rows, nearest in ((8, 64), (8192, 1024)):
         (time, source), (known, _) = find(rows, measured), find(nearest, measured)
         here, there = op_time(*linear(rows), CPU), op_time(*linear(nearest), CPU)
         assert source == "scaled"
         assert time.forward_s / here.forward_s == pytest.approx(known.forward_s / there.forward_s)
-
-
-def test_other_kinds_keep_the_roofline() -> None:
     measured = Measured(TABLE, CPU)
     frozen = linear(64)[0], (spec(64, 128), spec(64, 128, grad=False))
     view = Op(name="v", target="aten.view.default", args=(X, (8, 8)), outputs=(spec(8, 8),)), (spec(64),)

@@ -1,17 +1,6 @@
-"""Activations of a GPT layer in half precision, byte by byte, against Korthikanti et al. 2022.
-
-The paper ("Reducing Activation Recomputation in Large Transformer Models", section 4) counts for a layer with sequence
-s, micro-batch b, hidden size h, a heads, on t tensor parallel ranks:
-
-    not split                s b h (34 + 5 a s / h)
-    tensor parallel          s b h (10 + 24 / t + 5 a s / (h t))
-    with sequence parallel   s b h (34 + 5 a s / h) / t
-    selective recompute      without the terms with a s
-    full recompute           2 s b h
-
-What is predicted differs by what the models here have not, or what the paper leaves out: each is a line of its own below,
-and paper + lines = prediction, to the byte.
-"""
+"""Activations of a GPT layer in half precision, byte by byte, against section 4 of Korthikanti et al. 2022, "Reducing Activation
+Recomputation in Large Transformer Models": its formulas, in :func:`paper`, with a line for each thing that the models here have not
+or that the paper leaves out, are what is predicted."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -21,9 +21,7 @@ MODEL = CostModel(CLUSTER, FP32, "sgd")
 N = 1024 * 1024
 
 
-def state(
-    precision: Precision, zero: int, shards: int, *, pp: int = 1, count: int = 4, optimizer: str = "adamw"
-) -> State:
+def state(precision: Precision, zero: int, shards: int, pp: int = 1, count: int = 4, optimizer: str = "adamw") -> State:
     mesh = Mesh(pp=pp, dp_shard=shards)
     data = DataParallel(mesh, zero, precision, pp > 1)
     parameter = ParameterCost(name="w", shape=(N // 16, 16), num_bytes=N * 4)
@@ -49,7 +47,7 @@ def state(
 def test_bytes_of_a_parameter(
     precision: Precision, zero: int, shards: int, pp: int, count: int, expected: tuple[float, float, float]
 ) -> None:
-    found = state(precision, zero, shards, pp=pp, count=count)
+    found = state(precision, zero, shards, pp, count)
     assert (found.parameters / N, found.gradients / N, found.optimizer / N) == pytest.approx(expected)
 
 
@@ -65,21 +63,15 @@ def test_adafactor_keeps_a_row_and_a_column_and_8_bit_states_are_declared() -> N
 
 
 def test_states_of_torchs_optimizers_are_those_that_they_keep() -> None:
-    made = {
-        "adamw": torch.optim.AdamW,
-        "adam": torch.optim.Adam,
-        "adafactor": torch.optim.Adafactor,
-        "sgd": torch.optim.SGD,
-        "momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
-    }
+    made = {name.lower(): getattr(torch.optim, name) for name in ("AdamW", "Adam", "Adafactor", "SGD")}
+    made["momentum"] = lambda parameters: torch.optim.SGD(parameters, momentum=0.9)
     for name, make in made.items():
         parameters = [nn.Parameter(torch.ones(shape)) for shape in ((6, 5), (3, 4, 5), (7,), (1,))]
         optimizer = make(parameters)
         sum(p.sum() for p in parameters).backward()
         optimizer.step()
-        kept = [
-            v for s in optimizer.state.values() for k, v in s.items() if isinstance(v, torch.Tensor) and k != "step"
-        ]
+        states = [(k, v) for own in optimizer.state.values() for k, v in own.items()]
+        kept = [v for k, v in states if isinstance(v, torch.Tensor) and k != "step"]
         predicted = sum(optimizer_cost(name).state_bytes(tuple(p.shape), 4) for p in parameters)
         assert sum(v.numel() * v.element_size() for v in kept) == predicted, name
 
@@ -111,13 +103,10 @@ def test_activations_follow_the_schedule() -> None:
 
 
 def test_recompute_keeps_inputs_and_pays_in_passing() -> None:
-    plain, again = (
-        MODEL.memory([stage(*(block(f"l{i}") for i in range(8)), recompute=r)], step(Mesh()))[0]
-        for r in ("none", "full")
-    )
+    blocks = [block(f"l{i}") for i in range(8)]
+    plain, again = (MODEL.memory([stage(*blocks, recompute=r)], step(Mesh()))[0] for r in ("none", "full"))
     assert (plain.activations, plain.transient) == (8000, 50)
-    assert again.activations == 8 * 100
-    assert again.transient == 1000 + 50
+    assert (again.activations, again.transient) == (8 * 100, 1000 + 50)
 
 
 def test_gathered_blocks_are_in_passing() -> None:

@@ -30,21 +30,13 @@ def layers(count: int, **changes: object) -> list[BlockCost]:
     return [block(f"layer{i}", **changes) for i in range(count)]
 
 
-def predict(
-    stages: list[StageCost],
-    mesh: Mesh,
-    *,
-    cluster: Cluster = H100,
-    schedule: str = "none",
-    count: int = 4,
-    zero: int = 0,
-) -> Prediction:
-    found = CostModel(cluster, FP32, "sgd").predict(stages, step(mesh, schedule=schedule, count=count, zero=zero))
+def predict(stages: list[StageCost], mesh: Mesh, *, cluster: Cluster = H100, **how: object) -> Prediction:
+    found = CostModel(cluster, FP32, "sgd").predict(stages, step(mesh, **how))
     assert found.breakdown.total_s == pytest.approx(found.step_time_s)
     return found
 
 
-def test_one_device_adds_up_its_blocks() -> None:
+def test_one_device_adds_up_its_blocks_and_recompute_the_forward_again() -> None:
     found = predict([stage(*layers(6, **SMALL))], Mesh(), count=5)
     assert found.breakdown.compute_s == pytest.approx(5 * 6 * (F + B))
     assert found.step_time_s == pytest.approx(found.breakdown.compute_s + found.breakdown.optimizer_s)
@@ -54,13 +46,9 @@ def test_one_device_adds_up_its_blocks() -> None:
     assert found.tokens_per_s == pytest.approx(5 * 128 / found.step_time_s)
     peak = H100.devices[0].rate("float32").datasheet_flops_per_s
     assert found.mfu == pytest.approx(5 * 3e9 / found.step_time_s / peak)
-
-
-def test_recompute_adds_the_forward_again() -> None:
     blocks = layers(4, communication_forward_s=1e-4, communication_again_s=1e-4, **SMALL)
     plain, again = (predict([stage(*blocks, recompute=r)], Mesh(), count=2).breakdown for r in ("none", "full"))
-    assert plain.recompute_s == 0
-    assert again.recompute_s == pytest.approx(2 * 4 * F)
+    assert (plain.recompute_s, again.recompute_s) == (0, pytest.approx(2 * 4 * F))
     assert again.tensor_parallel_s == pytest.approx(2 * plain.tensor_parallel_s)
 
 
@@ -70,8 +58,7 @@ def test_a_pipeline_of_equal_stages_has_the_known_bubble(schedule: str) -> None:
     stages = [stage(b) for b in layers(pp, sends=(), send_gradients=(), **SMALL)]
     found = predict(stages, Mesh(pp=pp), schedule=schedule, count=count)
     assert found.breakdown.compute_s == pytest.approx(count * (F + B))
-    assert found.breakdown.bubble_s == pytest.approx((pp - 1) * (F + B))
-    assert found.breakdown.pipeline_s == 0
+    assert (found.breakdown.bubble_s, found.breakdown.pipeline_s) == (pytest.approx((pp - 1) * (F + B)), 0)
 
 
 def test_messages_between_stages_are_exposed_in_part() -> None:
@@ -102,7 +89,7 @@ def test_blocking_messages_are_part_of_the_step() -> None:
     assert parts.breakdown.pipeline_s == pytest.approx(whole.breakdown.pipeline_s * (part + gathered / 2) / sent)
 
 
-def test_gathers_hide_behind_long_blocks_and_show_behind_short_ones() -> None:
+def test_gathers_hide_behind_long_blocks_but_where_they_take_the_core() -> None:
     mesh = Mesh(dp_shard=8)
     gather = MODEL.collectives.time_s("all_gather", 4 * 2**20, mesh, ("dp_shard",))
     slow = predict([stage(*layers(8, forward_s=1.0, backward_s=2.0))], mesh, zero=3).breakdown
@@ -110,9 +97,6 @@ def test_gathers_hide_behind_long_blocks_and_show_behind_short_ones() -> None:
     assert slow.data_parallel_s < 4 * (2 + 24 * interference) * 4 * gather
     fast = predict([stage(*layers(8, forward_s=0.0, backward_s=0.0))], mesh, zero=3).breakdown
     assert fast.data_parallel_s > 4 * 8 * 2 * gather
-
-
-def test_nothing_hides_where_communication_takes_the_core() -> None:
     mesh = Mesh(dp_shard=4)
     slow = predict([stage(*layers(8, forward_s=1.0, backward_s=2.0))], mesh, cluster=CPU, zero=3).breakdown
     fast = predict([stage(*layers(8, forward_s=0.0, backward_s=0.0))], mesh, cluster=CPU, zero=3).breakdown
@@ -123,9 +107,7 @@ def test_zero_stages_communicate_as_often_as_the_runtime() -> None:
     """Gathers: once, once, twice a micro-batch; reductions: once, every micro-batch, every micro-batch."""
     blocks = [stage(*layers(1, forward_s=0.0, backward_s=0.0))]
     mesh, count = Mesh(dp_shard=4), 8
-    found = {
-        zero: predict(blocks, mesh, cluster=CPU, zero=zero, count=count).breakdown.data_parallel_s for zero in (1, 2, 3)
-    }
+    found = {z: predict(blocks, mesh, cluster=CPU, zero=z, count=count).breakdown.data_parallel_s for z in (1, 2, 3)}
     model = CostModel(CPU, FP32, "sgd")
     unit = model.of(step(mesh, zero=3)).unit(blocks[0].blocks[0])
     loss = model.collectives.time_s("all_reduce", 4, mesh, ("dp_shard",))
@@ -144,11 +126,10 @@ def test_gathers_after_the_step_do_not_add_up_along_a_pipeline() -> None:
     first, late = MODEL.predict(stages, how), foreign(gathers_after_step=True).predict(stages, how)
     assert first.step_time_s - late.step_time_s == pytest.approx((pp - 1) * gather_s)
     assert first.breakdown.data_parallel_s == pytest.approx(late.breakdown.data_parallel_s)
-    device = MODEL.device
     hidden = foreign(gathers_after_step=True, overlapped_reductions=True).predict(stages, how).breakdown
     unhidden = late.breakdown.data_parallel_s - hidden.data_parallel_s
     unit = MODEL.of(how).unit(stages[0].blocks[0])
-    assert unhidden == pytest.approx((1 - device.interference) * (unit.gather_s + unit.reduce_s))
+    assert unhidden == pytest.approx((1 - MODEL.device.interference) * (unit.gather_s + unit.reduce_s))
 
 
 def test_sums_that_every_rank_takes_whole_cost_an_all_reduce() -> None:
@@ -175,7 +156,7 @@ def test_parameters_that_their_owners_broadcast_cost_a_ring_each() -> None:
     assert unit.reduce_s == gathering.of(how).unit(stages[0].blocks[0]).reduce_s
 
 
-def test_adding_gradients_moves_them_for_all_micro_batches_but_the_first() -> None:
+def test_adding_gradients_moves_them_for_all_micro_batches_but_the_first_and_of_two_users_for_all() -> None:
     blocks, count = layers(3), 5
     how = step(Mesh(), count=count)
     plain, added = (MODEL.predict([stage(*blocks)], replace(how, adds_gradients=a)) for a in (False, True))
@@ -183,9 +164,6 @@ def test_adding_gradients_moves_them_for_all_micro_batches_but_the_first() -> No
     kernels = sum(len(b.parameters) for b in blocks)
     once = 3 * 4 * numel / MODEL.device.memory_bandwidth_bytes_per_s + kernels * MODEL.device.launch_s
     assert added.step_time_s - plain.step_time_s == pytest.approx((count - 1) * once)
-
-
-def test_gradients_of_a_parameter_that_two_blocks_use_are_summed_for_every_micro_batch() -> None:
     weight = ParameterCost(name="embedding", shape=(1024, 64), num_bytes=1024 * 64 * 4, shared=True)
     count = 5
     how = replace(step(Mesh(), count=count), adds_gradients=True)
@@ -198,27 +176,23 @@ def test_gradients_of_a_parameter_that_two_blocks_use_are_summed_for_every_micro
 
 def test_actions_and_messages_take_their_time_of_the_cores() -> None:
     """By the engine that runs them: another one where a rank has several stages."""
-    around = Overheads(
-        action_s=1e-3, message_s=1e-4, interleaved_action_s=3e-3, interleaved_message_s=5e-4, provenance="example"
-    )
+    times = {"action_s": 1e-3, "message_s": 1e-4, "interleaved_action_s": 3e-3, "interleaved_message_s": 5e-4}
+    around = Overheads(**times, provenance="example")
     cluster = with_device(H100, overheads=around)
     count, sends = 8, {"sends": (1, 1), "send_gradients": (1,)}
 
     def busy_s(name: str, virtual_stages: int) -> float:
         stages = [stage(b) for b in layers(2 * virtual_stages, **sends, **SMALL)]
-        plain, found = (
-            predict(stages, Mesh(pp=2), cluster=c, schedule=name, count=count).breakdown for c in (H100, cluster)
-        )
+        options = {"schedule": name, "count": count}
+        plain, found = (predict(stages, Mesh(pp=2), cluster=c, **options).breakdown for c in (H100, cluster))
         assert found.compute_s == plain.compute_s
         return found.pipeline_s - plain.pipeline_s
 
     # each rank is at one end of every cut; two tensors pass it forward, one backward
     assert busy_s("1F1B", 1) == pytest.approx(count * (2 * 1e-3 + 3 * 1e-4), rel=1e-3)
     assert busy_s("Interleaved1F1B", 2) == pytest.approx(count * (4 * 3e-3 + 3 * 3 * 5e-4), rel=1e-3)
-    assert Overheads(action_s=1e-3, provenance="example").of_actions(2) == (
-        1e-3,
-        0.0,
-    )  # a profile that knows one engine alone
+    one_engine = Overheads(action_s=1e-3, provenance="example")  # as of a profile that knows one alone
+    assert one_engine.of_actions(2) == (1e-3, 0.0)
 
 
 def test_gradients_of_whole_parameters_are_summed_over_their_axes_once() -> None:
@@ -269,14 +243,11 @@ def test_copies_of_what_blocks_keep_hide_behind_other_blocks() -> None:
         return found.breakdown.offload_s / count
 
     assert waits_s() == 0
-    assert waits_s(3) == pytest.approx(
-        4e-3
-    )  # 8 forwards until it moves again; backward has nothing to bring it up beside
+    assert waits_s(3) == pytest.approx(4e-3)  # 8 forwards until it moves again; nothing to bring it up beside
     assert waits_s(0, 1) == pytest.approx((5e-3 - F) + (4e-3 - B) + 4e-3)  # 7 forwards hide the second one
     assert waits_s(0, 2, 4, 6) == pytest.approx(3 * (5e-3 - 2 * F) + (5e-3 - 2 * F) + 4e-3)
-    with pytest.raises(
-        UsageError, match=r"the profile of cpu has no link to it\. Pin offload=none, or add \[device.host\]"
-    ):
+    said = r"the profile of cpu has no link to it\. Pin offload=none, or add \[device.host\]"
+    with pytest.raises(UsageError, match=said):
         predict([stage(replace(blocks[0], offloads=True))], Mesh(), cluster=CPU)
 
 

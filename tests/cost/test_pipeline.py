@@ -6,15 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.cost.step.simulation import (
-    StageTimes,
-    compiled,
-    durations_of,
-    rank_chains,
-    sends_of,
-    simulate,
-    with_chains,
-)
+from autopar.cost.step import simulation
+from autopar.cost.step.simulation import StageTimes, compiled, durations_of, rank_chains, simulate, with_chains
 from tests.support.example_plans import dependencies, schedule_actions
 
 F, B = 1.0, 2.0
@@ -31,9 +24,12 @@ def test_gpipe_messages_are_exposed_in_fill_and_drain_alone() -> None:
     assert found.exposed_send_s[-1] == pytest.approx(send)
 
 
-@pytest.mark.parametrize(
+SCHEDULES = pytest.mark.parametrize(
     ("name", "pp", "v", "m"), [("GPipe", 3, 1, 4), ("1F1B", 4, 1, 6), ("Interleaved1F1B", 4, 3, 8)]
 )
+
+
+@SCHEDULES
 def test_chains_through_ranks_are_of_the_schedule_and_no_longer_than_it(name: str, pp: int, v: int, m: int) -> None:
     actions, stages = compiled(name, pp, v, m), [StageTimes(forward_s=F + s, backward_s=B) for s in range(pp * v)]
     chains = rank_chains(name, pp, v, m)
@@ -47,17 +43,13 @@ def test_chains_through_ranks_are_of_the_schedule_and_no_longer_than_it(name: st
         assert {actions.duration[i] // 3 for i in leaving} == {*range(pp * v)}
 
 
-@pytest.mark.parametrize(
-    ("name", "pp", "v", "m"), [("GPipe", 3, 1, 4), ("1F1B", 4, 1, 6), ("Interleaved1F1B", 4, 3, 8)]
-)
+@SCHEDULES
 def test_the_longest_chain_of_each_rank_takes_until_its_end(name: str, pp: int, v: int, m: int) -> None:
     actions = compiled(name, pp, v, m)
+    sends = {"send_forward_s": 0.25, "send_backward_s": 0.5}
     for slow in range(pp * v):
         stages = [
-            StageTimes(
-                forward_s=F, backward_s=B + (s == slow), send_forward_s=0.25, send_backward_s=0.5, first_forward_s=s
-            )
-            for s in range(pp * v)
+            StageTimes(forward_s=F, backward_s=B + (s == slow), first_forward_s=s, **sends) for s in range(pp * v)
         ]
         times, chains = with_chains(name, pp, m, stages)
         assert times == simulate(name, pp, m, stages)
@@ -66,7 +58,7 @@ def test_the_longest_chain_of_each_rank_takes_until_its_end(name: str, pp: int, 
             links = [*itertools.pairwise((*chain.actions, -1))]
             assert chain.actions[0] == actions.last[chain.rank]
             assert all(j in (actions.before[i], actions.need[i]) for i, j in links)
-            sent_s = sum(sends_of(stages)[actions.message[i]] for i, j in links if j != actions.before[i])
+            sent_s = sum(simulation.sends_of(stages)[actions.message[i]] for i, j in links if j != actions.before[i])
             counts = zip(chain.forwards, chain.backwards, chain.firsts, stages, strict=True)
             took_s = sum(f * s.forward_s + b * s.backward_s + first * s.first_forward_s for f, b, first, s in counts)
             assert chain.sends_s == pytest.approx(sent_s)

@@ -69,15 +69,12 @@ def test_a_stage_on_both_kinds_runs_as_the_slowest(graph: Graph) -> None:
     assert [f for f, _ in mixed.predicted.stage_times] == pytest.approx([f for f, _ in slow.predicted.stage_times])
 
 
-def test_a_message_feels_the_link_between_its_two_stages() -> None:
+def test_messages_and_collectives_of_a_stage_feel_its_own_links() -> None:
     cluster = with_slower(two_kinds(fast=2, slow=6), "nic")
     collectives, mesh = CollectiveModel(cluster), Mesh(pp=4, tp=2)
     times = [collectives.hop_time_s(1e6, mesh, rank) for rank in range(4)]
     assert times[0] > 2 * times[1] == 2 * times[2]
     assert collectives.send_time_s(1e6, mesh) == max(times)
-
-
-def test_collectives_of_a_stage_are_those_of_its_own_links() -> None:
     cluster = with_slower(two_kinds(fast=4, slow=4), "intra_node")
     mesh = Mesh(pp=2, dp_shard=2, tp=2)
     whole = CollectiveModel(cluster).time_s("all_reduce", 1e7, mesh, ("tp",))

@@ -27,8 +27,7 @@ def test_tensors_and_operators_are_nodes_in_topological_order_and_edges_what_is_
         "kind": "parameter", "fqn": weight.fqn, "outputs": (weight.spec,), "num_bytes": weight.spec.num_bytes,
     }  # fmt: skip
     loss = found.nodes[found.graph["loss"]]
-    assert loss["block"] == graph.blocks[-1].index
-    assert loss["target"] == graph.ops[-1].target
+    assert loss["block"] == graph.blocks[-1].index and loss["target"] == graph.ops[-1].target
     assert networkx.descendants(found, found.graph["loss"]) == set()
 
 

@@ -41,13 +41,10 @@ def traced(tied: bool, peek: str = "") -> tuple[Language, Graph]:
     return model, trace(model, (), batch())
 
 
-def test_a_tied_table_is_padded_once_a_head_with_its_bias() -> None:
+def test_a_tied_table_is_padded_once_a_head_with_its_bias_unless_it_divides_or_is_short() -> None:
     assert lengths(traced(tied=True)[1], 4) == {"table.weight": 24}
-    assert lengths(traced(tied=False)[1], 4) == {"table.weight": 24, "head.weight": 24, "head.bias": 24}
-
-
-def test_what_divides_or_is_short_stays() -> None:
     _, graph = traced(tied=False)
+    assert lengths(graph, 4) == {"table.weight": 24, "head.weight": 24, "head.bias": 24}
     assert lengths(graph, 3) == {}
     assert lengths(graph, 5) == {}, "21 rows over 5 ranks: less than 25"
 
@@ -59,8 +56,7 @@ def test_logits_or_weights_that_others_see_are_not_padded(peek: str) -> None:
 
 def test_rows_are_aligned_without_a_split() -> None:
     _, graph = traced(tied=True)
-    assert lengths(graph, 1, 8) == {"table.weight": 24}
-    assert lengths(graph, 2, 4) == {"table.weight": 24}
+    assert lengths(graph, 1, 8) == {"table.weight": 24} and lengths(graph, 2, 4) == {"table.weight": 24}
     assert lengths(graph, 1, 7) == lengths(graph, 1) == {}
 
 

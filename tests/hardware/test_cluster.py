@@ -62,8 +62,7 @@ def write(folder: Path, text: str, name: str = "cluster.toml") -> Path:
 @pytest.mark.parametrize("name", known_devices())
 def test_every_shipped_profile_gives_a_cluster_that_survives_a_round_trip(name: str) -> None:
     cluster = Cluster.parse(f"{name}:2x4")
-    assert cluster.world_size == 8
-    assert cluster.is_homogeneous
+    assert cluster.world_size == 8 and cluster.is_homogeneous
     assert cluster.devices[0].reserved_bytes < cluster.devices[0].memory_bytes
     written = tomllib.loads(tomli_w.dumps(cluster.to_dict()))
     assert Cluster.from_dict(written) == cluster
@@ -113,8 +112,7 @@ def test_memory_and_network_cards_can_be_stated_on_the_command_line() -> None:
     sizes = {"1e9": 10**9, "80GB": 80 * 10**9, "80gib": 80 * 2**30, "512MiB": 2**29, "7b": 7}
     for text, num_bytes in sizes.items():
         device = Cluster.parse(f"cpu:1x4?memory={text}").devices[0]
-        assert device.memory_bytes == num_bytes
-        assert device.provenance["memory"] == "stated by the user"
+        assert device.memory_bytes == num_bytes and device.provenance["memory"] == "stated by the user"
     group = Cluster.parse("h100-sxm5-80gb:2x8?nics=4&nic_bandwidth=25GB").groups[0]
     assert (group.nics_per_node, group.nic.bandwidth_bytes_per_s) == (4, 25e9)
     known, stated = (Cluster.parse(f"h100-sxm5-80gb:1x8{more}").devices[0].host for more in ("", "?host_memory=64GiB"))
@@ -126,16 +124,12 @@ def test_memory_and_network_cards_can_be_stated_on_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("cpu:1x4?host_memory=1GB", "Add [device.host] to the profile"),
-        ("local:1x2", "local?ranks=2"),
-        ("cpu:1x4?memroy=1e9", "Did you mean 'memory'"),
-        ("cpu:1x4?memory=much", "number of bytes"),
-        ("cpu:1x4?memory=1.2.3", "number of bytes"),
-        ("cpu:1x4?memory=1e999", "number of bytes"),
-        ("cpu:1x4?memory=.", "number of bytes"),
-        ("cpu:1x4?cores=0", "whole number from 1"),
+        ("cpu:1x4?host_memory=1GB", "Add [device.host] to the profile"), ("local:1x2", "local?ranks=2"),
+        ("cpu:1x4?memroy=1e9", "Did you mean 'memory'"), ("cpu:1x4?memory=much", "number of bytes"),
+        ("cpu:1x4?memory=1.2.3", "number of bytes"), ("cpu:1x4?memory=1e999", "number of bytes"),
+        ("cpu:1x4?memory=.", "number of bytes"), ("cpu:1x4?cores=0", "whole number from 1"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_description_is_refused_with_a_remedy(text: str, says: str) -> None:
     with pytest.raises(UsageError, match=re.escape(says)) as caught:
         Cluster.parse(text)
@@ -145,8 +139,7 @@ def test_a_bad_description_is_refused_with_a_remedy(text: str, says: str) -> Non
 def test_a_file_can_mix_devices_links_and_tiers(tmp_path: Path) -> None:
     path = write(tmp_path, TWO_RACKS)
     cluster = Cluster.parse(str(path))
-    assert Cluster.load(path) == Cluster.load(str(path))
-    assert Cluster.load(path).groups == cluster.groups
+    assert Cluster.load(path) == Cluster.load(str(path)) and Cluster.load(path).groups == cluster.groups
     assert (cluster.world_size, cluster.num_nodes, cluster.devices_per_node) == (24, 4, 4)
     assert not cluster.is_homogeneous
     assert [device.name for device in cluster.devices] == ["a100-sxm4-80gb", "a100-sxm4-40gb"]
@@ -158,30 +151,18 @@ def test_a_file_can_mix_devices_links_and_tiers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "line", "problem"),
     [
-        (
-            "num_nodes = 2\ndevices_per_node = 4",
-            "num_nodes = -2\ndevices_per_node = 4",
-            6,
-            "Wrong value of 'group[0].num_nodes'",
-        ),
+        ("num_nodes = 2\ndevices_per_node = 4", "num_nodes = -2\ndevices_per_node = 4", 6,
+         "Wrong value of 'group[0].num_nodes'"),
         ('device = "a100-sxm4-40gb"', 'device = "a100-sxm4-40"', 11, "Unknown device profile 'a100-sxm4-40'"),
-        (
-            "bandwidth_bytes_per_s = 1e9",
-            'bandwidth_bytes_per_s = "fast"',
-            17,
-            "Wrong value of 'group[1].nic.bandwidth_bytes_per_s'",
-        ),
-        (
-            "bandwidth_bytes_per_s = 1e9",
-            "bandwidth_bytes_per_s = 1e-300",
-            17,
-            "Wrong value of 'group[1].nic.bandwidth_bytes_per_s'",
-        ),
+        ("bandwidth_bytes_per_s = 1e9", 'bandwidth_bytes_per_s = "fast"', 17,
+         "Wrong value of 'group[1].nic.bandwidth_bytes_per_s'"),
+        ("bandwidth_bytes_per_s = 1e9", "bandwidth_bytes_per_s = 1e-300", 17,
+         "Wrong value of 'group[1].nic.bandwidth_bytes_per_s'"),
         ("latency_s = 1e-6", "latency_s = 1e300", 27, "Wrong value of 'tier[0].uplink.latency_s'"),
         ("latency_s = 1e-6", "latency_s = inf", 27, "Wrong value of 'tier[0].uplink.latency_s'"),
         ('name = "uplink"', 'name = "uplink"\nspeed = 3', 26, "Unknown key 'speed'"),
     ],
-)
+)  # fmt: skip
 def test_a_malformed_file_names_file_line_and_key(tmp_path: Path, old: str, new: str, line: int, problem: str) -> None:
     path = write(tmp_path, TWO_RACKS.replace(old, new, 1))
     with pytest.raises(UsageError) as caught:
@@ -235,17 +216,15 @@ def test_a_larger_matmul_is_never_less_efficient_on_a_rising_curve(one: int, oth
 BASE = Cluster.parse("a100-sxm4-80gb:12x4")
 
 
-def uplink(rate: float, latency_s: float, half: float = 0.0) -> Link:
-    return Link(
-        name="up", bandwidth_bytes_per_s=rate, latency_s=latency_s, half_bandwidth_bytes=half, provenance="test"
-    )
+def uplink(rate: float, latency_s: float, **half: float) -> Link:
+    return Link(name="up", bandwidth_bytes_per_s=rate, latency_s=latency_s, provenance="test", **half)
 
 
 RACKS_AND_PODS = replace(
     BASE,
     groups=(
         replace(BASE.groups[0], num_nodes=4, nics_per_node=1),
-        replace(BASE.groups[0], num_nodes=8, nics_per_node=2, nic=uplink(9e9, 5e-6, 7.0)),
+        replace(BASE.groups[0], num_nodes=8, nics_per_node=2, nic=uplink(9e9, 5e-6, half_bandwidth_bytes=7.0)),
     ),
     tiers=(
         Tier(name="rack", num_nodes=2, uplink=uplink(11e9, 1e-6)),

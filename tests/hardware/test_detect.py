@@ -42,12 +42,10 @@ def test_this_machine_is_measured_once_and_kept(
     cluster = Cluster.detect(num_ranks=3, cache_dir=tmp_path)
     assert cluster.world_size == 3
     device = cluster.devices[0]
-    assert device.rate("float32").ceiling_flops_per_s > 0
-    assert device.memory_bandwidth_bytes_per_s > 0
+    assert device.rate("float32").ceiling_flops_per_s > 0 and device.memory_bandwidth_bytes_per_s > 0
     assert device.launch_s > 0
     link = cluster.groups[0].intra_node
-    assert link.latency_s > 0
-    assert link.bandwidth_bytes_per_s > 0
+    assert min(link.latency_s, link.bandwidth_bytes_per_s) > 0
     assert [path.suffix for path in tmp_path.iterdir()] == ([".toml"] if device.name == "local" else [])
     monkeypatch.setattr(detect, "_measure", lambda: pytest.fail("measured twice"))
     assert Cluster.parse("local?ranks=3", cache_dir=tmp_path).groups == cluster.groups
@@ -113,8 +111,7 @@ def test_an_unknown_gpu_has_assumed_links(
     monkeypatch.setattr(detect, "_measure", lambda: alone)
     profile = detect.machine_profile(cache_dir=tmp_path)
     stand_in = load_profile(detect.STAND_IN)
-    assert profile.library == "nccl"
-    assert profile.device.memory_bytes == 47_000_000_000
+    assert profile.library == "nccl" and profile.device.memory_bytes == 47_000_000_000
     for link, assumed in ((profile.intra_node, stand_in.intra_node), (profile.nic, stand_in.nic)):
         assert link.bandwidth_bytes_per_s == assumed.bandwidth_bytes_per_s
         assert link.provenance.startswith("assumed, not measured here: as of l4-24gb")

@@ -14,28 +14,17 @@ from tests.support.cli_runner import Run
 GIB = 2**30
 
 SHIPPED = [
-    ("NVIDIA H100 80GB HBM3", 79.11, "h100-sxm5-80gb"),
-    ("NVIDIA H100", 95.04, "h100-hbm2e-96gb"),
-    ("NVIDIA H200", 139.81, "h200-sxm-141gb"),
-    ("NVIDIA B200", 178.35, "b200-sxm-180gb"),
-    ("NVIDIA GB200", 184.0, "gb200"),
-    ("NVIDIA A100-SXM4-80GB", 79.15, "a100-sxm4-80gb"),
-    ("A100-SXM-80GB", 79.35, "a100-sxm4-80gb"),
-    ("NVIDIA A100-SXM4-40GB", 39.38, "a100-sxm4-40gb"),
-    ("A100-SXM4-40GB", 39.59, "a100-sxm4-40gb"),
-    ("NVIDIA A10G", 22.06, "a10g-24gb"),
-    ("NVIDIA L4", 22.03, "l4-24gb"),
-    ("NVIDIA L40S", 44.42, "l40s-48gb"),
-    ("NVIDIA L40S", 44.53, "l40s-48gb"),
-    ("NVIDIA GeForce RTX 4090", 23.64, "rtx4090-24gb"),
-    ("NVIDIA RTX A6000", 47.53, "a6000-48gb"),
-    ("Tesla V100-SXM2-16GB", 15.78, "v100-sxm2-16gb"),
-    ("NVIDIA Tesla V100-SXM2-16GB", 15.78, "v100-sxm2-16gb"),
-    ("Tesla V100-SXM2-32GB", 31.74, "v100-sxm2-32gb"),
-    ("Tesla V100-SXM2-32GB-LS", 31.74, "v100-sxm2-32gb"),
-    ("AMD Instinct MI300X", 191.69, "mi300x-192gb"),
-    ("AMD Instinct MI300X VF", 191.5, "mi300x-192gb"),
-]
+    ("NVIDIA H100 80GB HBM3", 79.11, "h100-sxm5-80gb"), ("NVIDIA H100", 95.04, "h100-hbm2e-96gb"),
+    ("NVIDIA H200", 139.81, "h200-sxm-141gb"), ("NVIDIA B200", 178.35, "b200-sxm-180gb"),
+    ("NVIDIA GB200", 184.0, "gb200"), ("NVIDIA A100-SXM4-80GB", 79.15, "a100-sxm4-80gb"),
+    ("A100-SXM-80GB", 79.35, "a100-sxm4-80gb"), ("NVIDIA A100-SXM4-40GB", 39.38, "a100-sxm4-40gb"),
+    ("A100-SXM4-40GB", 39.59, "a100-sxm4-40gb"), ("NVIDIA A10G", 22.06, "a10g-24gb"), ("NVIDIA L4", 22.03, "l4-24gb"),
+    ("NVIDIA L40S", 44.42, "l40s-48gb"), ("NVIDIA L40S", 44.53, "l40s-48gb"),
+    ("NVIDIA GeForce RTX 4090", 23.64, "rtx4090-24gb"), ("NVIDIA RTX A6000", 47.53, "a6000-48gb"),
+    ("Tesla V100-SXM2-16GB", 15.78, "v100-sxm2-16gb"), ("NVIDIA Tesla V100-SXM2-16GB", 15.78, "v100-sxm2-16gb"),
+    ("Tesla V100-SXM2-32GB", 31.74, "v100-sxm2-32gb"), ("Tesla V100-SXM2-32GB-LS", 31.74, "v100-sxm2-32gb"),
+    ("AMD Instinct MI300X", 191.69, "mi300x-192gb"), ("AMD Instinct MI300X VF", 191.5, "mi300x-192gb"),
+]  # fmt: skip
 
 OTHERS = [
     ("NVIDIA H100 PCIe", 79.1),
@@ -128,16 +117,14 @@ def test_two_nodes_of_eight_are_two_nodes() -> None:
     ("ranks", "wanted"),
     [
         (job(("a", H100, 4)), [("h100-sxm5-80gb", 1, 4)]),
-        (
-            job(("a", A100, 8), ("b", A100, 8), ("c", H100, 8), ("d", H100, 4)),
-            [("a100-sxm4-80gb", 2, 8), ("h100-sxm5-80gb", 1, 8), ("h100-sxm5-80gb", 1, 4)],
-        ),
+        (job(("a", A100, 8), ("b", A100, 8), ("c", H100, 8), ("d", H100, 4)),
+         [("a100-sxm4-80gb", 2, 8), ("h100-sxm5-80gb", 1, 8), ("h100-sxm5-80gb", 1, 4)]),
         (job(("a", H100, 1), ("b", H100, 1)), [("h100-sxm5-80gb", 2, 1)]),
         ([replace(*job(("", H100, 1)), host=("node", boot)) for boot in "xy"], [("h100-sxm5-80gb", 2, 1)]),
         (job(("a", EPYC, 2), ("b", EPYC, 2)), [("cpu", 2, 2)]),
     ],
     ids=["one node", "other devices and sizes", "containers of a machine", "machines of one name", "CPUs"],
-)
+)  # fmt: skip
 def test_nodes_of_equal_devices_and_sizes_are_one_group(
     monkeypatch: pytest.MonkeyPatch, ranks: list[Place], wanted: list[tuple[str, int, int]]
 ) -> None:
@@ -154,13 +141,11 @@ def test_nodes_of_equal_devices_and_sizes_are_one_group(
         (job(("a", H100, 2), ("a", A40, 2)), "host a: The devices of this node differ"),
         (job(("a", H100, 8), ("b", A40, 8)), "host b.*autopar profile all"),
         (job(("a", A40, 8), ("b", "other A40", 8)), "host b.*autopar profile all"),
-        (
-            [*job(("a", A40, 1)), replace(*job(("b", A40, 1)), memory_bytes=BYTES[A40] // 2)],
-            "GiB, and rank 0, which is measured, is on NVIDIA A40 with",
-        ),
+        ([*job(("a", A40, 1)), replace(*job(("b", A40, 1)), memory_bytes=BYTES[A40] // 2)],
+         "GiB, and rank 0, which is measured, is on NVIDIA A40 with"),
     ],
     ids=["not one after the other", "two devices", "unknown device", "another unknown device", "another size"],
-)
+)  # fmt: skip
 def test_what_is_no_cluster_is_refused(measured: list[str], ranks: list[Place], said: str) -> None:
     with pytest.raises(RuntimeMismatchError, match=said):
         cluster_at(ranks)

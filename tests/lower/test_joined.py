@@ -139,14 +139,21 @@ def next_views(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
     return z - torch.roll(z, len(h), 0).detach()
 
 
-def kronecker(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
-    return torch.kron(h, s.row[:4].view(2, 2))
+def joined(s: Any, h: Tensor) -> Tensor:
+    """Two views of each sample, through a layer together."""
+    return s.outer(torch.cat((h, h.flip(1))))
 
 
-APART = [simsiam, triplets, guidance, adversary, crops, interleaved, in_turn, flat_tokens, time_first, labels, preferences, repeated, noisy, turned, next_views, kronecker]  # fmt: skip
+APART = (
+    simsiam, triplets, guidance, adversary, crops, interleaved, in_turn, flat_tokens, time_first, labels, preferences,
+    repeated, noisy, turned, next_views,
+)  # fmt: skip
+APART_BY_NAME = {code.__name__: code for code in APART} | {
+    "kronecker": lambda s, h, b: torch.kron(h, s.row[:4].view(2, 2))
+}
 
 
-@pytest.mark.parametrize("code", APART)
+@pytest.mark.parametrize("code", APART_BY_NAME.values(), ids=APART_BY_NAME)
 def test_joined_batches_are_split_by_sample(code: Code) -> None:
     graph = autopar.trace(model(code), example_inputs=batch(), global_batch_size=8, precision="fp64")
     assert not graph.mixing
@@ -166,37 +173,20 @@ def statistics(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
     return first - second
 
 
-def mixup(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
-    return s.outer(torch.cat((h, h.flip(0)))).chunk(2)[0] * s.outer(h.flip(0))
+MEET: dict[str, Code] = {
+    "in-batch negatives": in_batch_negatives,
+    "mixup": lambda s, h, b: s.outer(torch.cat((h, h.flip(0)))).chunk(2)[0] * s.outer(h.flip(0)),
+    "first rows": lambda s, h, b: joined(s, h)[:2],
+    "last rows": lambda s, h, b: joined(s, h)[2:],
+    "every other row": lambda s, h, b: joined(s, h)[::2],
+    "neighbouring samples, not two views of one": lambda s, h, b: joined(s, h).view(len(h), 2, 6, 8).diff(dim=1),
+    "the order of samples beside that of views": lambda s, h, b: (
+        joined(s, h) * torch.stack((h, 2 * h), 1).flatten(0, 1)
+    ),
+}
 
 
-def first_rows(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
-    return s.outer(torch.cat((h, h.flip(1))))[:2]
-
-
-def last_rows(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
-    return s.outer(torch.cat((h, h.flip(1))))[2:]
-
-
-def every_other(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
-    return s.outer(torch.cat((h, h.flip(1))))[::2]
-
-
-def halves(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
-    """Neighbouring samples, not two views of one."""
-    return s.outer(torch.cat((h, h.flip(1)))).view(len(h), 2, 6, 8).diff(dim=1)
-
-
-def across(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
-    """Rows in the order of samples beside rows in that of views."""
-    by_view = s.outer(torch.cat((h, h.flip(1))))
-    return by_view * torch.stack((h, 2 * h), 1).flatten(0, 1)
-
-
-MEET = [in_batch_negatives, mixup, first_rows, last_rows, every_other, halves, across]
-
-
-@pytest.mark.parametrize("code", MEET)
+@pytest.mark.parametrize("code", MEET.values(), ids=MEET)
 def test_samples_that_meet_among_joined_batches_are_found(code: Code) -> None:
     graph = autopar.trace(model(code), example_inputs=batch(), global_batch_size=8, precision="fp64")
     assert graph.mixing

@@ -21,10 +21,7 @@ from tests.support.small_models import model_of
 pytestmark = pytest.mark.filterwarnings("ignore:.*_functional_collectives.*:FutureWarning")
 
 GPT = "hf:gpt2?n_layer=1&n_embd=32&n_head=4&vocab_size=257&n_positions=18&resid_pdrop=0&embd_pdrop=0&attn_pdrop=0"
-LLAMA = (
-    "hf:llama?num_hidden_layers=1&hidden_size=32&num_attention_heads=4&intermediate_size=64&vocab_size=96"
-    "&num_key_value_heads=2"
-)
+LLAMA = "hf:llama?num_hidden_layers=1&hidden_size=32&num_attention_heads=4&intermediate_size=64&vocab_size=96&num_key_value_heads=2"
 THREE_HEADS = GPT.replace("n_embd=32&n_head=4", "n_embd=24&n_head=3")
 
 
@@ -36,17 +33,12 @@ def traced(
     batch = subject.make_batch(samples, seed=0, padded=True)
     if not masked:
         del batch["attention_mask"]
-    return (
-        subject,
-        batch,
-        autopar.trace(subject.build(), example_inputs=batch, global_batch_size=samples, precision=precision),
-    )
+    options = {"global_batch_size": samples, "precision": precision}
+    return subject, batch, autopar.trace(subject.build(), example_inputs=batch, **options)
 
 
 def checked(spec: str, length: int | None, pins: list[str], samples: int = 4, masked: bool = True) -> Plan:
-    precision: PrecisionName = (
-        "fp32" if spec == ROUTED else "fp64"
-    )  # experts are products of groups, which are in float32
+    precision: PrecisionName = "fp32" if spec == ROUTED else "fp64"  # experts: products of groups are in float32
     subject, batch, graph = traced(spec, length, samples, masked, precision)
     return check(subject.build(), batch, pins, graph=graph, precision=precision)
 
@@ -161,15 +153,12 @@ CHANNELS = {"first.weight": S(0), "norm.weight": S(0), "norm.bias": S(0), "secon
 @pytest.mark.parametrize(
     ("norm", "groups", "pinned"),
     [
-        (GROUPS, 1, {}),
-        (GROUPS, 1, CHANNELS),
+        (GROUPS, 1, {}), (GROUPS, 1, CHANNELS),
         (GROUPS, 2, {"first.weight": S(0), "second.weight": S(0), "last.weight": S(1)}),
         (partial(nn.GroupNorm, 1, 8), 1, {"first.weight": S(0), "second.weight": S(0), "last.weight": S(1)}),
-        (BATCH, 1, {}),
-        (BATCH, 1, CHANNELS),
-        (partial(nn.InstanceNorm2d, 8, affine=True), 1, CHANNELS),
+        (BATCH, 1, {}), (BATCH, 1, CHANNELS), (partial(nn.InstanceNorm2d, 8, affine=True), 1, CHANNELS),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("data", [1, 2])
 def test_convolutions_and_norms(norm: partial[nn.Module], groups: int, pinned: dict[str, object], data: int) -> None:
     pins = ["tp=2", f"dp_shard={data}", *(f"{name}=tp:{kind}" for name, kind in pinned.items())]
@@ -281,9 +270,8 @@ def test_strides_are_those_of_the_trace(turned: bool) -> None:
 
     model = model_of(forward, linear=nn.Linear(4, 4))
     check(model, {"x": torch.randn(4, 5, 4)}, ["dp_shard=2", "num_micro_batches=2"])
-    outside = model_of(
-        lambda self, x: self.linear(x)[:, 1:].as_strided((2, 4), (20, 1), 0).sum(), linear=nn.Linear(4, 4)
-    )
+    strided = lambda self, x: self.linear(x)[:, 1:].as_strided((2, 4), (20, 1), 0).sum()
+    outside = model_of(strided, linear=nn.Linear(4, 4))
     with pytest.raises(TraceError, match="as_strided reads memory that is not the tensor's"):
         autopar.trace(outside, example_inputs={"x": torch.randn(2, 5, 4)})
 
@@ -329,5 +317,5 @@ def test_indices_of_a_put_may_end_in_none() -> None:
 
     model = model_of(forward, linear=nn.Linear(4, 4), row=nn.Parameter(torch.randn(4)))
     mask, place = torch.tensor([True, False, False, True]), torch.zeros(4, dtype=torch.int64)
-    check(model, {"x": torch.randn(4, 4), "mask": mask, "place": place}, ["tp=2"])
-    check(model, {"x": torch.randn(4, 4), "mask": mask, "place": place}, ["dp_shard=2", "num_micro_batches=2"])
+    for pins in (["tp=2"], ["dp_shard=2", "num_micro_batches=2"]):
+        check(model, {"x": torch.randn(4, 4), "mask": mask, "place": place}, pins)

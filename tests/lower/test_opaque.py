@@ -46,10 +46,8 @@ def hooked(x: Tensor) -> Tensor:
     ("inner", "pins"),
     [
         (u.Router, ["tp=2", "dp_shard=2", "recompute=full"]),
-        (
-            lambda: calling(lambda x: x + torch.from_numpy(0.5 * x.detach().numpy())),
-            ["dp_replicate=2", "num_micro_batches=2"],
-        ),
+        (lambda: calling(lambda x: x + torch.from_numpy(0.5 * x.detach().numpy())),
+         ["dp_replicate=2", "num_micro_batches=2"]),
         (lambda: calling(printed), ["tp=2"]),
         (applies(u.StraightThrough), ["tp=2", "dp_replicate=2"]),
         (applies(u.Clipped), ["tp=2"]),
@@ -57,7 +55,7 @@ def hooked(x: Tensor) -> Tensor:
         (lambda: calling(lambda x: CLIPPED_APART(x) + u.ClippedApart.forward(x)), ["tp=2"]),
         (lambda: calling(hooked), ["dp_replicate=2"]),
     ],
-)
+)  # fmt: skip
 def test_a_region_runs_as_it_is_written(inner: Callable[[], nn.Module], pins: list[str]) -> None:
     plan = check(u.Around(inner), u.batch(), pins)
     (note,) = (note for note in plan.notes if note.startswith("opaque"))
@@ -68,8 +66,7 @@ def test_modules_of_a_class_are_found_by_two_exports_that_fail() -> None:
     layers = (nn.Sequential(nn.Linear(8, 8), u.Router()) for _ in range(4))
     with mock.patch.object(torch.export, "export", wraps=torch.export.export) as export:
         graph = trace(u.Around(lambda: nn.Sequential(*layers)), (), u.batch())
-    assert export.call_count == 3
-    assert [op.target for op in graph.ops].count("autopar.opaque") == 4
+    assert (export.call_count, [op.target for op in graph.ops].count("autopar.opaque")) == (3, 4)
     assert "Linear" not in "".join(graph.notes)
 
 
@@ -130,8 +127,8 @@ def test_a_large_model_is_run_as_a_whole_fewer_times(monkeypatch: pytest.MonkeyP
 
 def test_a_whole_model_returns_its_loss_where_the_model_has_it() -> None:
     graph = trace(Tokens(), (), tokens())
-    assert graph.outputs is not None and graph.outputs.structure.kind == "mapping"
-    assert [item.kind for item in graph.outputs.structure.items] == ["loss", "value"]
+    structure = graph.outputs.structure
+    assert (structure.kind, [item.kind for item in structure.items]) == ("mapping", ["loss", "value"])
 
 
 def test_a_whole_model_whose_loss_is_no_mean_over_samples_gets_all_of_them() -> None:
@@ -154,12 +151,11 @@ def test_a_region_is_tried_where_what_it_gives_is_finite(code: Callable[[Tensor]
     assert re.search(said or r"outside forward\)$", note), note
 
 
-def test_a_backward_that_is_the_usual_one_is_traced() -> None:
+def test_a_usual_backward_is_traced_and_tried_at_one_size_and_large_inputs_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plan = check(u.Around(applies(u.Square)), u.batch(), ["tp=2"])
     assert not any("opaque" in note for note in plan.notes)
-
-
-def test_a_usual_backward_is_tried_at_one_size_and_large_inputs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     draws: list[int] = []
     usual = opaque_trials.Subject.draw
     monkeypatch.setattr(opaque_trials.Subject, "draw", lambda self, n: (draws.append(n), usual(self, n))[1])
@@ -199,30 +195,23 @@ def test_a_module_is_pinned_as_opaque() -> None:
         autopar.estimate(model, pins=["opaque=innner"], **options)
 
 
-class SkipsAtRandom(nn.Module):
+def skips(self: Any, x: Tensor) -> Tensor:
     """LayerDrop: a number of the batch decides whether a layer runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if torch.rand([]) < 0.3 else x + self.layer(x)
+    return x if torch.rand([]) < 0.3 else x + self.layer(x)
 
 
 @pytest.mark.parametrize(
     ("inner", "meets"),
     [
-        (SkipsAtRandom, False),
+        (lambda: model_of(skips, layer=nn.Linear(8, 8)), False),
         (lambda: calling(lambda x: x * torch.rand_like(x) if x.numel() > 0 and x[0, 0] < 9 else x), True),
     ],
 )
 def test_a_region_that_draws_random_numbers_is_split_if_these_are_of_the_batch_and_else_gathered(
     inner: Callable[[], nn.Module], meets: bool
 ) -> None:
-    plan = autopar.search(
-        u.Around(inner), example_inputs=u.batch(), cluster="cpu:1x2", global_batch_size=8, pins=["dp_shard=2"]
-    )
+    options = {"cluster": "cpu:1x2", "global_batch_size": 8, "pins": ["dp_shard=2"]}
+    plan = autopar.search(u.Around(inner), example_inputs=u.batch(), **options)
     assert any("random numbers of its own for each sample" in note for note in plan.notes) is meets
     assert any("samples meet" in note for note in plan.notes) is meets
 
@@ -251,11 +240,8 @@ def test_a_number_that_a_region_returns_is_not_kept_from_where_it_was_tried() ->
         trace(u.Around(scaled), (), u.batch(), opaque=["Largest"])
 
 
-def counted() -> nn.Module:
-    def forward(self: Any, x: Tensor) -> tuple[Tensor, int]:
-        return (x if x.sum() > 0 else 2.0 * x), x.shape[0]
-
-    return model_of(forward)
+def counted(self: Any, x: Tensor) -> tuple[Tensor, int]:
+    return (x if x.sum() > 0 else 2.0 * x), x.shape[0]
 
 
 def test_a_number_of_samples_that_a_region_returns_depends_on_the_batch_size() -> None:
@@ -263,7 +249,7 @@ def test_a_number_of_samples_that_a_region_returns_depends_on_the_batch_size() -
         y, samples = self.counted(self.first(x))
         return y.square().sum() / samples
 
-    model = model_of(forward, first=nn.Linear(8, 8), counted=counted())
+    model = model_of(forward, first=nn.Linear(8, 8), counted=model_of(counted))
     with pytest.raises(CountError, match="A number in the model depends on the batch size: 6 for a batch of 6, 12 for"):
         trace(model, (torch.randn(6, 8),))
 
@@ -342,49 +328,34 @@ def with_a_hook() -> nn.Module:
     return model
 
 
+def inside(forward: Callable[..., Any], **parts: Any) -> Callable[[], nn.Module]:
+    return lambda: u.Around(lambda: model_of(forward, **parts))
+
+
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (
-            lambda: u.Around(lambda: model_of(remembers, seen=[])),
-            r"test_opaque.py:\d+: .*left something in the model.*takes 2 in one step, 3 .*sets inner.seen. .*buffer",
-        ),
-        (
-            lambda: u.Around(lambda: model_of(counts, calls=0)),
-            r"test_opaque.py:\d+: .*item.*depends on the values of tensors.*torch.where",
-        ),
-        (
-            lambda: u.Around(lambda: model_of(counts, calls=nn.Buffer(torch.zeros(())))),
-            r"test_opaque.py:\d+: .*torch.where.*it changes buffers \(inner.calls\)",
-        ),
-        (
-            lambda: model_of(divides, layer=nn.Linear(8, 8), calls=nn.Buffer(torch.zeros(()))),
-            r"tensor as index.* a separate module.*\(the whole model cannot run so: it changes buffers \(calls\)",
-        ),
-        (
-            lambda: u.Around(
-                lambda: model_of(averages, largest=nn.Buffer(torch.zeros(())), kept=nn.Buffer(torch.ones(())))
-            ),
-            r"test_opaque.py:\d+: .*it changes buffers \(inner.largest\)",
-        ),
-        (
-            lambda: u.Around(lambda: model_of(normalizes, weight=nn.Parameter(2 * torch.eye(8)))),
-            r"test_opaque.py:\d+: .*it changes parameters \(inner.weight\)",
-        ),
-        (
-            lambda: u.Around(lambda: calling(lambda x: x * torch.ones(8, device="cuda"))),
-            r"test_opaque.py:\d+: .*device.*[Cc]hange that line",
-        ),
-        (
-            partial(u.Around, partial(nn.LazyLinear, 8)),
-            r"inner \(LazyLinear\): A lazy parameter has no shape.*one batch",
-        ),
+        (inside(remembers, seen=[]),
+         r"test_opaque.py:\d+: .*left something in the model.*takes 2 in one step, 3 .*sets inner.seen. .*buffer"),
+        (inside(counts, calls=0),
+         r"test_opaque.py:\d+: .*item.*depends on the values of tensors.*torch.where"),
+        (inside(counts, calls=nn.Buffer(torch.zeros(()))),
+         r"test_opaque.py:\d+: .*torch.where.*it changes buffers \(inner.calls\)"),
+        (lambda: model_of(divides, layer=nn.Linear(8, 8), calls=nn.Buffer(torch.zeros(()))),
+         r"tensor as index.* a separate module.*\(the whole model cannot run so: it changes buffers \(calls\)"),
+        (lambda: u.Around(lambda: model_of(averages, largest=nn.Buffer(torch.zeros(())), kept=nn.Buffer(torch.ones(())))),
+         r"test_opaque.py:\d+: .*it changes buffers \(inner.largest\)"),
+        (lambda: u.Around(lambda: model_of(normalizes, weight=nn.Parameter(2 * torch.eye(8)))),
+         r"test_opaque.py:\d+: .*it changes parameters \(inner.weight\)"),
+        (lambda: u.Around(lambda: calling(lambda x: x * torch.ones(8, device="cuda"))),
+         r"test_opaque.py:\d+: .*device.*[Cc]hange that line"),
+        (partial(u.Around, partial(nn.LazyLinear, 8)), r"inner \(LazyLinear\): A lazy parameter has no shape.*one batch"),
         (u.Clamps, "changes a parameter by .data.clamp_. Use what the call returns"),
         (u.Yields, "Yields: .*no scalar loss: a generator.*loss_fn"),
         (lambda: u.Around(applies(LOCAL)), "Local: .*cannot be imported.*top of a module"),
         (with_a_hook, "last.weight: .*A hook on a parameter is not supported.*train_step"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_traced_is_named_with_its_remedy(model: Callable[[], nn.Module], said: str) -> None:
     with pytest.raises(TraceError, match=said) as caught:
         trace(model(), (), u.batch())

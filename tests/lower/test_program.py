@@ -60,13 +60,10 @@ def test_no_output_has_the_name_of_another_operator() -> None:
     assert len({str_name(ref) for ref in refs}) == len(refs)
 
 
-def test_experts_without_tokens_have_a_gradient() -> None:
+def test_experts_without_tokens_have_a_gradient_and_shapes_that_do_not_fit_are_refused() -> None:
     experts = autopar_nn.Experts(num_experts=3, hidden=4, ffn=8)
     experts(torch.randn(5, 4), torch.ones(5, 1), torch.ones(5, 1, dtype=torch.int64)).sum().backward()
     assert experts.gate.grad is not None and not experts.gate.grad[[0, 2]].any() and experts.gate.grad[1].any()
-
-
-def test_shapes_that_do_not_fit_are_refused() -> None:
     experts = autopar_nn.Experts(num_experts=3, hidden=4, ffn=8)
     with pytest.raises(UsageError, match="tensors given to the experts do not fit"):
         experts(torch.randn(5, 3), torch.ones(5, 1), torch.ones(5, 1, dtype=torch.int64))

@@ -73,22 +73,16 @@ def test_a_normed_weight_does_not_keep_a_model_from_being_copied() -> None:
     assert {p.spec.dtype for p in graph.parameters} == {torch.bfloat16}
 
 
-def test_models_that_are_parallel_already_and_autocast_are_refused() -> None:
+def test_models_that_are_parallel_already_autocast_and_complex_parameters_are_refused() -> None:
     with pytest.raises(UsageError, match=r"wrapped in DataParallel.*Pass the model before"):
         api.trace(nn.DataParallel(net()), example_inputs={"x": X})
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(UsageError, match=r"cannot be traced inside torch\.autocast\('cpu', dtype=bfloat16\)"),
-    ):
+    said = r"cannot be traced inside torch\.autocast\('cpu', dtype=bfloat16\)"
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UsageError, match=said):
         api.trace(net(), example_inputs={"x": X})
-
-
-def test_complex_parameters_are_refused() -> None:
     model = net()
     model.linear.register_parameter("turn", nn.Parameter(torch.zeros(4, dtype=torch.complex64)))
-    with pytest.raises(
-        UsageError, match=r"linear\.turn: A parameter of dtype complex64 is not supported.*Keep a real parameter"
-    ):
+    said = r"linear\.turn: A parameter of dtype complex64 is not supported.*Keep a real parameter"
+    with pytest.raises(UsageError, match=said):
         api.trace(model, example_inputs={"x": X})
 
 
@@ -97,15 +91,11 @@ def _attending(self: Any, x: Tensor) -> Tensor:
     return (torch.softmax(made @ made.t(), -1) @ made).square().mean()
 
 
-def _centred(self: Any, x: Tensor) -> Tensor:
-    """Samples meet, and no number or shape of the graph says so."""
-    return torch.softmax(self.linear(x), 0).square().mean()
-
-
 KINDS = {
     "apart": net(),
     "attending": model_of(_attending, linear=nn.Linear(4, 4)),
-    "centred": model_of(_centred, linear=nn.Linear(4, 4)),
+    # samples meet, and no number or shape of the graph says so
+    "centred": model_of(lambda self, x: torch.softmax(self.linear(x), 0).square().mean(), linear=nn.Linear(4, 4)),
     "statistics": model_of(
         lambda self, x: self.norm(self.linear(x)).square().mean(), linear=nn.Linear(4, 4), norm=nn.BatchNorm1d(4)
     ),
@@ -123,9 +113,7 @@ def test_a_plan_finds_the_graph_that_it_was_made_for(monkeypatch: pytest.MonkeyP
     found = api._graph_of(plan, KINDS[kind], {"x": X}, None)
     assert (found.prelude, found.ops, found.batch_size) == (graph.prelude, graph.ops, graph.batch_size)
     assert (found.mixing, found.exact, found.notes) == (graph.mixing, graph.exact, graph.notes)
-    assert bool(asked) == (
-        kind in ("attending", "centred")
-    )  # the plan itself says of the others that samples are apart
+    assert bool(asked) == (kind in ("attending", "centred"))  # the plan itself says of the others that they are apart
 
 
 # --- kept between commands
@@ -231,9 +219,8 @@ def test_time_before_samples_in_the_inputs_is_told_of_the_dim_of_samples(layer: 
         made = self.layer(x)
         return (made[0] if isinstance(made, tuple) else made).square().mean()
 
-    graph = api.trace(
-        model_of(after_layer, layer=layer()), example_inputs={"x": torch.ones(6, 2, 4)}, global_batch_size=4
-    )
+    model, example = model_of(after_layer, layer=layer()), {"x": torch.ones(6, 2, 4)}
+    graph = api.trace(model, example_inputs=example, global_batch_size=4)
     assert any("give them samples first, and transpose in forward" in note for note in graph.notes)
     turned = model_of(lambda self, x: after_layer(self, x.transpose(0, 1)), layer=layer())
     assert not api.trace(turned, example_inputs={"x": torch.ones(2, 6, 4)}, global_batch_size=4).mixing

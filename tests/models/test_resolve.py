@@ -21,26 +21,18 @@ GPT = "gpt:layers=2,hidden=32,heads=4,vocab=64"
     ("spec", "parameters"),
     [
         (GPT, 64 * 32 + 8 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32),
-        (
-            "llama:layers=2,hidden=32,heads=4,kv_heads=2,ffn=64,vocab=64",
-            2 * 64 * 32 + 2 * (3 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32,
-        ),
-        (
-            "llama:layers=2,hidden=32,heads=4,ffn=64,vocab=64,tied=1",
-            64 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32,
-        ),
-        (
-            "llama:layers=2,hidden=32,heads=4,ffn=64,vocab=64,tied=False",
-            2 * 64 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32,
-        ),
+        ("llama:layers=2,hidden=32,heads=4,kv_heads=2,ffn=64,vocab=64",
+         2 * 64 * 32 + 2 * (3 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32),
+        ("llama:layers=2,hidden=32,heads=4,ffn=64,vocab=64,tied=1",
+         64 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32),
+        ("llama:layers=2,hidden=32,heads=4,ffn=64,vocab=64,tied=False",
+         2 * 64 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32),
         ("mpt:layers=2,hidden=32,heads=4,vocab=64", 64 * 32 + 8 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32),
         ("bloom:layers=2,hidden=32,heads=4,vocab=64", 64 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 4 * 32),
-        (
-            "mixtral:layers=1,hidden=32,heads=4,kv_heads=2,ffn=64,vocab=64,experts=4,top_k=2",
-            2 * 64 * 32 + 3 * 32 * 32 + 4 * 3 * 32 * 64 + 4 * 32 + 3 * 32,
-        ),
+        ("mixtral:layers=1,hidden=32,heads=4,kv_heads=2,ffn=64,vocab=64,experts=4,top_k=2",
+         2 * 64 * 32 + 3 * 32 * 32 + 4 * 3 * 32 * 64 + 4 * 32 + 3 * 32),
     ],
-)
+)  # fmt: skip
 def test_families_have_the_sizes_they_are_given_and_live_on_meta(spec: str, parameters: int) -> None:
     source = resolve_model(spec, sequence_length=8)
     assert sum(p.numel() for p in source.model.parameters()) == parameters
@@ -54,9 +46,8 @@ def test_settings_after_the_question_mark_are_json_where_they_can_be() -> None:
                            "&vocab_size=64&intermediate_size=64&tie_word_embeddings=true&hidden_act=gelu")  # fmt: skip
     config = source.model.config
     assert (config.tie_word_embeddings, config.hidden_act, config.num_hidden_layers) == (True, "gelu", 1)
-    falcon = resolve_model(
-        "hf:falcon?num_hidden_layers=1&hidden_size=32&num_attention_heads=4&vocab_size=64&multi_query=False"
-    )
+    sizes = "num_hidden_layers=1&hidden_size=32&num_attention_heads=4&vocab_size=64"
+    falcon = resolve_model(f"hf:falcon?{sizes}&multi_query=False")
     assert falcon.model.config.multi_query is False, "as Python writes it"
     swin = resolve_model("hf:swin?depths=[1,1]&num_heads=[2,2]&embed_dim=16&image_size=32&window_size=2")
     assert swin.model.config.depths == [1, 1]
@@ -110,8 +101,7 @@ def test_keys_that_code_asks_for_are_read_in_it(tmp_path: Path, monkeypatch: pyt
 
 def test_a_model_without_a_head_has_the_mean_square_as_loss() -> None:
     source = resolve_model("hf:clip_text_model?num_hidden_layers=1&hidden_size=32&num_attention_heads=4&vocab_size=64")
-    assert isinstance(source.model, MeanSquareLoss)
-    assert set(source.example_inputs) == {"input_ids"}
+    assert isinstance(source.model, MeanSquareLoss) and set(source.example_inputs) == {"input_ids"}
     loss = source.build()(**source.make_batch(2))
     assert loss.dim() == 0 and loss.isfinite()
 
@@ -122,8 +112,7 @@ def test_batches_are_valid_repeatable_and_padded_on_request() -> None:
     assert set(plain) == {"input_ids", "labels"}
     assert torch.equal(plain["input_ids"], again["input_ids"])
     assert not torch.equal(plain["input_ids"], other["input_ids"])
-    assert plain["input_ids"].min() >= 0
-    assert plain["input_ids"].max() < 64
+    assert plain["input_ids"].min() >= 0 and plain["input_ids"].max() < 64
 
     padded = source.make_batch(8, seed=1, padded=True)
     assert set(padded) == {"input_ids", "attention_mask", "labels"}
@@ -157,8 +146,7 @@ def test_a_local_folder_is_a_model(tmp_path: Path) -> None:
     config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 4, "vocab_size": 64, "n_positions": 8}
     (tmp_path / "config.json").write_text(json.dumps(config))
     source = resolve_model(f"hf:{tmp_path}?n_layer=2")
-    assert len(source.model.transformer.h) == 2
-    assert source.example_inputs["input_ids"].shape == (2, 8)
+    assert len(source.model.transformer.h) == 2 and source.example_inputs["input_ids"].shape == (2, 8)
 
 
 FACTORY = """
@@ -204,8 +192,7 @@ def test_a_factory_gives_model_and_inputs(factories: str, name: str) -> None:
     source = resolve_model(f"{factories}:{name}")
     assert {n: tuple(t.shape) for n, t in source.example_inputs.items()} == {"x": (4, 4), "y": (4,)}
     batch = source.make_batch(6, seed=3)
-    assert batch["x"].shape == (6, 4)
-    assert set(batch["y"].tolist()) <= {0, 1, 2}
+    assert batch["x"].shape == (6, 4) and set(batch["y"].tolist()) <= {0, 1, 2}
     graph = source.trace()
     assert graph.num_parameters == 15
     built = source.build(1)
@@ -301,9 +288,8 @@ def test_video_has_frames_and_a_spectrogram_its_own_order() -> None:
     assert (pixels.shape, labels.size) == ((3, 1, 4, 4), 5)
     spectrogram = SimpleNamespace(max_length=8, num_mel_bins=2, num_labels=5)
     assert fields_of_config(spectrogram, "base", "input_values", None)[0].shape == (8, 2)
-    frames_first = SimpleNamespace(
-        max_source_positions=6, input_feat_per_channel=4, input_channels=1, max_target_positions=9, vocab_size=11
-    )
+    sizes = {"max_source_positions": 6, "input_feat_per_channel": 4, "input_channels": 1, "max_target_positions": 9}
+    frames_first = SimpleNamespace(**sizes, vocab_size=11)
     sound, text = fields_of_config(frames_first, "speech", "input_features", None)
     assert (sound.shape, text.shape, text.size) == ((6, 4), (9,), 11)
 
@@ -311,9 +297,8 @@ def test_video_has_frames_and_a_spectrogram_its_own_order() -> None:
 def test_series_and_episodes_are_made_by_their_configuration() -> None:
     plain = SimpleNamespace(context_length=8, num_input_channels=3)
     assert [f.shape for f in fields_of_config(plain, "base", "past_values", None)] == [(8, 3)]
-    decoded = SimpleNamespace(
-        context_length=8, prediction_length=4, lags_sequence=[1, 3], input_size=1, num_time_features=2
-    )
+    lengths = {"context_length": 8, "prediction_length": 4, "lags_sequence": [1, 3]}
+    decoded = SimpleNamespace(**lengths, input_size=1, num_time_features=2)
     fields = fields_of_config(decoded, "base", "past_values", None, ("past_values", "past_time_features"))
     assert {f.name: f.shape for f in fields} == {
         "past_values": (11,), "past_time_features": (11, 2), "past_observed_mask": (11,), "future_values": (4,),

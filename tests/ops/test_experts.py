@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -67,7 +68,6 @@ CASES = {
 def leaves(
     of: SimpleNamespace, tokens: slice = slice(None), cut: Callable[[Tensor], Tensor] = torch.clone
 ) -> list[Tensor | None]:
-    """Of a rank that has some tokens, and a part of the experts."""
     given = [None if x is None else x[tokens] if i < 2 else cut(x) for i, x in enumerate(of.tensors)]
     return [None if x is None else x.detach().clone().requires_grad_() for x in given]
 
@@ -108,6 +108,16 @@ def backward(result: Tensor, given: list[Tensor | None], gradient: Tensor) -> li
     return found
 
 
+def run(
+    of: SimpleNamespace, call: Callable[..., Tensor], *more: Any, tokens: slice = slice(None),
+    cut: Callable[[Tensor], Tensor] = torch.clone,
+) -> list[Tensor]:  # fmt: skip
+    """What a rank makes of some tokens and a part of the experts, and its gradients; ``more``: arguments of split kinds."""
+    given = leaves(of, tokens, cut)
+    result = call(given[0], given[1], of.indices[tokens], *given[2:], of.activation, *more)
+    return backward(result, given, of.gradient[tokens])
+
+
 def assert_same(found: list[Tensor], wanted: list[Tensor]) -> None:
     for a, b in zip(found, wanted, strict=True):
         assert_close(a, b, 1e-12)
@@ -117,8 +127,7 @@ def grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
     """What ``torch._grouped_mm`` promises, at its worst: garbage in rows past the end and for groups without rows."""
     assert offs.dtype == torch.int32
     for x in (a, b):
-        assert 1 in x.stride()[-2:]
-        assert max(x.stride()[-2:]) % expert_ops._GROUPED_ALIGNMENT == 0
+        assert 1 in x.stride()[-2:] and max(x.stride()[-2:]) % expert_ops._GROUPED_ALIGNMENT == 0
     pieces = list(zip([0, *offs.tolist()], offs.tolist(), strict=False))
     if b.dim() == 3:
         out = a.new_full((a.shape[0], b.shape[-1]), torch.nan)
@@ -153,19 +162,13 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("name", CASES)
 def test_experts_on_one_rank_are_each_token_by_itself(name: str, way: str, reads: list[Tensor]) -> None:
     of = CASES[name]
-    given = leaves(of)
-    result = expert_ops.experts(given[0], given[1], of.indices, *given[2:], of.activation)
-    assert_same(backward(result, given, of.gradient), dense(of))
+    assert_same(run(of, expert_ops.experts), dense(of))
     assert len(reads) == (way == "loop")
 
 
 def test_no_tokens_give_every_expert_a_gradient_of_zeros(way: str) -> None:
-    of = case()
-    given = leaves(of, slice(0))
-    result = expert_ops.experts(given[0], given[1], of.indices[:0], *given[2:], "silu")
-    found = backward(result, given, of.gradient[:0])
-    assert found[0].shape == (0, WIDTH)
-    assert all(not x.any() for x in found[3:])
+    found = run(case(), expert_ops.experts, tokens=slice(0))
+    assert found[0].shape == (0, WIDTH) and all(not x.any() for x in found[3:])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -173,9 +176,7 @@ def test_experts_split_over_ranks_sum_to_the_whole(name: str, way: str, reads: l
     of, size = CASES[name], 4
 
     def work(rank: int) -> list[Tensor]:
-        given = leaves(of, cut=lambda x: x.chunk(size)[rank])
-        result = expert_ops.experts_split(given[0], given[1], of.indices, *given[2:], of.activation, "tp", EXPERTS)
-        return backward(result, given, of.gradient)
+        return run(of, expert_ops.experts_split, "tp", EXPERTS, cut=lambda x: x.chunk(size)[rank])
 
     found = run_ranks(Mesh(tp=size), work)
     assert_same([*summed(found, 3), *joined(found, 3)], dense(of))
@@ -196,12 +197,8 @@ def test_tokens_that_travel_come_back(name: str, shares: tuple[int, ...], way: s
     of = CASES[name]
 
     def work(rank: int) -> list[Tensor]:
-        here = slice(sum(shares[:rank]), sum(shares[: rank + 1]))
-        given = leaves(of, here, lambda x: x.chunk(4)[rank])
-        result = expert_ops.experts_dispatch(
-            given[0], given[1], of.indices[here], *given[2:], of.activation, "dp_shard", EXPERTS
-        )
-        return backward(result, given, of.gradient[here])
+        here, cut = slice(sum(shares[:rank]), sum(shares[: rank + 1])), lambda x: x.chunk(4)[rank]
+        return run(of, expert_ops.experts_dispatch, "dp_shard", EXPERTS, tokens=here, cut=cut)
 
     assert_same(joined(run_ranks(Mesh(dp_shard=4), work), 0), dense(of))
     assert len(reads) == 4
@@ -214,11 +211,8 @@ def test_tokens_travel_for_each_share_of_the_experts(name: str, way: str, reads:
     def work(rank: int) -> list[Tensor]:
         outer, inner = (mesh.coordinate(rank)[axis] for axis in ("dp_shard", "tp"))
         here = slice(outer * TOKENS // 2, (outer + 1) * TOKENS // 2)
-        given = leaves(of, here, lambda x: x.chunk(2)[outer].chunk(2)[inner])
-        result = expert_ops.experts_dispatch_split(
-            given[0], given[1], of.indices[here], *given[2:], of.activation, "dp_shard", EXPERTS, "tp", 2
-        )
-        return backward(result, given, of.gradient[here])
+        cut = lambda x: x.chunk(2)[outer].chunk(2)[inner]
+        return run(of, expert_ops.experts_dispatch_split, "dp_shard", EXPERTS, "tp", 2, tokens=here, cut=cut)
 
     found = run_ranks(mesh, work)  # the ranks of tp are neighbours
     assert_same([*joined([summed(found[:2], 3), summed(found[2:], 3)], 0), *joined(found, 3)], dense(of))

@@ -142,8 +142,7 @@ WORDS = st.tuples(st.integers(0, 2**62), st.integers(0, 1000), st.integers(0, 10
 @given(st.lists(WORDS, min_size=2, unique=True, max_size=50))
 def test_streams_of_different_seeds_and_operators_differ(words: list[tuple[int, int, int]]) -> None:
     seeds = {seeded.stream_seed((a, b), seed, ()) for seed, a, b in words}
-    assert len(seeds) == len(words)
-    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert len(seeds) == len(words) and all(0 <= seed < 2**63 for seed in seeds)
 
 
 @pytest.mark.parametrize("call", ["dropout", "attention"])
@@ -190,7 +189,9 @@ def test_the_gradient_of_a_parameter_stays_a_pending_sum(placement: Replicate | 
 # --- random operators ----------------------------------------------------------------------------
 
 
-def test_attention_draws_as_if_all_generators_were_seeded_and_leaves_torchs_as_it_was() -> None:
+def test_attention_draws_as_if_all_generators_were_seeded_and_without_dropout_seeds_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     q = torch.randn(2, 2, 8, 4, generator=torch.Generator().manual_seed(0))
     before = torch.get_rng_state()
     found = seeded.attention(q, q, q, None, 0.5, salt=3, seed=5)
@@ -198,9 +199,6 @@ def test_attention_draws_as_if_all_generators_were_seeded_and_leaves_torchs_as_i
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seeded.stream_seed(3, 5, ()))
         assert torch.equal(found, torch.nn.functional.scaled_dot_product_attention(q, q, q, None, 0.5))
-
-
-def test_attention_without_dropout_seeds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seeded, "stream_seed", None)  # a call would raise
     q = torch.randn(2, 2, 8, 4)
     assert torch.equal(seeded.attention(q, q, q, is_causal=True), seeded.attention(q, q, q, None, 0.0, True, seed=1))
@@ -211,8 +209,7 @@ def test_only_the_generator_of_the_tensors_device_is_seeded(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "default_generators", devices)
     states = [g.get_state() for g in (torch.default_generator, *devices)]
     with seeded.seeded((torch.device("cuda", 1),), 3, 5, ()):
-        assert devices[1].initial_seed() == seeded.stream_seed(3, 5, ())
-        assert devices[0].initial_seed() == 1
+        assert devices[1].initial_seed() == seeded.stream_seed(3, 5, ()) and devices[0].initial_seed() == 1
         assert torch.equal(torch.get_rng_state(), states[0])
     now = [g.get_state() for g in (torch.default_generator, *devices)]
     assert all(torch.equal(a, b) for a, b in zip(now, states, strict=True))

@@ -101,35 +101,23 @@ def test_a_newer_format_says_who_reads_it() -> None:
 ABSENT = object()
 
 BAD_VALUES: list[tuple[str, object, str]] = [
-    (
-        "layouts.0.typings.1.strategies",
-        3,
-        "p.json: Wrong value of 'layouts[0].typings[1].strategies'. Expected a list, got 3.",
-    ),
+    ("layouts.0.typings.1.strategies", 3,
+     "p.json: Wrong value of 'layouts[0].typings[1].strategies'. Expected a list, got 3."),
     ("meshes", {}, "Unknown key 'meshes'. Did you mean 'mesh'?"),
     ("mesh.tp", -1, "p.json: Wrong value of 'mesh.tp'. Expected a number from zero, got -1."),
     ("mesh.tp", 0, "p.json: mesh: The degree of tp is 0."),
-    (
-        "layouts.1.typings.1.parameters.3",
-        "S(x)",
-        "p.json: layouts[1].typings[1].parameters[3]: Unknown type 'S(x)'. Write I, R, P or S(d), for example S(0).",
-    ),
+    ("layouts.1.typings.1.parameters.3", "S(x)",
+     "p.json: layouts[1].typings[1].parameters[3]: Unknown type 'S(x)'. Write I, R, P or S(d), for example S(0)."),
     ("layouts.1.typings.1.parameters.3", "P", "Expected I or S(d), got P."),
     ("layouts.1.typings.1.parameter_names", ["a"], "one name for each parameter or none"),
     ("schedule", "2F2B", "p.json: Unknown schedule '2F2B'. Known: 1F1B, GPipe, Interleaved1F1B, none."),
     ("schedule", "none", "Expected 'none' where pp is 1, and a pipeline schedule elsewhere, got 'none' with pp=2."),
     ("virtual_stages", 2, "Expected 1 (more only with the schedule Interleaved1F1B), got 2"),
     ("mesh.tp", 8, "product is 16, the number of devices of h100-sxm5-80gb:2x8, got pp=2 x dp_shard=2 x tp=8 = 32."),
-    (
-        "global_batch_size",
-        63,
-        "Expected a multiple of micro_batch_size * dp_replicate * dp_shard, got 63 with 2 * 1 * 2.",
-    ),
-    (
-        "global_batch_size",
-        2**26,
-        "'global_batch_size' does not fit the plan. Expected at most 16,777,216, got 67108864.",
-    ),
+    ("global_batch_size", 63,
+     "Expected a multiple of micro_batch_size * dp_replicate * dp_shard, got 63 with 2 * 1 * 2."),
+    ("global_batch_size", 2**26,
+     "'global_batch_size' does not fit the plan. Expected at most 16,777,216, got 67108864."),
     ("micro_batch_size", 0, "'micro_batch_size' does not fit the plan. Expected at least 1, got 0."),
     ("zero_stage", 0, "Expected 1, 2 or 3 where dp_shard is above 1, got 0 with dp_shard=2."),
     ("micro_batch_size", 2**63, "Expected a whole number of at most 63 bits, got one of 64."),
@@ -138,11 +126,8 @@ BAD_VALUES: list[tuple[str, object, str]] = [
     ("predicted.breakdown.compute_s", -1.0, "Expected a number from 0, got -1.0."),
     ("predicted.peak_memory_interval_bytes", [1], "Expected 2 items, or none, got 1."),
     ("zero_stage", 4, "Expected 0, 1, 2 or 3, got 4."),
-    (
-        "blocks.4.layout",
-        9,
-        "'blocks[4].layout' does not fit the plan. Expected the number of one of the 3 layouts, got 9.",
-    ),
+    ("blocks.4.layout", 9,
+     "'blocks[4].layout' does not fit the plan. Expected the number of one of the 3 layouts, got 9."),
     ("blocks.4.index", 9, "'blocks[4].index' does not fit the plan. Expected 4, got 9."),
     ("stages", [], "Expected pp * virtual_stages = 2 stages, got 0."),
     ("stages.1.start", 6, "'stages[1]' does not fit the plan. Expected one block or more, from block 5 on"),
@@ -152,15 +137,12 @@ BAD_VALUES: list[tuple[str, object, str]] = [
     ("predicted.step_time_interval_s", [1.0], "step_time_interval_s'. Expected 2 items, got 1."),
     ("predicted.memory.1.pp_rank", 2, "Expected a pipeline rank below pp=2, got 2."),
     ("version", "1", "'version'. Expected a number, got '1'."),
-    (
-        "precision.compute",
-        "int8",
-        "'precision.compute' does not fit the plan. Expected one of float64, float32, bfloat16, float16, got 'int8'.",
-    ),
+    ("precision.compute", "int8",
+     "'precision.compute' does not fit the plan. Expected one of float64, float32, bfloat16, float16, got 'int8'."),
     ("mesh", ABSENT, "p.json: Missing key 'mesh'."),
     ("prelude", ABSENT, "p.json: Missing key 'prelude'."),
     ("mesh.dp", 2, "p.json: mesh: Unknown key 'dp'."),
-]
+]  # fmt: skip
 """Where a plan is changed, to what, and what is said of it."""
 
 

@@ -81,15 +81,11 @@ def test_peaks_bound_every_stage(case: tuple[str, int, int, int]) -> None:
 @pytest.mark.parametrize(
     ("case", "word"),
     [
-        (("ZigZag", 2, 1, 4), "ZigZag"),
-        (("1F1B", 4, 1, 3), "needs at least 4 micro-batches"),
-        (("1F1B", 4, 2, 8), "virtual stages"),
-        (("none", 2, 1, 4), "pp=2"),
-        (("Interleaved1F1B", 4, 2, 9), "rounds"),
-        (("Interleaved1F1B", 4, 1, 8), "Use schedule=1F1B"),
-        (("GPipe", 2, 1, 0), "at least 1"),
+        (("ZigZag", 2, 1, 4), "ZigZag"), (("1F1B", 4, 1, 3), "needs at least 4 micro-batches"),
+        (("1F1B", 4, 2, 8), "virtual stages"), (("none", 2, 1, 4), "pp=2"), (("Interleaved1F1B", 4, 2, 9), "rounds"),
+        (("Interleaved1F1B", 4, 1, 8), "Use schedule=1F1B"), (("GPipe", 2, 1, 0), "at least 1"),
     ],
-)
+)  # fmt: skip
 def test_impossible_schedules_say_why(case: tuple[str, int, int, int], word: str) -> None:
     with pytest.raises(UsageError, match=word):
         check_schedule(*case)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import autopar
 from autopar.graph.graph import Graph
@@ -48,30 +48,27 @@ def test_an_alternative_that_is_faster_becomes_the_plan(graph: Graph, monkeypatc
     plan = planner.search(limits=Limits())
     assert plan.predicted.step_time_s <= min(faster)
     said = [reason for reason in plan.search.reasons if "took its place" in reason]
-    assert said
-    assert str(slowest.candidate) in said[0]
+    assert said and str(slowest.candidate) in said[0]
     assert not any(" faster (" in reason for reason in plan.search.reasons)
-    assert plan.search.lower_bound_s == pytest.approx(min(
-        one.prediction.step_time_s for one in evaluations(Planner(task_of(graph)))
-    ) / 2)  # fmt: skip
+    least_s = min(one.prediction.step_time_s for one in evaluations(Planner(task_of(graph))))
+    assert plan.search.lower_bound_s == pytest.approx(least_s / 2)
     assert plan.search.gap == pytest.approx(plan.predicted.step_time_s / plan.search.lower_bound_s - 1)
 
 
 def test_a_plan_below_the_bound_says_so_in_its_certificate(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    notes = {}
+    notes = []
     for bound in (1.0, 1.01):
         planner = Planner(task_of(graph, pins=Pins.parse(["pp=1"])))
         slow_search(planner, monkeypatch, bound)
-        notes[bound] = [note for note in planner.search(limits=Limits()).notes if "certificate" in note]
-    assert notes[1.0] == []
-    assert len(notes[1.01]) == 1
+        notes.append([note for note in planner.search(limits=Limits()).notes if "certificate" in note])
+    assert [len(found) for found in notes] == [0, 1]
 
 
 def test_one_that_is_not_faster_leaves_the_plan(graph: Graph) -> None:
     whole = Planner(task_of(graph)).search(limits=Limits())
     assert not any("took its place" in reason for reason in whole.search.reasons)
-    assert whole.search.reasons
-    assert all("slower" in reason or "no plan" in reason or "0 s (0.0 %)" in reason for reason in whole.search.reasons)
+    reasons = whole.search.reasons
+    assert reasons and all("slower" in one or "no plan" in one or "0 s (0.0 %)" in one for one in reasons)
     estimated = Planner(task_of(graph)).estimate()  # the plan of pins stays, though others are faster
     assert not any("took its place" in reason for reason in estimated.search.reasons)
 
@@ -88,11 +85,10 @@ def test_several_processes_put_the_same_plan_in_its_place(graph: Graph, monkeypa
             for candidate in planner.pool:
                 group.claim(layout_key_of(candidate))
             plans.append(planner._improved(outcome.best, outcome, group))
-    assert plans[0].predicted == plans[1].predicted
-    assert plans[0].search.reasons == plans[1].search.reasons
+    assert plans[0].predicted == plans[1].predicted and plans[0].search.reasons == plans[1].search.reasons
 
 
-def test_objects_come_back_after_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_come_back_after_a_search_but_those_that_a_caller_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     before, inside = gc.get_freeze_count(), []
     planner = Planner(task_of(mlp(layers=2)))
     monkeypatch.setattr(planner, "_outcome", lambda *a, **k: inside.append(gc.get_freeze_count()) or 1 / 0)
@@ -100,9 +96,6 @@ def test_objects_come_back_after_a_search(monkeypatch: pytest.MonkeyPatch) -> No
         planner.search(limits=Limits())
     assert inside[0] > 10_000
     assert gc.get_freeze_count() == before == 0
-
-
-def test_what_a_caller_has_set_aside_stays_so() -> None:
     gc.freeze()
     try:
         count = gc.get_freeze_count()  # it falls where one of these is freed meanwhile, and is zero where all come back
@@ -116,12 +109,7 @@ def test_what_a_caller_has_set_aside_stays_so() -> None:
 # --- notes
 
 
-def _square(y: Tensor, batch: object) -> Tensor:
-    return y.square().mean()
-
-
-def _power(y: Tensor, batch: object) -> Tensor:
-    return y.pow(2).mean()
+_square, _power = (lambda y, batch: y.square().mean()), (lambda y, batch: y.pow(2).mean())
 
 
 @cache
@@ -159,23 +147,19 @@ def test_a_plan_with_full_recompute_says_that_the_space_has_no_selective_one(tmp
     both.write_text(text.replace('recompute = ["none", "selective", "full"]', 'recompute = ["selective", "full"]'))
     cluster, about = Cluster.parse("cpu:1x2"), "no selective recompute"
     (note,) = notes(cluster, about=about, space=str(full))
-    assert note.startswith(
-        "blocks recompute fully, as the space mine has no selective recompute: the space default has"
-    )
+    said = "blocks recompute fully, as the space mine has no selective recompute: the space default has"
+    assert note.startswith(said)
     assert "selective" in load_space("default").recompute
     assert notes(cluster, about=about, space=str(both)) == ()
     assert notes(cluster, about=about, pins=("tp=2", "recompute=full"), space=str(full)) == ()
     assert notes(cluster, about=about) == ()  # nothing is made again
 
 
-def test_what_may_leave_the_range_of_float16_is_named() -> None:
+def test_what_may_leave_the_range_of_float16_is_named_and_a_precision_that_the_device_has() -> None:
     cluster = Cluster.parse("cpu:1x2")
     (note,) = notes(cluster, about="autocast", precision="fp16", loss_fn=_power)
     assert note.startswith("computed in float16, where autocast would in float32: aten.pow.Tensor_Scalar of ")
     assert not notes(cluster, about="autocast", precision="bf16", loss_fn=_power)
-
-
-def test_the_precision_that_is_proposed_is_one_that_the_device_has() -> None:
     for cluster, name in (("v100-sxm2-32gb:1x2", "fp16"), ("h100-sxm5-80gb:1x2", "bf16")):
         (note,) = notes(Cluster.parse(cluster), about="computed in float32")
         assert f"precision {name} " in note

@@ -27,14 +27,12 @@ def test_an_operator_that_mixes_samples_is_named() -> None:
     mixing = replace(op("mixed", "aten.softmax.int", (Ref("start"), 0), 4, 8), source="model.py:7", module="gate")
     ops[1:1] = [mixing]
     ops[2] = ops[2].with_operands((Ref("mixed"), Ref("up0")))
-    mixed: Graph = replace(
-        graph, ops=tuple(ops), blocks=(Block(index=0, start=0, stop=len(ops), hash="all", label="all"),)
-    )
+    blocks = (Block(index=0, start=0, stop=len(ops), hash="all", label="all"),)
+    mixed: Graph = replace(graph, ops=tuple(ops), blocks=blocks)
     with pytest.raises(RuleError) as caught:
         solve_batch(compact(mixed))
     assert "Samples of the batch depend on each other" in str(caught.value)
-    assert "mixed (aten.softmax.int)" in str(caught.value)
-    assert "model.py:7" in str(caught.value)
+    assert "mixed (aten.softmax.int)" in str(caught.value) and "model.py:7" in str(caught.value)
 
 
 def test_where_samples_meet_no_gradient_of_a_parameter_is_taken_for_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,13 +64,12 @@ def test_rules_that_change_are_asked_for_again() -> None:
     table = default_table()
     table.put("mylib.unused.default", Rule(line="b... -> b..."))
     try:
-        assert solve_batch(compact(graph)) is not typing
-        assert solve_batch(compact(graph)) == typing
+        assert solve_batch(compact(graph)) is not typing and solve_batch(compact(graph)) == typing
     finally:
         del table.rules["mylib.unused.default"]
 
 
-def test_a_run_is_cut_to_first_inner_and_last_if_it_is_longer_and_of_one_key() -> None:
+def test_runs_and_layers_in_turn_are_cut_to_first_inner_and_last() -> None:
     small = compact(mlp(layers=9))
     assert [b.label for b in small.graph.blocks] == ["start", "layers.0", "layers.1", "layers.8", "loss"]
     assert small.members == ((0,), (1,), tuple(range(2, 9)), (9,), (10,))
@@ -84,9 +81,6 @@ def test_a_run_is_cut_to_first_inner_and_last_if_it_is_longer_and_of_one_key() -
     assert compact(short).graph.ops == short.ops
     small = compact(mlp(layers=8), keys=["a"] * 5 + ["b"] * 5)
     assert small.members == ((0,), (1,), (2, 3), (4,), (5,), (6, 7), (8,), (9,))
-
-
-def test_layers_in_turn_are_cut_to_their_first_one_inner_and_their_last_turn() -> None:
     small = compact(mlp(layers=14, turn=3))
     assert [b.label for b in small.graph.blocks[1:-1]] == [f"layers.{i}" for i in (0, 1, 2, 3, 4, 5, 9, 10, 11, 12, 13)]
     assert small.members[4:7] == ((4, 7), (5, 8), (6, 9))
@@ -114,9 +108,8 @@ def test_what_needs_too_much_memory_as_samples_meet_says_so_and_where() -> None:
     assert "test_batch.py:" in graph.mixing
     reserve = 400 * 2**20
     small = two_kinds(fast_memory=reserve + 2_000_000, slow_memory=reserve + 2_000_000)
-    with pytest.raises(
-        InfeasibleError, match=r"samples that meet in .*test_batch\.py:\d+.*Keep samples apart there, or"
-    ):
+    said = r"samples that meet in .*test_batch\.py:\d+.*Keep samples apart there, or"
+    with pytest.raises(InfeasibleError, match=said):
         api.search(graph, cluster=small, global_batch_size=64)
 
 

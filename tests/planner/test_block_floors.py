@@ -40,11 +40,7 @@ def step(mesh: Mesh) -> Step:
 @pytest.mark.parametrize("seed", range(40))
 def test_no_rank_sums_its_gradients_in_less(seed: int) -> None:
     chance = random.Random(seed)
-    mesh = (
-        Mesh(pp=2, dp_shard=2, cp=2, tp=2, ep_data=2)
-        if seed % 2
-        else Mesh(pp=2, dp_replicate=2, dp_shard=2, tp=2, ep_data=2)
-    )
+    mesh = Mesh(pp=2, dp_shard=2, tp=2, ep_data=2, **({"cp": 2} if seed % 2 else {"dp_replicate": 2}))
     kinds = [block(chance, name) for name in ("first", "group", "last")]
     counts = [1, chance.randrange(1, 12), 1]
     least = least_sums_s(MODEL, kinds, counts, step(mesh), others=False)
@@ -67,8 +63,7 @@ def test_the_ends_of_a_pipeline_sum_what_they_share() -> None:
     tied = ParameterCost(name="tied", shape=(512, 512), num_bytes=2 * 512**2, shared=True)
     ends = [replace(blocks[0], parameters=(tied,)), blocks[1], replace(blocks[2], parameters=(tied,))]
     mesh = Mesh(pp=4, dp_shard=2, tp=2)
-    assert at_both_ends(ends) == (tied,)
-    assert at_both_ends(blocks) == ()
+    assert at_both_ends(ends) == (tied,) and at_both_ends(blocks) == ()
     assert not are_inside(ends, (tied,))
     half = 512 * 512 * 4 // 2  # fp32 at rest, shards of two ranks
     pair_s = MODEL.collectives.pair_time_s("all_reduce", half, mesh)
@@ -142,15 +137,12 @@ def test_blocks_in_their_places_take_no_more_than_their_stage(mesh: Mesh, zero: 
     assert bool(beyond) == (zero >= 2)
 
 
-def test_one_more_of_equal_blocks_adds_what_it_is_priced_at() -> None:
+def test_one_more_of_equal_blocks_adds_what_it_is_priced_at_and_the_least_of_the_blocks_beside_counts() -> None:
     how = replace(step(Mesh(dp_shard=16)), zero_stage=3, adds_gradients=False)
     own = drawn(random.Random(1), "a")
     time = HIDING.of(how).block_time_s(own, recompute="none")
     more = stage_s([own] * 5, how) - stage_s([own] * 4, how)
     assert more == pytest.approx(time.forward_s + time.backward_s, rel=1e-9)
-
-
-def test_the_least_of_the_blocks_beside_counts() -> None:
     how = replace(step(Mesh(dp_shard=16)), zero_stage=3)
     chance = random.Random(3)
     a, b, c = (drawn(chance, name) for name in "abc")

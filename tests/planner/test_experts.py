@@ -28,15 +28,13 @@ def planned(*pins: str, ranks: int = 4) -> Plan:
     return estimate(mixture_graph(), cluster=Cluster.parse(f"cpu:1x{ranks}"), global_batch_size=16, pins=pins)
 
 
-def expert_types(plan: Plan) -> set[object]:
-    return {kind for name, kind in at_rest(plan).items() if "experts" in name}
-
-
-def test_without_ep_experts_are_whole_or_split_inside() -> None:
+def test_without_ep_experts_are_whole_or_split_inside_and_a_search_finds_ranks_for_it() -> None:
     plan = planned("ep=1", "tp=2")
     assert plan.mesh.ep == 1
     names = {s for layout in plan.layouts for typing in layout.typings for s in typing.strategies}
     assert not any(name == "experts" or name.startswith("dispatch") for name in names)
+    plan = search_plan(mixture_graph(), cluster=Cluster.parse("cpu:1x4"), global_batch_size=16, pins=["ep=2"])
+    assert plan.mesh.ep == 2
 
 
 @pytest.mark.parametrize(
@@ -55,16 +53,11 @@ def test_ep_borrows_ranks_of_tp_or_data(pins: tuple[str, ...], ep: int, ep_data:
     assert (plan.mesh.ep, plan.mesh.ep_data, plan.mesh.world_size) == (ep, ep_data, 4)
     assert where in str(plan)
     if ep_data == 1:
-        assert expert_types(plan) == {S(0)}
+        assert {kind for name, kind in at_rest(plan).items() if "experts" in name} == {S(0)}
     else:
         assert any(note.startswith("mixtures of experts (2): experts spread") for note in plan.notes)
     assert plan_from_dict(plan_to_dict(plan)) == plan
     assert typecheck(lower(plan, mixture_graph())) > 10
-
-
-def test_a_search_with_ep_finds_ranks_for_it() -> None:
-    plan = search_plan(mixture_graph(), cluster=Cluster.parse("cpu:1x4"), global_batch_size=16, pins=["ep=2"])
-    assert plan.mesh.ep == 2
 
 
 def test_what_ep_cannot_be_is_named() -> None:
@@ -147,8 +140,7 @@ def test_the_sequence_is_split_everywhere(kind: str, name: str) -> None:
 
 def test_the_time_of_cp_is_named_apart_from_that_of_tp() -> None:
     alone = split_sequence("ulysses").predicted
-    assert alone.breakdown.context_parallel_s > 0
-    assert alone.breakdown.tensor_parallel_s == 0
+    assert alone.breakdown.context_parallel_s > 0 and alone.breakdown.tensor_parallel_s == 0
     both = split_sequence("ring", "tp=2", "*.mlp.down_proj.weight=tp:S(1)", world=4).predicted
     assert min(both.breakdown.context_parallel_s, both.breakdown.tensor_parallel_s) > 0
     for predicted in (alone, both):

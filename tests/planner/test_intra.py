@@ -98,12 +98,8 @@ def energy(graph: Graph, size: int, chosen: dict[str, Strategy], rests: dict[str
 
 
 def brute_force(graph: Graph, size: int, weights: Weights) -> float:
-    offered = {
-        o.name: rules.default_table().strategies(
-            o, tuple(graph.spec(r) for r in o.operands), axis="tp", size=Fraction(size)
-        )
-        for o in graph.ops
-    }
+    table, specs = rules.default_table(), {o.name: tuple(graph.spec(r) for r in o.operands) for o in graph.ops}
+    offered = {o.name: table.strategies(o, specs[o.name], axis="tp", size=Fraction(size)) for o in graph.ops}
 
     def typings(chosen: dict[str, Strategy], left: tuple[Op, ...]) -> Iterator[dict[str, Strategy]]:
         if not left:
@@ -175,8 +171,9 @@ def types(found: AxisSolution, name: str) -> tuple[tuple[Type, ...], tuple[Type,
 PRICE = 1e-11  # seconds a byte: 80 GB are worth 0.8 s
 
 
-def test_a_price_on_memory_gives_megatron_tensor_and_sequence_parallelism() -> None:
-    found = solver(llama_block(), 8).solve(Weights(per_step_s=1 / 64, saved_byte=PRICE, state_byte=PRICE))
+def test_a_price_on_memory_gives_megatron_tensor_and_sequence_parallelism_where_that_divides() -> None:
+    dear = Weights(per_step_s=1 / 64, saved_byte=PRICE, state_byte=PRICE)
+    found = solver(llama_block(), 8).solve(dear)
     assert types(found, "norm1") == ((S(1), R), (S(1),))
     for name in ("q1", "k1", "v1", "gate1", "up1"):
         assert types(found, name) == ((R, S(0)), (S(2),)), name
@@ -184,23 +181,17 @@ def test_a_price_on_memory_gives_megatron_tensor_and_sequence_parallelism() -> N
     for name in ("o1", "down1"):
         assert types(found, name) == ((S(2), S(1)), (P,)), name
     assert types(found, "out1") == ((S(1), S(1)), (S(1),))
+    odd = solver(llama_block(seq=4095), 8).solve(dear)
+    assert types(odd, "gate1")[0][1] == S(0) and all(t != S(1) for t in types(odd, "out1")[1])
 
 
 def test_without_a_price_the_batch_is_split_where_it_divides_and_heads_in_attention_where_not() -> None:
     free = Weights(per_step_s=0.0)
     by_batch = solver(llama_block(batch=8, seq=1024), 8).solve(free)
-    assert types(by_batch, "core1")[1] == (S(0),)
-    assert types(by_batch, "gate1") == ((S(0), R), (S(0),))
+    assert types(by_batch, "core1")[1] == (S(0),) and types(by_batch, "gate1") == ((S(0), R), (S(0),))
     ulysses = solver(llama_block(), 8).solve(free)
     assert types(ulysses, "gate1") == ((S(1), R), (S(1),))
     assert types(ulysses, "core1") == ((S(1),) * 3, (S(1),))
-
-
-def test_a_sequence_that_does_not_divide_leaves_the_residual_whole() -> None:
-    graph = llama_block(seq=4095)
-    found = solver(graph, 8).solve(Weights(per_step_s=1 / 64, saved_byte=PRICE, state_byte=PRICE))
-    assert types(found, "gate1")[0][1] == S(0)
-    assert all(t != S(1) for t in types(found, "out1")[1])
 
 
 def test_a_value_is_offered_the_same_types_by_every_block_that_it_touches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,10 +230,8 @@ def scan() -> Graph:
 
 @pytest.mark.parametrize("model", ["attention", "loop"])
 def test_where_tables_are_too_large_values_stay_as_they_are(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
-    """In place of an integer program for each entry of a block's table, of which there are dozens, of seconds each.
-
-    Nothing is cut inside a block, and what has several readers is read by all of them as it is made.
-    """
+    """In place of an integer program of seconds for each of dozens of entries of a table: nothing is cut inside a block, and what has
+    several readers is read by all of them as it is made."""
     graph = attention() if model == "attention" else scan()
     free = solver(graph, 2).solve(Weights())
     monkeypatch.setattr(TypingProblem, "is_wide", lambda self, keep: True)
@@ -251,11 +240,10 @@ def test_where_tables_are_too_large_values_stay_as_they_are(monkeypatch: pytest.
     assert all(problem.problem.max_extras == 0 for problem in narrow.problems.values())
     for problem in narrow.problems.values():
         ops = graph.block_ops(problem.block)
-        made = {
-            Ref(op.name): {s.outputs[0] for s in problem.problem.states[problem.problem.ops[op.name]]} for op in ops
-        }
+        states = {op.name: problem.problem.states[problem.problem.ops[op.name]] for op in ops}
+        made = {Ref(name): {s.outputs[0] for s in own} for name, own in states.items()}
         for op in ops:
-            for strategy in problem.problem.states[problem.problem.ops[op.name]]:
+            for strategy in states[op.name]:
                 wanted = zip(op.operands, strategy.inputs, strict=True)
                 assert all(kind in made[ref] for ref, kind in wanted if kind.is_split and ref in made)
     found = narrow.solve(Weights())
@@ -295,8 +283,7 @@ def test_a_layer_called_again_with_many_parameters_has_one_layout(monkeypatch: p
     best = free.solve(dear)
     monkeypatch.setattr(chain, "MAX_BOUNDARY_STATES", 100)
     tied = solver(graph, 2)
-    assert tied.equal_blocks
-    assert not any(boundary.shared for boundary in tied.boundaries)
+    assert tied.equal_blocks and not any(boundary.shared for boundary in tied.boundaries)
     found = tied.solve(dear)
     layers = {i for pair in tied.equal_blocks for i in pair}
     assert len(layers) == 3

@@ -78,8 +78,7 @@ def test_a_faster_device_gets_more_layers_and_the_plan_says_which(graph: Graph) 
     sizes = {plan.devices_of(stage.pp_rank): stage.stop - stage.start for stage in plan.stages}
     assert sizes["cpu",] > sizes["cpu-slow",]
     text = str(plan)
-    assert "on cpu-slow" in text
-    assert "number the nodes in this order" in " ".join(text.split())
+    assert "on cpu-slow" in text and "number the nodes in this order" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 100
     assert [(g.start, g.stop) for g in plan.groups] == [(0, 2), (2, 4)]
 
@@ -88,8 +87,7 @@ def test_the_order_of_the_groups_may_be_pinned(graph: Graph) -> None:
     cluster = two_kinds(factor=3.0)
     for order, first in (("0-1", "cpu"), ("1-0", "cpu-slow")):
         plan = api.search(graph, cluster=cluster, global_batch_size=16, pins=[*PINS, f"groups={order}"])
-        assert plan.devices_of(0) == (first,)
-        assert plan.groups[0].device == first
+        assert plan.devices_of(0) == (first,) and plan.groups[0].device == first
     with pytest.raises(UsageError, match="Choose one of: 0-1, 1-0"):
         api.search(graph, cluster=cluster, global_batch_size=16, pins=["groups=0-2"])
     with pytest.raises(UsageError, match="groups=1-0"):
@@ -131,8 +129,7 @@ def test_equal_groups_plan_as_one(graph: Graph) -> None:
     one = Cluster.parse("cpu:2x2")
     both = replace(one, groups=(group, group))
     plans = [api.search(graph, cluster=c, global_batch_size=16, pins=["pp=2"]) for c in (one, both)]
-    assert plans[0].predicted == plans[1].predicted
-    assert not plans[1].groups
+    assert plans[0].predicted == plans[1].predicted and not plans[1].groups
 
 
 def test_an_order_of_groups_needs_whole_domains_of_switches() -> None:
@@ -179,8 +176,7 @@ def test_the_nearest_shares_are_the_quickest_of_all(total: int, groups: list[tup
         return max(a + b * share for (a, b), share in zip(lines, shares, strict=True))
 
     found, ways = nearest(total, ranks, lines), list(every(total, ranks))
-    assert [time_s(shares) for shares in found] == sorted(map(time_s, ways))[:3]
-    assert set(found) <= set(ways)
+    assert [time_s(shares) for shares in found] == sorted(map(time_s, ways))[:3] and set(found) <= set(ways)
 
 
 def of_batch(wide: Graph, cluster: Cluster, *pins: str, batch: int = BATCH, space: str = "default") -> Planner:
@@ -220,8 +216,7 @@ def test_unequal_shares_win_where_devices_differ_and_bounds_hold(wide: Graph) ->
     found = search(wide, cluster, "pp=1", "tp=1")
     equal = search(wide, cluster, "pp=1", "tp=1", "data_shares=equal")
     fast, slow = found.data_shares
-    assert fast > slow
-    assert not equal.data_shares
+    assert fast > slow and not equal.data_shares
     assert any("slowest device sets the pace" in note for note in equal.notes)
     assert found.predicted.step_time_s < equal.predicted.step_time_s
     made = of_batch(wide, cluster, "pp=1")
@@ -239,10 +234,8 @@ def test_blocks_recompute_for_the_group_that_has_to(wide: Graph) -> None:
     needs = roomy.predicted.peak_memory_bytes
     cluster = two_kinds(1, 1, fast_memory=needs - 1000)
     plan = of_batch(wide, cluster, *pins, batch=240).estimate()
-    assert roomy.recompute == "none"
-    assert plan.recompute != "none"
-    assert plan.predicted.fits
-    assert plan.predicted.step_time_s > roomy.predicted.step_time_s
+    assert roomy.recompute == "none" != plan.recompute
+    assert plan.predicted.fits and plan.predicted.step_time_s > roomy.predicted.step_time_s
 
 
 def test_bounds_count_what_each_group_recomputes_to_fit() -> None:
@@ -257,8 +250,7 @@ def test_bounds_count_what_each_group_recomputes_to_fit() -> None:
                 assert quickest_s <= fitting_s <= found.prediction.step_time_s
                 raised += fitting_s > 1.01 * quickest_s
             excluded += math.isinf(fitting_s)
-    assert raised >= 4
-    assert excluded >= 4
+    assert min(raised, excluded) >= 4
 
 
 @pytest.mark.parametrize("shares", ["20-40", "40-20"])
@@ -272,16 +264,14 @@ def test_bounds_leave_each_group_its_own_memory(shares: str) -> None:
         made = of_batch(deep, two_kinds(1, 1, fast_memory=fast, slow_memory=slow), *pins, batch=240)
         assert made.evaluator.bounds_s(LEVELS - 1, [candidate])[0] <= free.prediction.step_time_s
         for less in ({"fast_memory": fast - 400_000}, {"slow_memory": slow - 400_000}):
-            tight = of_batch(
-                deep, two_kinds(1, 1, **{"fast_memory": fast, "slow_memory": slow, **less}), *pins, batch=240
-            )
+            own = {"fast_memory": fast, "slow_memory": slow, **less}
+            tight = of_batch(deep, two_kinds(1, 1, **own), *pins, batch=240)
             assert math.isinf(tight.evaluator.bounds_s(LEVELS - 1, [candidate])[0])
 
 
 def test_the_order_of_the_groups_goes_with_their_shares(wide: Graph) -> None:
     plan = search(wide, two_kinds(1, 2, factor=3.0), "data_shares=4-1", "groups=1-0")
-    assert [group.device for group in plan.groups] == ["cpu-slow", "cpu"]
-    assert plan.data_shares == (1, 4)
+    assert [group.device for group in plan.groups] == ["cpu-slow", "cpu"] and plan.data_shares == (1, 4)
     assert [plan.micro_batch_of(rank) for rank in range(3)] == [1, 1, 4]
 
 
@@ -294,8 +284,7 @@ def test_spaces_say_whether_shares_are_tried(wide: Graph, checkout: Path, tmp_pa
     assert not any(c.shares for c in of_batch(wide, of_one(cluster, 0)).pool)
     assert all(c.shares for c in of_batch(wide, cluster, "data_shares!=equal").pool)
     most = [max(c.shares) for c in of_batch(wide, cluster, "micro_batch<=3", "data_shares!=equal").pool]
-    assert most
-    assert max(most) <= 3
+    assert most and max(most) <= 3
 
 
 BAD = {

@@ -84,34 +84,23 @@ def test_a_plan_says_which_blocks_the_search_moved(tmp_path: Path) -> None:
 def test_blocks_that_move_stand_evenly_among_those_that_do_not() -> None:
     """So that each has others' forwards to copy beside; copies that are longer than all of them are waited for."""
     plain = BlockOption(mode="none", time_s=3.0, held_bytes=10.0, transient_bytes=0.0, forward_s=1.0)
-    offloaded = BlockOption(
-        mode=OFFLOADED, time_s=3.0, held_bytes=0.0, transient_bytes=0.0, forward_s=1.0, down_s=2.0, up_s=2.0
-    )
+    offloaded = replace(plain, mode=OFFLOADED, held_bytes=0.0, down_s=2.0, up_s=2.0)
     block = CutBlock(key=0, options=(plain, offloaded), static_bytes=0.0)
 
     def within(limit_bytes: float) -> Cut | None:
-        masks = stage_masks(8, 1, None, {})
-        return cut(
-            [CutBlocks([block] * 8)], in_flight=[1], limit_bytes=[limit_bytes], num_micro_batches=1, allowed=masks
-        )
+        masks, limits = stage_masks(8, 1, None, {}), [limit_bytes]
+        return cut([CutBlocks([block] * 8)], in_flight=[1], limit_bytes=limits, num_micro_batches=1, allowed=masks)
 
     half = within(40.0)
     assert half.modes == ("none", OFFLOADED) * 4
     assert half.time_s == 8 * 3.0 + 2.0  # the last one up
     most = within(20.0)
-    assert most.modes.count(OFFLOADED) == 6
-    assert most.time_s == 8 * 3.0 + (6 * 2.0 - 8 * 1.0) + 2.0
+    assert most.modes.count(OFFLOADED) == 6 and most.time_s == 8 * 3.0 + (6 * 2.0 - 8 * 1.0) + 2.0
 
 
 def test_blocks_that_keep_on_the_host_hold_less_on_the_device() -> None:
-    here, there, some = (
-        planned(f"dp_shard=4 zero=2 recompute=none {more}")
-        for more in (
-            "offload=none",
-            "offload=activations offload!=optimizer",
-            "offload=activations@layers.2-3 offload!=optimizer",
-        )
-    )
+    moved = [f"offload=activations{blocks} offload!=optimizer" for blocks in ("", "@layers.2-3")]
+    here, there, some = (planned(f"dp_shard=4 zero=2 recompute=none {more}") for more in ("offload=none", *moved))
     assert [block.offload for block in some.blocks] == [False, False, False, True, True, False, False, False]
     assert plan_from_dict(plan_to_dict(some)) == some
     (one,), (all_,), (part,) = (plan.predicted.memory for plan in (here, there, some))
@@ -129,7 +118,7 @@ def planned(pins: str, **changes: Any) -> Plan:
     return api.estimate(graph(), cluster=cluster("16GB", host), global_batch_size=64, pins=wish)
 
 
-def test_pins_choose_and_plans_say_so() -> None:
+def test_pins_choose_and_plans_say_so_with_the_time_of_gradients_down_and_parameters_up() -> None:
     here, there = (planned(f"zero=2 dp_shard=4 offload={where}") for where in ("none", "optimizer"))
     assert (here.offload, there.offload) == ((), ("optimizer",))
     assert plan_from_dict(plan_to_dict(there)) == there
@@ -139,12 +128,8 @@ def test_pins_choose_and_plans_say_so() -> None:
     assert other.host == one.optimizer + 2 * one.optimizer // 2  # a copy and a gradient beside the two states
     assert any("host memory for each device: the profile does not know" in note for note in there.notes)
     text = str(there)
-    assert "offload     the optimizer steps on the host" in text
-    assert "copies to and from the host" in text
-
-
-def test_time_on_the_host_is_gradients_down_and_parameters_up_beside_the_step() -> None:
-    here, there = (planned(f"zero=2 dp_shard=4 offload={where}").predicted for where in ("none", "optimizer"))
+    assert "offload     the optimizer steps on the host" in text and "copies to and from the host" in text
+    here, there = here.predicted, there.predicted
     size = here.memory[0].optimizer // 2  # adamw has two states
     count = sum(1 for _ in graph().parameters)
     checked_s = 2 * size / cluster("16GB").groups[0].device.memory_bandwidth_bytes_per_s
@@ -157,8 +142,7 @@ def test_time_on_the_host_is_gradients_down_and_parameters_up_beside_the_step() 
 
 def test_the_host_has_its_own_limit() -> None:
     plan = planned("zero=2 dp_shard=4 offload=optimizer", memory_bytes=10**9)
-    assert plan.predicted.host_memory_limit_bytes == 10**9
-    assert plan.predicted.fits
+    assert plan.predicted.host_memory_limit_bytes == 10**9 and plan.predicted.fits
     with pytest.raises(InfeasibleError, match=r"memory of the host: needs .* of 9\.5 MiB a device"):
         planned("zero=2 dp_shard=4 offload=optimizer", memory_bytes=10_000_000)
 
@@ -168,22 +152,19 @@ def test_without_a_link_there_is_no_offload_and_a_pin_says_so() -> None:
         return api.search(graph(), cluster=cluster("16GB", None), global_batch_size=64, pins=pins)
 
     assert search(["offload!=optimizer", "tp=1"]).offload == ()
+    for pin in ("offload=optimizer", "offload=activations@layers.0"):
+        with pytest.raises(UsageError, match=rf"pin '{pin}': .*profile of cpu has no link to it\. Add \[device.host\]"):
+            search([pin])
     for pins, said in (
-        (["offload=optimizer"], r"pin 'offload=optimizer': .*profile of cpu has no link to it\. Add \[device.host\]"),
-        (
-            ["offload=activations@layers.0"],
-            r"pin 'offload=activations@layers.0': .*no link to it\. Add \[device.host\]",
-        ),
         (["offload=activations", "offload=none"], "The pins offload=activations, offload=none contradict each other"),
         (["offload=activations@head"], "No block of the model matches 'head'"),
         (["offload=optimizer", "offload=none"], "leave nothing to choose"),
     ):
         with pytest.raises(UsageError, match=said):
             search(pins)
+    options = {"cluster": cluster("16GB"), "global_batch_size": 64, "optimizer": "adafactor"}
     with pytest.raises(UsageError, match=r"The optimizer adafactor cannot live on the host.* Take one of adamw, adam"):
-        api.estimate(
-            graph(), cluster=cluster("16GB"), global_batch_size=64, optimizer="adafactor", pins=["offload=optimizer"]
-        )
+        api.estimate(graph(), pins=["offload=optimizer"], **options)
 
 
 def test_where_nothing_fits_the_error_names_the_space_with_the_host() -> None:

@@ -54,7 +54,7 @@ def problems(draw: st.DrawFn) -> Known:
     trials=st.none() | st.integers(1, 10),
 )
 def test_interleaved_searches_choose_as_one(
-    known: Known, workers: int, turns: list[tuple[int, int]], trials: int | None
+    known: Known, workers: int, turns: list[tuple[int, int]], trials: Any
 ) -> None:
     """A turn is a worker's next step; one in forty kills it, wherever it stands, with its claim left behind."""
     alone = chosen(search(Known(known.bounds, known.times), View(Board()), trials=trials))
@@ -79,24 +79,18 @@ def test_one_search_chooses_as_several_do(bounds: list[float], times: list[float
     assert chosen(search(Known(bounds, times), View(board))) == chosen(search(Known(bounds, times))) == choice
 
 
-def test_what_others_found_is_not_evaluated_again() -> None:
+def test_what_others_found_is_not_evaluated_again_but_what_was_slow_for_a_stricter_search() -> None:
     known = Known(bounds=[1.0, 1.0, 1.0, 5.0], times=[2.0, 3.0, float("inf"), 6.0])
     board = Board()
-    first = search(known, View(board))
-    assert chosen(first) == 0
+    assert chosen(search(known, View(board))) == 0
     again = search(Known(known.bounds, known.times), View(board))
     outcome = again.run()
-    assert outcome.best is not None
-    assert outcome.evaluated == 3
+    assert outcome.best is not None and outcome.evaluated == 3
     assert [m.reason for m in outcome.misfits] == [SLOW, "memory"]
     assert again.evaluator.asked == [0]  # the winner, for its plan
-
-
-def test_a_slow_candidate_of_a_stricter_search_is_evaluated_by_a_laxer_one() -> None:
     known = Known(bounds=[1.0, 1.5], times=[2.0, 3.0])
     board = Board()
-    strict = search(known, View(board), max_step_time_s=1.75)
-    assert chosen(strict) is None
+    assert chosen(search(known, View(board), max_step_time_s=1.75)) is None
     assert chosen(search(known, View(board))) == 0
 
 
@@ -104,8 +98,7 @@ def test_claims_of_the_dead_are_taken_over_after_a_while() -> None:
     """The best candidate is claimed and never told: few of the worse ones are evaluated before it."""
     known = Known(bounds=[1.0] + [1.5] * 100, times=[1.25] + [9.0] * 100)
     board = Board(claimed={0: 1})
-    found = search(known, View(board))
-    assert chosen(found) == 0
+    assert chosen(search(known, View(board))) == 0
     assert len(set(known.asked)) == 1 + PATIENCE
 
 
@@ -120,8 +113,7 @@ def test_an_interrupt_gives_the_best_so_far_and_gives_back_its_claim() -> None:
     board = Board()
     outcome = search(known, View(board)).run()
     assert outcome.best.prediction.step_time_s == 3.0
-    assert outcome.interrupted
-    assert not outcome.finished
+    assert outcome.interrupted and not outcome.finished
     assert not board.claimed
     with pytest.raises(KeyboardInterrupt):
         search(Interrupted(bounds=[3.0, 3.0, 1.0], times=[float("inf"), 4.0, 4.0])).run()
@@ -160,9 +152,8 @@ class Seeded(Sampling):
 def sampled(
     known: Known, ledger: View | None, kind: SamplerName, *, seed: int = 0, trials: int = TRIALS
 ) -> BranchAndBound:
-    return BranchAndBound(
-        known, [distinct(i) for i in range(len(known.bounds))], limits=Limits(trials=trials), ledger=ledger, sampling=Seeded(kind=kind, seed=seed),
-    )  # fmt: skip
+    options: Any = {"limits": Limits(trials=trials), "ledger": ledger, "sampling": Seeded(kind=kind, seed=seed)}
+    return BranchAndBound(known, [distinct(i) for i in range(len(known.bounds))], **options)
 
 
 def loose(seed: int, size: int = 60) -> Known:
@@ -186,18 +177,14 @@ def fresh(known: Known) -> Known:
     turns=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 60)), max_size=150),
 )
 @settings(max_examples=15, deadline=None)
-def test_interleaved_searches_plan_as_one(
-    kind: SamplerName, problem: int, workers: int, turns: list[tuple[int, int]]
-) -> None:
+def test_interleaved_searches_plan_as_one(kind: SamplerName, problem: int, workers: int, turns: list[Any]) -> None:
     """A turn is a worker's next step; one in sixty kills it, wherever it stands, with its claim left behind."""
     known = loose(problem)
     alone = sampled(fresh(known), None, kind)
     alone.work()
     board = Board()
     last = interleave(known, lambda known: sampled(known, View(board), kind), workers, turns, deadly=60)
-    assert last.order == alone.order
-    assert last._best_index() == alone._best_index()
-    assert last.finished == alone.finished
+    assert (last.order, last._best_index(), last.finished) == (alone.order, alone._best_index(), alone.finished)
 
 
 def test_another_seed_asks_for_others() -> None:
@@ -215,14 +202,13 @@ def test_nothing_is_asked_twice_or_evaluated_that_a_bound_excludes(kind: Sampler
     board = Board()
     made = sampled(known, View(board), kind, trials=40)
     made.work()
-    assert len(set(made.order)) == len(made.order)
-    assert len(set(known.asked)) == len(known.asked)
+    for found in (made.order, known.asked):
+        assert len(set(found)) == len(found)
     assert made.order[:2] == [30, 59][: len(made.order)] or np.isinf(known.times[30]) or np.isinf(known.times[59])
     first = [known.times[i] for i in (30, 59) if i in known.asked]
     for i in known.asked[2:]:
         assert known.bounds[i] * 0.5 < min(first) * (1 + 1e-6)
-    pruned = {i: result for i, result in board.results if i not in known.asked}
-    for i, result in pruned.items():  # recorded, with a bound that holds
+    for i, result in [(i, result) for i, result in board.results if i not in known.asked]:  # with a bound that holds
         assert result.at_least_s <= known.times[i]
     if made.finished:
         assert min(known.times) == min(known.times[i] for i in known.asked)
@@ -235,8 +221,7 @@ def test_where_bounds_are_tight_the_search_ends_with_the_best(kind: SamplerName)
     made = sampled(known, None, kind, trials=1000)
     outcome = made.run()
     assert outcome.finished
-    assert outcome.best.prediction.step_time_s == min(known.times)
-    assert outcome.lower_bound_s <= min(known.times)
+    assert outcome.lower_bound_s <= min(known.times) == outcome.best.prediction.step_time_s
     assert len(made.order) < 30
 
 
@@ -246,21 +231,17 @@ def test_a_sampler_alone_asks_for_everything_once(kind: SamplerName) -> None:
     sampler = Sampler(kind, pool, seed=0)
     sampler.enqueue(7, "rule")
     sampler.enqueue(9, "rule")
-    bounds = np.zeros(40)
-    bounds[9] = 5.0
+    bounds = np.where(np.arange(40) == 9, 5.0, 0.0)
     asked = []
     while (index := sampler.ask(bounds, 4.0)) is not None:
         asked.append(index)
         sampler.tell(index, [1.0 + index] if index % 3 else None, 4.0 if index % 2 else np.inf)
-    assert asked[0] == 7
-    assert sorted(asked) == [i for i in range(40) if i != 9]
+    assert asked[0] == 7 and sorted(asked) == [i for i in range(40) if i != 9]
     trials = sampler.study.get_trials(deepcopy=False)
     (pruned,) = [t for t in trials if t.intermediate_values == {0: 5.0}]
-    assert pruned.state == TrialState.PRUNED
-    assert pruned.params == sampler.encoding.params(9)
+    assert (pruned.state, pruned.params) == (TrialState.PRUNED, sampler.encoding.params(9))
     outside = [t for t in trials if "reason" in t.user_attrs]
-    assert outside
-    assert all(t.state == TrialState.FAIL and t.value is None for t in outside)
+    assert outside and all(t.state == TrialState.FAIL and t.value is None for t in outside)
     assert {t.state for t in trials} <= {TrialState.PRUNED, TrialState.FAIL, TrialState.COMPLETE}
 
 
@@ -271,14 +252,12 @@ def test_the_nearest_candidate_to_its_own_values_is_itself(is_numeric: bool) -> 
     for i in range(40):
         own = encoding.params(i)
         distances = encoding.distances(own)
-        assert int(distances.argmin()) == i
-        assert distances[i] < 1e-9
+        assert int(distances.argmin()) == i and distances[i] < 1e-9
         assert np.delete(distances, i).min() > 0.01
         trial = optuna.trial.create_trial(params=own, distributions=encoding.distributions, value=1.0)
         assert trial.params == own
     is_float = {k: isinstance(d, optuna.distributions.FloatDistribution) for k, d in encoding.distributions.items()}
-    assert is_float["tp"] == is_float["zero"] == is_numeric
-    assert not is_float["schedule"]
+    assert is_float["tp"] == is_float["zero"] == is_numeric and not is_float["schedule"]
 
 
 @pytest.mark.skipif(find_spec("cmaes") is not None, reason="cmaes is installed")
@@ -311,10 +290,8 @@ def test_seeds_are_what_the_rules_say_of_the_pool(graph: Graph) -> None:
     found = seeds(planner.pool, 4, lambda i: True)
     texts = [str(planner.pool[i]) for i in found]
     assert texts[0] == "dp_shard=4, zero=1, micro_batch=1"
-    assert set(found.values()) <= {rule.name for rule in rules(4)}
-    assert len(found) >= 3
-    none = seeds(planner.pool, 4, lambda i: False)
-    assert none == {}
+    assert set(found.values()) <= {rule.name for rule in rules(4)} and len(found) >= 3
+    assert seeds(planner.pool, 4, lambda i: False) == {}
     fsdp = next(i for i in found if "torchtitan" in found[i])
     assert planner.pool[fsdp].zero_stage == 3
     smaller = seeds(planner.pool, 4, lambda i: planner.pool[i].micro_batch_size < planner.pool[fsdp].micro_batch_size)
@@ -324,13 +301,10 @@ def test_seeds_are_what_the_rules_say_of_the_pool(graph: Graph) -> None:
 
 def test_a_share_of_nothing_for_bounds_ends_when_all_is_asked() -> None:
     known = loose(2, 20)
-    made = BranchAndBound(
-        known, [distinct(i) for i in range(20)], limits=Limits(trials=1000),
-        sampling=Sampling(kind="tpe", by_bounds=0, by_sampler=8),
-    )  # fmt: skip
-    outcome = made.run()
-    assert outcome.finished
-    assert outcome.best.prediction.step_time_s == min(known.times)
+    sampling = Sampling(kind="tpe", by_bounds=0, by_sampler=8)
+    pool = [distinct(i) for i in range(20)]
+    outcome = BranchAndBound(known, pool, limits=Limits(trials=1000), sampling=sampling).run()
+    assert outcome.finished and outcome.best.prediction.step_time_s == min(known.times)
 
 
 @pytest.mark.slow

@@ -75,8 +75,7 @@ def alone() -> Plan:
 
 def test_other_questions_ask_several_processes_too_and_no_plan_is_told_of_once(alone: Plan, by: By) -> None:
     made = planner()
-    plan = made.fastest(Limits(), processes=2)
-    assert same(plan, alone)
+    assert same(made.fastest(Limits(), processes=2), alone)
     most_s = alone.search.lower_bound_s / 2
     assert made.fastest(Limits(max_step_time_s=most_s), processes=2) is None
     with pytest.raises(InfeasibleError, match="at most"):
@@ -144,13 +143,10 @@ def test_one_process_reports(by: By, tmp_path: Path) -> None:
 
 def test_a_limit_of_trials_is_for_one_process(by: By, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which candidates are the first is known to no process of several."""
-    first, evaluate = os.getpid(), Evaluator.evaluate
-    others = []
-    monkeypatch.setattr(
-        Evaluator, "evaluate", lambda self, *a, **k: (others.append(os.getpid() != first), evaluate(self, *a, **k))[1]
-    )
-    made = planner(space=replace(load_space("default"), exhaustive=0))
-    by(2, made, trials=2)
+    first, evaluate, others = os.getpid(), Evaluator.evaluate, []
+    told = lambda self, *a, **k: (others.append(os.getpid() != first), evaluate(self, *a, **k))[1]
+    monkeypatch.setattr(Evaluator, "evaluate", told)
+    by(2, planner(space=replace(load_space("default"), exhaustive=0)), trials=2)
     assert not any(others)
 
 
@@ -186,11 +182,9 @@ def test_each_part_is_one_processs() -> None:
         mine = [i for i in range(50) if group.claim(f"part {i}")]
         claimed = group.allgather(mine)
         owners = [group.owner(f"part {i}") for i in range(50)]
-        assert group.claim("no part") is (group.rank == 0)
-        assert group.owner("no part") == 0
+        assert group.claim("no part") is (group.rank == 0) and group.owner("no part") == 0
         assert group.broadcast(lambda: f"of {group.rank}", owners[7]) == f"of {owners[7]}"
-        assert group.broadcast(lambda: group.rank) == 0
-        assert group.size == 3
+        assert group.broadcast(lambda: group.rank) == 0 and group.size == 3
     assert sorted(i for own in claimed for i in own) == list(range(50))
     assert all(owners[i] == rank for rank, own in enumerate(claimed) for i in own)
     assert group.size == 1
@@ -254,8 +248,7 @@ def test_what_was_looked_at_before_is_not_seen_in_the_certificate_and_the_reason
     """Of an evaluator that has searched, and of one that has not been asked for anything."""
     warm = of_space(cluster, space)
     best = warm.branch_and_bound(Limits()).run().best
-    best_s = best.prediction.step_time_s
-    goals = [best_s, best_s / 1.02]
+    goals = [best.prediction.step_time_s / part for part in (1.0, 1.02)]
     fresh_evaluator = of_space(cluster, space).evaluator
     reasons = [list(map(str, compare(one, warm.pool, best))) for one in (warm.evaluator, fresh_evaluator)]
     assert reasons[0] == reasons[1]

@@ -32,11 +32,9 @@ def test_modes_of_recompute_stand_in_the_order_of_the_space() -> None:
 def test_a_stage_is_longer_than_an_even_share_only_where_the_rest_takes_a_block(vocabulary: int, is_even: bool) -> None:
     """Eight layers on four stages: a head that is less than a layer is no reason for stages of three."""
     evaluator = planner_of(family(f"gpt:layers=8,hidden=64,heads=4,vocab={vocabulary}", 32)).evaluator
-    most = evaluator.cascade.maker.floors.blocks.most_blocks(
-        evaluator.layouts.unsplit(LayoutKey(micro_batch_size=2)), 4
-    )
-    assert (most == 2) == is_even
-    assert most >= 2
+    unsplit = evaluator.layouts.unsplit(LayoutKey(micro_batch_size=2))
+    most = evaluator.cascade.maker.floors.blocks.most_blocks(unsplit, 4)
+    assert most >= 2 and (most == 2) == is_even
 
 
 def test_branch_and_bound_finds_the_best_of_all_where_layers_follow_in_turn() -> None:
@@ -53,10 +51,8 @@ def test_the_size_of_buckets_is_the_best_of_the_space(graph: Graph) -> None:
         each = [planner_of(graph, space=replace(space, bucket_bytes=(size,))) for size in sizes]
         found = [one.evaluator.evaluate(candidate) for one in each]
         times = [one.prediction.step_time_s for one in found if isinstance(one, Evaluation)]
-        assert len(times) == len(sizes)
-        assert (len(set(times)) > 1) == (zero == 0)
-        assert some.prediction.step_time_s == min(times)
-        assert times[sizes.index(some.bucket_bytes)] == min(times)
+        assert len(times) == len(sizes) and (len(set(times)) > 1) == (zero == 0)
+        assert some.prediction.step_time_s == min(times) == times[sizes.index(some.bucket_bytes)]
         assert planner.evaluator.closest_s(candidate, math.inf)[0] <= min(times) * ROUNDING
 
 
@@ -68,10 +64,8 @@ def test_virtual_stages_are_cut_evenly_unless_stages_are_pinned(layers: int, vir
     pins = ["pp=2", f"virtual_stages={virtual_stages}", "tp=1", "micro_batch=1"]
     plan = api.estimate(big, cluster=CLUSTER, global_batch_size=16, pins=pins)
     assert max(min(s.stop, layers + 1) - max(s.start, 1) for s in plan.stages) <= layers // stages + 1
-    pinned = ["stage@layers.0-3=0", *pins]
-    uneven = api.estimate(big, cluster=CLUSTER, global_batch_size=16, pins=pinned)
-    assert uneven.stages[0].stop >= 5
-    assert uneven.search.lower_bound_s <= uneven.predicted.step_time_s
+    uneven = api.estimate(big, cluster=CLUSTER, global_batch_size=16, pins=["stage@layers.0-3=0", *pins])
+    assert uneven.stages[0].stop >= 5 and uneven.search.lower_bound_s <= uneven.predicted.step_time_s
 
 
 @pytest.mark.slow
@@ -110,9 +104,8 @@ def test_bounds_read_pinned_stages(pins: list[str]) -> None:
 def test_what_is_too_large_needs_more_than_there_is() -> None:
     """The head alone needs more in passing than an equal share of a rank that runs four stages."""
     graph = family("gpt:layers=16,hidden=64,heads=4,vocab=20000", 64)
-    planner = planner_of(
-        graph, "pp=2", "schedule=Interleaved1F1B", cluster="cpu:1x2?memory=600MB", global_batch_size=32, space="default"
-    )
+    options = {"cluster": "cpu:1x2?memory=600MB", "global_batch_size": 32, "space": "default"}
+    planner = planner_of(graph, "pp=2", "schedule=Interleaved1F1B", **options)
     found = [planner.evaluator.evaluate(candidate) for candidate in planner.pool]
     misfits = [one for one in found if isinstance(one, Misfit)]
     assert {c.virtual_stages for c in planner.pool} >= {2, 4}
@@ -124,17 +117,14 @@ def test_of_a_large_space_those_with_the_least_bounds_are_evaluated(graph: Graph
     whole.run()
     found = part.run()
     assert part.order == whole.order[:12]
-    assert found.best is not None
-    assert found.finished == (len(whole.order) <= 12)
+    assert found.best is not None and found.finished == (len(whole.order) <= 12)
 
 
 def test_the_package_is_the_verb_telling_progress(graph: Graph) -> None:
     told: list[tuple[str, int, int]] = []
-    plan = autopar.search(
-        graph, cluster=CLUSTER, global_batch_size=16, space="quick", progress=lambda *event: told.append(event)
-    )
-    assert told[-1][1] >= 3
-    assert any("best" in what for what, _, _ in told)
+    options = {"cluster": CLUSTER, "global_batch_size": 16, "space": "quick"}
+    plan = autopar.search(graph, progress=lambda *event: told.append(event), **options)
+    assert told[-1][1] >= 3 and any("best" in what for what, _, _ in told)
     assert plan.mesh.world_size == 4
     assert plan.predicted.peak_memory_bytes <= plan.predicted.memory_limit_bytes
     assert plan.search.lower_bound_s <= plan.predicted.step_time_s
@@ -168,18 +158,14 @@ def test_pins_of_recompute_stages_and_parameters_are_respected(graph: Graph) -> 
         ("cpu:1x4", ["tp=2", "pp=4", "zero!=2"], ["tp=2", "pp=4", "4 devices"], ["zero"]),
         ("cpu:1x1?memory=1e6", ["micro_batch<=2"], ["memory", "1 device"], ["micro_batch", "global batch"]),
         ("cpu:1x2", ["stage@layers.0=1", "stage@layers.1=0", "pp=2"], ["stage@layers.0=1", "stage@layers.1=0"], []),
-        (
-            "cpu:1x2",
-            ["stage@layers.2-3=0", "pp=2", "stage@layers.0-1=1"],
-            ["layers.0-1", "layers.2-3", "order"],
-            ["pp=2"],
-        ),
+        ("cpu:1x2", ["stage@layers.2-3=0", "pp=2", "stage@layers.0-1=1"], ["layers.0-1", "layers.2-3", "order"],
+         ["pp=2"]),
         ("cpu:1x4", ["stage@layers.0=3", "tp=1"], ["stage@layers.0=3", "need 4 blocks"], ["tp=1"]),
         ("cpu:1x4", ["stage@layers.0=0", "stage@layers.1=2"], ["layers.0=0 and stage@layers.1=2", "none is empty"], []),
         ("cpu:1x4", ["stage@layers.0=1", "pp=1", "tp=4"], ["stage@layers.0=1", "pp=1"], ["tp=4"]),
         ("cpu:1x2", ["layers.*.up=tp:S(1)", "precision=bf16"], ["precision=bf16"], []),
     ],
-)
+)  # fmt: skip
 def test_conflicts_are_named(graph: Graph, cluster: str, pins: list[str], said: list[str], unsaid: list[str]) -> None:
     for verb in (api.search, api.estimate):
         with pytest.raises(InfeasibleError) as caught:
@@ -216,7 +202,6 @@ def test_float64_is_planned_where_the_profile_has_its_rate(graph: Graph) -> None
     single = api.search(graph, cluster="cpu:1x4", global_batch_size=16, pins=pins)
     assert plan.precision == FP64
     assert plan.predicted.memory[0].parameters == 2 * single.predicted.memory[0].parameters
-    with pytest.raises(
-        UsageError, match=r"device 'h100-sxm5-80gb': No matmul rate for float64.*, or add \[device.matmul.float64\]"
-    ):
+    said = r"device 'h100-sxm5-80gb': No matmul rate for float64.*, or add \[device.matmul.float64\]"
+    with pytest.raises(UsageError, match=said):
         api.search(doubled, cluster="h100-sxm5-80gb:1x4", global_batch_size=16, precision="fp64")

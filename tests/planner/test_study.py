@@ -64,8 +64,7 @@ def same(one: Plan, other: Plan) -> bool:
 
 
 def study_of(planner: Planner, url: str) -> StudyLedger:
-    task = planner.task
-    return StudyLedger(planner.pool, storage=url, name=study_name(task), identity=identity(task))
+    return StudyLedger(planner.pool, storage=url, name=study_name(planner.task), identity=identity(planner.task))
 
 
 def trials_of(url: str) -> list[FrozenTrial]:
@@ -80,11 +79,8 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def test_outcomes_come_back_as_they_were_told(planner: Planner, url: str) -> None:
-    told = [
-        Result(time_s=0.1 + 0.2, peak_memory_bytes=7),
-        Result(at_least_s=1 / 3),
-        Result(reason="memory: needs 2 GiB", needs_bytes=2**31),
-    ]
+    told = [Result(time_s=0.1 + 0.2, peak_memory_bytes=7), Result(at_least_s=1 / 3)]
+    told += [Result(reason="memory: needs 2 GiB", needs_bytes=2**31)]
     one, other = study_of(planner, url), study_of(planner, url)
     for index, outcome in enumerate(told):
         one.claim(index, 0.25)
@@ -94,8 +90,7 @@ def test_outcomes_come_back_as_they_were_told(planner: Planner, url: str) -> Non
     one.claim(3, 0.25)
     one.release(3)
     other.read()
-    assert other.results == dict(enumerate(told))
-    assert other.incumbent_s == told[0].time_s
+    assert (other.results, other.incumbent_s) == (dict(enumerate(told)), told[0].time_s)
     assert not any(other.is_claimed(index) for index in range(5))
 
 
@@ -107,20 +102,17 @@ def test_a_trial_says_what_it_is_and_why(planner: Planner, url: str) -> None:
     other.record(0, Result(time_s=0.5))
     one.record(0, Result(time_s=0.5))
     (trial,) = one.storage.get_all_trials(one.id)
-    assert trial.state == TrialState.COMPLETE
-    assert trial.value == 0.5
+    assert (trial.state, trial.value, trial.intermediate_values) == (TrialState.COMPLETE, 0.5, {0: 0.25})
     assert trial.params["tp"] == planner.pool[0].mesh.tp
     assert trial.user_attrs["candidate"] == str(planner.pool[0])
-    assert trial.intermediate_values == {0: 0.25}
 
 
 def test_what_experts_would_try_waits_until_a_search_comes_to_it(planner: Planner, url: str) -> None:
-    one, other = study_of(planner, url), study_of(planner, url)
-    one.expect({3: "rule", 5: "another", 7: "third"})
-    other.expect({3: "rule", 5: "another", 7: "third"})
+    one, other, told = study_of(planner, url), study_of(planner, url), {3: "rule", 5: "another", 7: "third"}
+    for ledger in (one, other):
+        ledger.expect(told)
     trials = one.storage.get_all_trials(one.id)
-    assert [trial.state for trial in trials] == [TrialState.WAITING] * 3
-    assert [trial.user_attrs["rule"] for trial in trials] == ["rule", "another", "third"]
+    assert [(t.state, t.user_attrs["rule"]) for t in trials] == [(TrialState.WAITING, rule) for rule in told.values()]
     assert trials[0].params == trials[0].system_attrs["fixed_params"]
     one.read()
     one.claim(3, 0.25)
@@ -129,8 +121,8 @@ def test_what_experts_would_try_waits_until_a_search_comes_to_it(planner: Planne
     other.record(3, Result(time_s=0.5))
     other.finish({5: 0.75, 7: float("inf")}.get)
     trials = one.storage.get_all_trials(one.id)
-    assert [trial.state for trial in trials] == [TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL]
-    assert [trial.value for trial in trials] == [0.5, 0.75, None]
+    ended = [(TrialState.COMPLETE, 0.5), (TrialState.PRUNED, 0.75), (TrialState.FAIL, None)]
+    assert [(trial.state, trial.value) for trial in trials] == ended
     assert trials[0].intermediate_values == {0: 0.25}
     assert trials[2].user_attrs["reason"] == "memory: fits in no layout, by a bound"
 
@@ -148,14 +140,12 @@ def test_a_search_goes_on_from_a_study_and_leaves_nothing_waiting(graph: Graph, 
     url = f"sqlite:///{tmp_path / 'study.db'}"
     first = search(graph, storage=url, trials=1)
     waiting = [trial for trial in trials_of(url) if trial.state == TrialState.WAITING]
-    assert first.search.evaluated == 1
-    assert len(waiting) >= 2
+    assert first.search.evaluated == 1 and len(waiting) >= 2
     assert same(search(graph, storage=url), alone)
     ended = {trial.number: trial for trial in trials_of(url)}
     for trial in waiting:
         own = ended[trial.number]
-        assert own.state.is_finished()
-        assert own.value is None or own.value >= alone.predicted.step_time_s
+        assert own.state.is_finished() and (own.value is None or own.value >= alone.predicted.step_time_s)
     assert len({trial.user_attrs["candidate"] for trial in ended.values()}) == len(ended) > 2
     assert same(search(graph, storage=url), alone)
     assert len(trials_of(url)) == len(ended)
@@ -175,14 +165,10 @@ def test_an_outcome_is_kept_where_the_trial_was_ended_without_one(planner: Plann
 def test_the_name_of_a_study_says_all_that_its_times_depend_on(graph: Graph) -> None:
     base = task_of(graph)
     others = [
-        task_of(mlp(layers=3, batch=2, width=64, hidden=256)),
-        task_of(graph, cluster="cpu:1x4?memory=1e9"),
-        task_of(graph, global_batch_size=32),
-        task_of(graph, precision=replace(FP32, reduce="bfloat16")),
-        task_of(graph, optimizer="sgd"),
-        task_of(graph, "tp=2"),
-        task_of(graph, space="default"),
-    ]
+        task_of(mlp(layers=3, batch=2, width=64, hidden=256)), task_of(graph, cluster="cpu:1x4?memory=1e9"),
+        task_of(graph, global_batch_size=32), task_of(graph, precision=replace(FP32, reduce="bfloat16")),
+        task_of(graph, optimizer="sgd"), task_of(graph, "tp=2"), task_of(graph, space="default"),
+    ]  # fmt: skip
     changed = [[key for key, text in identity(base).items() if identity(other)[key] != text] for other in others]
     assert changed == [["model"], ["cluster"], ["global batch"], ["precision"], ["optimizer"], ["pins"], ["space"]]
     assert len({study_name(task) for task in (base, *others)}) == 1 + len(others)
@@ -209,8 +195,7 @@ def test_a_storage_that_cannot_be_opened_is_said(graph: Graph) -> None:
     ):
         with pytest.raises(UsageError) as caught:
             search(graph, storage=url)
-        assert said in str(caught.value)
-        assert "secret" not in str(caught.value)
+        assert said in str(caught.value) and "secret" not in str(caught.value)
 
 
 @pytest.mark.slow
@@ -233,8 +218,7 @@ def test_the_command_names_a_study_and_one_of_something_else_is_refused(run: Run
     said = run("search", *model, *study, "--pin", "tp=1").error
     assert "The study 'mine' was made with other pins. Take another name" in said
     (summary,) = optuna.get_all_study_summaries(url)
-    assert summary.study_name == "mine"
-    assert summary.user_attrs["autopar global batch"] == "16"
+    assert (summary.study_name, summary.user_attrs["autopar global batch"]) == ("mine", "16")
 
 
 # --- processes
@@ -366,8 +350,7 @@ def test_workers_end_with_a_search(graph: Graph, alone: Plan, monkeypatch: pytes
     started, start = [], workers._start
     monkeypatch.setattr(workers, "_start", lambda *given: started.append(start(*given)) or started[-1])
     assert same(search(graph, workers=3, storage=f"sqlite:///{tmp_path / 'study.db'}"), alone)
-    assert len(started) == 2
-    assert all(worker.poll() is not None for worker in started)
+    assert [worker.poll() is not None for worker in started] == [True, True]
     assert not list(tmp_path.glob("autopar-*"))
 
 

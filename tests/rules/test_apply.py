@@ -47,12 +47,9 @@ def test_statistics_over_the_batch_are_refused_by_name() -> None:
     assert "s0 (aten.silu.default)" in str(error.value)
 
 
-def test_a_dim_that_does_not_divide_is_refused() -> None:
+def test_a_dim_that_does_not_divide_and_a_missing_strategy_are_refused() -> None:
     with pytest.raises(RuleError, match="the dim does not divide by tp=3"):
         shard(batch_graph(), replace(tensor_typing(), size=Fraction(3)))
-
-
-def test_a_missing_strategy_is_refused() -> None:
     typing = tensor_typing()
     rest = {name: s for name, s in typing.strategies.items() if name != "s1"}
     with pytest.raises(InternalError, match=r"s1 .* has no strategy on axis tp"):

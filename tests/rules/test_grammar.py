@@ -1,6 +1,7 @@
 import itertools
 from fractions import Fraction
 from math import prod
+from typing import Any
 
 import pytest
 import torch
@@ -32,46 +33,36 @@ def test_a_linear_has_megatrons_strategies() -> None:
         "split n": ((R, S(0), S(0)), (S(2),)), "invariant": ((I, I, I), (I,)), "replicate": ((R, R, R), (R,)),
         "linear 0+2": ((P, R, P), (P,)), "linear 1+2": ((R, P, P), (P,)),
     }  # fmt: skip
-    assert found["split k"].work == Fraction(1, 2)
-    assert found["replicate"].work == 1
+    assert found["split k"].work == Fraction(1, 2) and found["replicate"].work == 1
 
 
-def test_an_absent_bias_is_left_out() -> None:
-    found = by_name(LINEAR, (spec(4, 8), spec(12, 8)), spec(4, 12))
-    assert found["split k"].inputs == (S(1), S(1))
-    assert found["linear 0"].inputs == (P, R)
+FOUND = {
+    "an absent bias is left out": (
+        LINEAR, (spec(4, 8), spec(12, 8)), spec(4, 12), {"split k": (S(1), S(1)), "linear 0": (P, R)}),
+    "a sum with a scalar is not linear": ("x..., x... -> x...; linear 0+1", (spec(4),), spec(4), {"linear 0": None}),
+    "a term beside a scalar is": ("x..., x... -> x...; linear 0, 1", (spec(4),), spec(4), {"linear 0": (P,)}),
+    "without gradient invariant is written replicate": (
+        "x..., x... -> x...", (spec(4), spec(4, grad=False)), spec(4), {"invariant": (I, R)}),
+    "a truth value is never partial": (
+        "x... -> x...; linear 0", (spec(4, grad=False, dtype=torch.bool),), spec(4, grad=False), {"linear 0": None}),
+    "broadcast dims are not split": (
+        "x..., x... -> x...", (spec(4, 1, 8), spec(6, 8)), spec(4, 6, 8),
+        {"split x.0": (S(0), R), "split x.1": (R, S(0)), "split x.2": (S(2), S(1))}),
+    "a mask may lack a dim": ("b s+, ~b s+ -> b", (spec(4, 8), spec(8)), spec(4), {"split s": (S(1), S(0))}),
+    "a mask may have a dim of one": ("b s+, ~b s+ -> b", (spec(4, 8), spec(1, 8)), spec(4), {"split b": (S(0), R)}),
+    "a label twice in one tensor is not split": ("a a -> a", (spec(4, 4),), spec(4), {"split a": None}),
+}  # fmt: skip
+"""Lines, operands and an output; inputs of strategies by name, none where it is not offered."""
 
 
-def test_a_sum_with_a_scalar_is_not_linear() -> None:
-    assert "linear 0" not in by_name("x..., x... -> x...; linear 0+1", (spec(4),), spec(4))
-    assert by_name("x..., x... -> x...; linear 0, 1", (spec(4),), spec(4))["linear 0"].inputs == (P,)
+@pytest.mark.parametrize(("line", "operands", "output", "inputs"), FOUND.values(), ids=FOUND)
+def test_strategies_of_a_line(line: str, operands: tuple[TensorSpec, ...], output: TensorSpec, inputs: Any) -> None:
+    found = by_name(line, operands, output)
+    assert {name: found[name].inputs if name in found else None for name in inputs} == inputs
 
 
-def test_without_gradient_invariant_is_written_replicate() -> None:
-    found = by_name("x..., x... -> x...", (spec(4), spec(4, grad=False)), spec(4))
-    assert found["invariant"].inputs == (I, R)
-    none = by_name("x... -> x...", (spec(4, grad=False),), spec(4, grad=False))
-    assert set(none) == {"split x.0", "replicate"}
-
-
-def test_a_truth_value_is_never_partial() -> None:
-    found = by_name("x... -> x...; linear 0", (spec(4, grad=False, dtype=torch.bool),), spec(4, grad=False))
-    assert "linear 0" not in found
-
-
-def test_broadcast_dims_are_not_split() -> None:
-    found = by_name("x..., x... -> x...", (spec(4, 1, 8), spec(6, 8)), spec(4, 6, 8))
-    assert found["split x.0"].inputs == (S(0), R)
-    assert found["split x.1"].inputs == (R, S(0))
-    assert found["split x.2"].inputs == (S(2), S(1))
-
-
-def test_a_mask_may_lack_dims() -> None:
-    line = "b s+, ~b s+ -> b"
-    assert by_name(line, (spec(4, 8), spec(8)), spec(4))["split s"].inputs == (S(1), S(0))
-    assert by_name(line, (spec(4, 8), spec(1, 8)), spec(4))["split b"].inputs == (S(0), R)
-    with pytest.raises(RuleError, match="do not fit the rule"):
-        by_name("b s+, b s+ -> b", (spec(4, 8), spec(8)), spec(4))
+def test_without_any_gradient_nothing_is_invariant() -> None:
+    assert set(by_name("x... -> x...", (spec(4, grad=False),), spec(4, grad=False))) == {"split x.0", "replicate"}
 
 
 @pytest.mark.parametrize(
@@ -83,34 +74,27 @@ def test_only_dims_that_divide_are_split(size: object, splits: set[str]) -> None
     assert {name.removeprefix("split ") for name in found if name.startswith("split")} == splits
 
 
-def test_a_label_twice_in_one_tensor_is_not_split() -> None:
-    assert "split a" not in by_name("a a -> a", (spec(4, 4),), spec(4))
-
-
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("a b", "does not have one arrow"),
-        ("a -> b -> c", "does not have one arrow"),
-        ("a k -> a", "lack the dim k"),
-        ("a+ -> a", "is contracted \\(\\+\\), but also"),
-        ("a+, a^ -> ", "is contracted \\(\\+\\), but also"),
-        ("a-b -> a", "'a-b' is not a dim"),
-        ("a... b... -> a... b...", "several '...'"),
-        ("a -> a; linear 1", "'linear' .* an operand that is not there"),
-        ("a -> a; fast", "Unknown text after ';'"),
+        ("a b", "does not have one arrow"), ("a -> b -> c", "does not have one arrow"), ("a k -> a", "lack the dim k"),
+        ("a+ -> a", "is contracted \\(\\+\\), but also"), ("a+, a^ -> ", "is contracted \\(\\+\\), but also"),
+        ("a-b -> a", "'a-b' is not a dim"), ("a... b... -> a... b...", "several '...'"),
+        ("a -> a; linear 1", "'linear' .* an operand that is not there"), ("a -> a; fast", "Unknown text after ';'"),
     ],
-)
+)  # fmt: skip
 def test_malformed_lines_are_refused_with_the_problem(line: str, problem: str) -> None:
     with pytest.raises(RuleError, match=problem):
         parse(line)
 
 
-def test_sizes_that_contradict_the_line_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("line", "operands", "output"),
+    [(LINEAR, ((4, 8), (12, 9)), (4, 12)), ("a b -> a b", ((4,),), (4,)), ("b s+, b s+ -> b", ((4, 8), (8,)), (4,))],
+)
+def test_sizes_that_contradict_the_line_are_refused(line: str, operands: Any, output: tuple[int, ...]) -> None:
     with pytest.raises(RuleError, match="do not fit the rule"):
-        bind(parse(LINEAR), ((4, 8), (12, 9)), ((4, 12),))
-    with pytest.raises(RuleError, match="do not fit the rule"):
-        bind(parse("a b -> a b"), ((4,),), ((4,),))
+        bind(parse(line), operands, (output,))
 
 
 labels = st.sampled_from("abcdef")

@@ -65,13 +65,15 @@ def test_a_split_that_holds_for_two_ranks_alone_is_no_rule() -> None:
     assert verify_rule(graph.ops[0], [example], size=8, table=table) == []
 
 
-def test_an_operator_for_which_nothing_is_found_is_repeated_and_named() -> None:
+def test_an_operator_for_which_nothing_is_found_is_repeated_and_named_with_the_reason() -> None:
     graph = graph_of("autopar_test.whole.default", (2, 12))
     table = RuleTable(rules=torch_rules())
     (found,) = complete(graph, table=table)
     assert (found.line, found.why) == ("", "no dim can be split")
     assert complete(graph, table=table) == (found,), "the reason is said again"
     assert names(table, graph, 2) == {"invariant", "replicate"}
+    (found,) = complete(graph_of("autopar_test.whole.default", ()), table=table)
+    assert (found.line, found.why) == ("", "no operand has a dim")
 
 
 @pytest.mark.parametrize(
@@ -109,11 +111,6 @@ def test_an_operator_of_complex_numbers_is_found() -> None:
     graph = replace(graph, inputs=(replace(x, spec=replace(x.spec, dtype=torch.complex64)),))
     (found,) = complete(graph, table=RuleTable(rules=torch_rules()))
     assert found.line == "a b -> a b"
-
-
-def test_an_operator_of_one_number_has_no_dim_to_split() -> None:
-    (found,) = complete(graph_of("autopar_test.whole.default", ()), table=RuleTable(rules=torch_rules()))
-    assert (found.line, found.why) == ("", "no operand has a dim")
 
 
 def test_a_declared_rule_is_checked_by_execution() -> None:

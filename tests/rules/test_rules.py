@@ -29,32 +29,23 @@ def named(example: Example, axis: str = TP, size: Fraction = TWO) -> dict[str, S
     return {s.name: s for s in default_table().strategies(op, operands, axis=axis, size=size)}
 
 
-def test_vocabulary_strategies_of_the_embedding_and_the_loss() -> None:
-    table = named(make.call("aten.embedding.default", make.real(8, 4), make.whole(4, 8), 3))["vocabulary"]
-    assert (table.inputs, table.outputs, table.target) == ((S(0), R), (P,), "autopar.embedding_vocabulary")
-    loss = named(make.call("autopar.cross_entropy_sum", make.real(4, 8, 12), make.whole(4, 8), -100, 0.0))["vocabulary"]
-    assert (loss.inputs, loss.outputs) == ((S(2), R), (I,))
-
-
-def test_the_batch_axis_offers_nothing_that_must_know_its_rank() -> None:
+def test_vocabulary_strategies_are_not_offered_on_the_batch_axis() -> None:
+    embedding = make.call("aten.embedding.default", make.real(8, 4), make.whole(4, 8), 3)
     loss = make.call("autopar.cross_entropy_sum", make.real(4, 8, 12), make.whole(4, 8), -100, 0.0)
-    found = named(loss, axis="batch")
-    assert "vocabulary" not in found
-    assert found["split b.0"].outputs == (P,)
-    assert "vocabulary" not in named(make.call("aten.embedding.default", make.real(8, 4), make.whole(4, 8)), "batch")
+    rows, classes = (named(example)["vocabulary"] for example in (embedding, loss))
+    assert (rows.inputs, rows.outputs, rows.target) == ((S(0), R), (P,), "autopar.embedding_vocabulary")
+    assert (classes.inputs, classes.outputs) == ((S(2), R), (I,))
+    assert not any("vocabulary" in named(example, axis="batch") for example in (embedding, loss))
+    assert named(loss, axis="batch")["split b.0"].outputs == (P,)
 
 
-def test_causal_attention_keeps_its_queries_whole() -> None:
+def test_causal_attention_keeps_its_queries_whole_and_grouped_heads_together() -> None:
     q = make.real(4, 8, 8, 4)
     attention = "aten.scaled_dot_product_attention.default"
     assert "split s" not in named(make.call(attention, q, q, q, None, 0.0, True))
     free = named(make.call(attention, q, q, q, None, 0.1, False))
-    assert free["split s"].inputs == (S(2), R, R)
-    assert free["split s"].random
+    assert free["split s"].inputs == (S(2), R, R) and free["split s"].random
     assert not free["replicate"].random
-
-
-def test_grouped_query_heads_split_together() -> None:
     attention = make.call(
         "aten.scaled_dot_product_attention.default",
         make.real(4, 8, 8, 4), make.real(4, 2, 8, 4), make.real(4, 2, 8, 4), None, 0.0, True, enable_gqa=True,
@@ -113,8 +104,7 @@ def test_verification_finds_a_wrong_rule() -> None:
         Strategy(name="sum", inputs=(R,), outputs=(P,)),
     ]
     failures = verify_rule(op, example.operands, size=2, strategies=wrong)
-    assert len(failures) == len(wrong)
-    assert "gradient of operand 0" in failures[2]
+    assert len(failures) == len(wrong) and "gradient of operand 0" in failures[2]
 
 
 sizes = st.sampled_from([1, 2, 3, 4, 6])

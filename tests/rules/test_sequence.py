@@ -162,7 +162,7 @@ def made(graph: Graph) -> list[tuple[str, str]]:
     return [(op.name, op.target) for op in (*graph.prelude, *graph.ops) if "_cp_" in op.name]
 
 
-def test_a_part_of_a_parameter_is_put_into_zigzag_order_by_way_of_the_whole() -> None:
+def test_a_part_is_put_into_zigzag_order_by_way_of_the_whole_which_has_its_own() -> None:
     local = shard(ring_graph(), ring_typing(w=S(0), v=S(0)))
     assert made(local)[:4] == [
         ("w_cp_I", "autopar.all_gather"), ("w_cp_S0", "autopar.zigzag_shard"), ("v_cp_I", "autopar.all_gather"),
@@ -171,9 +171,6 @@ def test_a_part_of_a_parameter_is_put_into_zigzag_order_by_way_of_the_whole() ->
     assert [p.spec.shape for p in local.parameters] == [(4, 4), (2, 8)]
     assert [p.layout for p in local.parameters] == [(("cp", S(0)),)] * 2
     assert dict(local.parameter("w").layout)["cp"] == S(0)
-
-
-def test_a_part_of_a_leaf_becomes_whole_in_its_own_order() -> None:
     local = shard(ring_graph(), ring_typing(w=S(0), v=S(1), x=S(2), hidden=False))
     assert made(local) == [
         ("x_cp_R", "autopar.all_gather"), ("x_cp_S2", "autopar.zigzag_shard"), ("w_cp_R", "autopar.all_gather"),

@@ -29,10 +29,21 @@ class Done:
         return lines[0].removeprefix("error: ")
 
     @property
-    def json(self) -> Any:
+    def mistake(self) -> str:
+        """The one message of a command that was used wrongly."""
+        assert self.code == 2, self.err
+        return self.error
+
+    @property
+    def text(self) -> str:
         """What a command printed that ended well."""
         assert self.code == 0, self.err
-        return json.loads(self.out)
+        return self.out
+
+    @property
+    def json(self) -> Any:
+        """What it printed, read as JSON."""
+        return json.loads(self.text)
 
 
 Run = Callable[..., Done]

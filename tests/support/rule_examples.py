@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,39 +123,42 @@ def elementwise(table: RuleTable, make: Maker) -> Iterator[Example]:
         yield make.call(target, *args, **kwargs)
 
 
+def on_reals(make: Maker, *calls: tuple[Any, ...]) -> Iterator[Example]:
+    """By the name of an operator (of its overload ``default`` unless it is named), the shape of its operand, or a list of them for
+    several, and what else it is given."""
+    for name, shapes, *rest in calls:
+        operands = [make.real(*shape) for shape in (shapes if isinstance(shapes, list) else [shapes])]
+        yield make.call(f"aten.{name}" if "." in name else f"aten.{name}.default", *operands, *rest)
+
+
 def moved(make: Maker) -> Iterator[Example]:
     """Views, slices, joins, indexing and factories."""
     c, r, w = make.call, make.real, make.whole
-    yield c("aten.view.default", r(4, 8, 4), (4, 32))
-    yield c("aten.view.default", r(1, 4, 1, 8), (4, 8))
-    yield c("aten.view.default", r(8, 32), (8, 4, 8))
-    yield c("aten.view.default", r(4, 1, 8), (1, 32))
-    yield c("aten.view.default", r(2, 4, 3), (8, 3, 1))
+    yield from on_reals(
+        make, ("view", (4, 8, 4), (4, 32)), ("view", (1, 4, 1, 8), (4, 8)), ("view", (8, 32), (8, 4, 8)),
+        ("view", (4, 1, 8), (1, 32)), ("view", (2, 4, 3), (8, 3, 1)),
+    )  # fmt: skip
     yield c("aten.view.default", w(4, 8), (4, 1, 1, 8))
-    yield c("aten.unsqueeze.default", r(4, 8), 1)
-    yield c("aten.transpose.int", r(4, 8, 3), 1, 2)
-    yield c("aten.permute.default", r(4, 8, 3), (2, 0, -2))
-    yield c("aten.expand.default", r(8, 1, 4), (4, 8, 4, 4))
+    yield from on_reals(
+        make, ("unsqueeze", (4, 8), 1), ("transpose.int", (4, 8, 3), 1, 2), ("permute", (4, 8, 3), (2, 0, -2)),
+        ("expand", (8, 1, 4), (4, 8, 4, 4)),
+    )  # fmt: skip
     yield c("aten.expand.default", w(1, 8), (4, 8))
     yield c("aten.repeat.default", r(4, 8), (2, 1, 3))
     yield c("aten.one_hot.default", w(4, 8, high=3), 3)
-    yield c("aten.repeat_interleave.self_int", r(8), 2)
-    yield c("aten.repeat_interleave.self_int", r(4, 8), 3, 1)
-    yield c("aten.slice.Tensor", r(4, 8), 1, 2, 6)
-    yield c("aten.slice.Tensor", r(4, 8), 0, 0, 4)
-    yield c("aten.slice.Tensor", r(4, 8), 1, 0, 8, 2)
-    yield c("aten.select.int", r(4, 8, 4), 1, 3)
+    yield from on_reals(
+        make, ("repeat_interleave.self_int", (8,), 2), ("repeat_interleave.self_int", (4, 8), 3, 1),
+        ("slice.Tensor", (4, 8), 1, 2, 6), ("slice.Tensor", (4, 8), 0, 0, 4), ("slice.Tensor", (4, 8), 1, 0, 8, 2),
+        ("select.int", (4, 8, 4), 1, 3),
+    )  # fmt: skip
     yield c("aten.cat.default", (r(4, 8), r(4, 4)), 1)
     yield c("aten.cat.default", (r(4, 8), r(4, 8)), -1)
     yield c("aten.cat.default", (r(0), r(4, 8), r(4, 8)), 1)
-    yield c("aten.slice_scatter.default", r(4, 8), r(4, 4), 1, 2, 6)
-    yield c("aten.select_scatter.default", r(4, 8), r(4), 1, 3)
+    yield from on_reals(make, ("slice_scatter", [(4, 8), (4, 4)], 1, 2, 6), ("select_scatter", [(4, 8), (4,)], 1, 3))
     yield c("aten.stack.default", (r(4, 8), r(4, 8)), 1)
     yield c("aten.pad.default", r(4, 8), (0, 1), "constant", None)
     yield c("aten.pad.default", w(4, 8), (0, 1), "constant", -100.0)
-    yield c("aten.constant_pad_nd.default", r(4, 8), (1, 0), 0.0)
-    yield c("aten.tril.default", r(4, 8, 8), 1)
-    yield c("aten.triu.default", r(4, 8, 8))
+    yield from on_reals(make, ("constant_pad_nd", (4, 8), (1, 0), 0.0), ("tril", (4, 8, 8), 1), ("triu", (4, 8, 8)))
     yield c("aten.index.Tensor", r(4, 8, 4), (None, w(4, 1), w(8, high=4)))
     yield c("aten.index.Tensor", r(4, 8, 4), (w(4, high=4), None, w(4, high=4)))
     yield c("aten.index.Tensor", r(8, 4), (w(4, 8),))
@@ -169,25 +173,17 @@ def moved(make: Maker) -> Iterator[Example]:
     yield c("aten.scatter.value", r(4, 8), 1, w(4, 8), 0.5)
     yield c("aten.scatter_add.default", r(4, 8), 1, w(4, 4), r(4, 4))
     yield c("aten.scatter_reduce.two", r(4, 8), 1, w(4, 8), r(4, 8), "sum")
-    yield c("aten.full.default", (4, 8), 0.5)
-    yield c("aten.zeros.default", (4, 8))
-    yield c("aten.ones.default", (4, 8))
-    yield c("aten.scalar_tensor.default", 2.0)
-    for target in ("new_zeros", "new_ones"):
-        yield c(f"aten.{target}.default", w(4), (4, 8))
-    yield c("aten.new_full.default", w(4), (4, 8), 3)
-    yield c("aten.arange.default", 8)
-    yield c("aten.arange.start", 2, 10)
-    yield c("aten.arange.start_step", 0, 16, 2)
-    yield c("aten.eye.default", 4)
-    yield c("aten.eye.m", 4, 8)
-    yield c("aten.linspace.default", 0.0, 1.0, 8)
-    yield c("aten.rand.default", (4, 8))
-    yield c("aten.randn.default", (4, 8))
-    yield c("aten.randint.default", 9, (4, 8))
-    yield c("aten.randint.low", 2, 9, (4, 8))
-    yield c("aten.normal.float_float", 0.5, 2.0, (4, 8))
-    yield c("aten.randperm.default", 8)
+    for name, *sizes in (("full", (4, 8), 0.5), ("zeros", (4, 8)), ("ones", (4, 8)), ("scalar_tensor", 2.0)):
+        yield c(f"aten.{name}.default", *sizes)
+    for name, *sizes in (("new_zeros", (4, 8)), ("new_ones", (4, 8)), ("new_full", (4, 8), 3)):
+        yield c(f"aten.{name}.default", w(4), *sizes)
+    for name, *numbers in (
+        ("arange.default", 8), ("arange.start", 2, 10), ("arange.start_step", 0, 16, 2), ("eye.default", 4), ("eye.m", 4, 8),
+        ("linspace.default", 0.0, 1.0, 8), ("rand.default", (4, 8)), ("randn.default", (4, 8)),
+        ("randint.default", 9, (4, 8)), ("randint.low", 2, 9, (4, 8)), ("normal.float_float", 0.5, 2.0, (4, 8)),
+        ("randperm.default", 8),
+    ):  # fmt: skip
+        yield c(f"aten.{name}", *numbers)
     yield c("aten.multinomial.default", make.real(4, 8, grad=False), 3)
 
 
@@ -195,40 +191,33 @@ def whole(make: Maker) -> Iterator[Example]:
     """Operators along a dim that stays whole, and casts."""
     c, r, w = make.call, make.real, make.whole
     yield c("aten.to.dtype", r(4, 8), torch.float64)
-    yield c("aten.to.dtype", w(4, 8), torch.float64)
-    yield c("aten.to.dtype", w(4, 8), torch.bool)
-    yield c("aten.to.dtype", w(4, 8), torch.int32)
-    yield c("aten.masked_fill.Scalar", r(4, 8), make.truth(1, 8), -1e9)
-    yield c("aten.masked_fill.Scalar", r(4, 8), make.truth(1, 8), 0.0)
+    for dtype in (torch.float64, torch.bool, torch.int32):
+        yield c("aten.to.dtype", w(4, 8), dtype)
+    for value in (-1e9, 0.0):
+        yield c("aten.masked_fill.Scalar", r(4, 8), make.truth(1, 8), value)
     yield c("aten.where.Scalar", torch.eye(4, 8) > 0.5, 0.5, 2.0)
-    yield c("aten.where.ScalarOther", make.truth(4, 8), r(4, 8), 0.0)
-    yield c("aten.where.ScalarOther", make.truth(4, 8), r(4, 8), 1.0)
-    yield c("aten.where.ScalarSelf", make.truth(4, 8), 0.0, r(4, 8))
-    yield c("aten.where.ScalarSelf", make.truth(4, 8), 1.0, r(4, 8))
-    yield c("aten.softmax.int", r(4, 8), 1)
-    yield c("aten.log_softmax.int", r(4, 8), -1)
-    yield c("aten._softmax.default", r(4, 8), 1, False)
-    yield c("aten._log_softmax.default", r(4, 8), 1, False)
-    yield c("aten.cumsum.default", r(4, 8), 1)
+    for value in (0.0, 1.0):
+        yield c("aten.where.ScalarOther", make.truth(4, 8), r(4, 8), value)
+    for value in (0.0, 1.0):
+        yield c("aten.where.ScalarSelf", make.truth(4, 8), value, r(4, 8))
+    yield from on_reals(
+        make, ("softmax.int", (4, 8), 1), ("log_softmax.int", (4, 8), -1), ("_softmax", (4, 8), 1, False),
+        ("_log_softmax", (4, 8), 1, False), ("cumsum", (4, 8), 1),
+    )  # fmt: skip
     yield c("aten.cumsum.default", w(4, 8), -1)
-    yield c("aten.cumprod.default", r(4, 8), 1)
-    yield c("aten.logcumsumexp.default", r(4, 8), 1)
-    yield c("aten.glu.default", r(4, 8))
-    yield c("aten.flip.default", r(4, 8), (1,))
-    yield c("aten.roll.default", r(4, 8), (1,), (1,))
-    yield c("aten.topk.default", r(4, 8), 2)
-    yield c("aten.sort.default", r(4, 8), 1)
+    yield from on_reals(
+        make, ("cumprod", (4, 8), 1), ("logcumsumexp", (4, 8), 1), ("glu", (4, 8)), ("flip", (4, 8), (1,)),
+        ("roll", (4, 8), (1,), (1,)), ("topk", (4, 8), 2), ("sort", (4, 8), 1),
+    )  # fmt: skip
     yield c("aten.sort.stable", r(4, 8), stable=True, dim=1)
-    yield c("aten.argsort.default", r(4, 8), 1)
-    yield c("aten.diff.default", r(4, 8))
+    yield from on_reals(make, ("argsort", (4, 8), 1), ("diff", (4, 8)))
     yield c("aten.diff.default", w(4, 8), 1, -1, w(4, 1))
-    yield c("aten.linalg_vector_norm.default", r(4, 8), 2, (1,), True)
-    yield c("aten.linalg_vector_norm.default", r(4, 8), 2, (1,))
-    yield c("aten.linalg_vector_norm.default", r(4, 8))
+    norm = "linalg_vector_norm"
+    yield from on_reals(make, (norm, (4, 8), 2, (1,), True), (norm, (4, 8), 2, (1,)), (norm, (4, 8)))
     yield c("autopar.dropout", r(4, 8), 0.5)
-    yield c("aten.fft_fftn.default", r(4, 8, 4), None, (1, 2))
-    yield c("aten.fft_ifftn.default", r(4, 8, 4), None, (1, 2))
-    yield c("aten.view_as_complex.default", r(4, 8, 2))
+    yield from on_reals(
+        make, ("fft_fftn", (4, 8, 4), None, (1, 2)), ("fft_ifftn", (4, 8, 4), None, (1, 2)), ("view_as_complex", (4, 8, 2)),
+    )  # fmt: skip
     yield c("aten.view_as_real.default", torch.complex(r(4, 8, grad=False), r(4, 8, grad=False)).requires_grad_())
     yield c("aten.im2col.default", r(4, 8, 6, 6), (3, 3), (1, 1), (1, 1), (1, 1))
     yield c("aten.col2im.default", r(4, 8, 4), (4, 4), (2, 2), (1, 1), (0, 0), (2, 2))
@@ -242,32 +231,27 @@ def reductions(make: Maker) -> Iterator[Example]:
         yield c(f"aten.{name}.default", r(4, 8))
     yield c("aten.sum.default", make.truth(4, 8))
     yield c("aten.sum.default", w(4, 8))
-    yield c("aten.sum.dim_IntList", r(4, 8, 4), (1, -1), True)
-    yield c("aten.sum.dim_IntList", r(4, 8), None)
+    yield from on_reals(make, ("sum.dim_IntList", (4, 8, 4), (1, -1), True), ("sum.dim_IntList", (4, 8), None))
     yield c("aten.sum.dim_IntList", r(4, 8), (0,), dtype=torch.float64)
-    yield c("aten.mean.dim", r(4, 8, 4), (1, -1), True)
-    yield c("aten.mean.dim", r(4, 8), (-1,))
+    yield from on_reals(make, ("mean.dim", (4, 8, 4), (1, -1), True), ("mean.dim", (4, 8), (-1,)))
     yield c("aten.mean.dim", r(4, 8), (-1,), True, dtype=torch.float64)
     yield c("autopar.partial_mean", r(4, 8), (1,), True, 16)
-    for name in ("amax", "amin"):
-        yield c(f"aten.{name}.default", r(4, 8), (1,), True)
-    for name in ("max", "min"):
-        yield c(f"aten.{name}.dim", r(4, 8), 1)
-    yield c("aten.argmax.default", r(4, 8), 1, True)
-    yield c("aten.argmin.default", r(4, 8), 1)
+    yield from on_reals(
+        make, ("amax", (4, 8), (1,), True), ("amin", (4, 8), (1,), True), ("max.dim", (4, 8), 1), ("min.dim", (4, 8), 1),
+        ("argmax", (4, 8), 1, True), ("argmin", (4, 8), 1),
+    )  # fmt: skip
     for name, one in (("any", True), ("all", False)):  # one element decides
         x = torch.full((4, 8), not one)
         x[0, 0] = one
-        yield c(f"aten.{name}.default", x)
-        yield c(f"aten.{name}.dim", x, 1, True)
-        yield c(f"aten.{name}.dims", x, (1,), True)
-    yield c("aten.prod.dim_int", r(4, 8), 1)
-    yield c("aten.logsumexp.default", r(4, 8), (1,))
+        for overload, *rest in (("default",), ("dim", 1, True), ("dims", (1,), True)):
+            yield c(f"aten.{name}.{overload}", x, *rest)
+    yield from on_reals(make, ("prod.dim_int", (4, 8), 1), ("logsumexp", (4, 8), (1,)))
     for name in ("var", "std", "var_mean"):
         yield c(f"aten.{name}.correction", r(4, 8), (1,), correction=1)
-    yield c("aten.var.dim", r(4, 8), (1,), True, True)
-    yield c("aten.std.dim", r(4, 8), (1,), True, True)
-    yield c("aten.norm.ScalarOpt_dim", r(4, 8), 2, (1,), True)
+    yield from on_reals(
+        make, ("var.dim", (4, 8), (1,), True, True), ("std.dim", (4, 8), (1,), True, True),
+        ("norm.ScalarOpt_dim", (4, 8), 2, (1,), True),
+    )  # fmt: skip
     yield c("aten.histc.default", w(4, 8).double(), 4, 0, 7)
     yield c("aten.histc.default", r(4, 8, grad=False), 4)
     yield c("aten.count_nonzero.default", w(4, 8))
@@ -277,32 +261,25 @@ def reductions(make: Maker) -> Iterator[Example]:
 def products(make: Maker) -> Iterator[Example]:
     """Matrix products, attention, convolutions, norms."""
     c, r = make.call, make.real
-    yield c("aten.linear.default", r(4, 8, 12), r(8, 12), r(8))
-    yield c("aten.linear.default", r(4, 12), r(8, 12), None)
+    yield from on_reals(make, ("linear", [(4, 8, 12), (8, 12), (8,)]), ("linear", [(4, 12), (8, 12)], None))
     yield c("aten.linear.default", r(4, 12, grad=False), r(8, 12))
     yield c("autopar.linear_t", r(4, 4, 8), r(8, 12), r(12))
     yield c("autopar.linear_t", r(4, 8), r(8, 12), None)
-    yield c("aten.mm.default", r(4, 8), r(8, 12))
-    yield c("aten.bmm.default", r(4, 8, 4), r(4, 4, 12))
-    yield c("aten.addmm.default", r(12), r(4, 8), r(8, 12))
+    yield from on_reals(
+        make, ("mm", [(4, 8), (8, 12)]), ("bmm", [(4, 8, 4), (4, 4, 12)]), ("addmm", [(12,), (4, 8), (8, 12)]),
+    )  # fmt: skip
     yield c("aten.addmm.default", r(4, 12), r(4, 8), r(8, 12), beta=0.5, alpha=2.0)
-    yield c("aten.baddbmm.default", r(4, 1, 12), r(4, 8, 4), r(4, 4, 12))
-    yield c("aten.outer.default", r(4), r(8))
-    yield c("aten.mv.default", r(4, 8), r(8))
-    yield c("aten.dot.default", r(8), r(8))
-    vectors = ((4,), (4,)), ((4,), (4, 8)), ((4,), (4, 4, 8)), ((4, 8), (8,)), ((4, 8, 4), (4,))
-    for left, right in (
-        *vectors,
-        ((4, 8), (8, 4)),
-        ((4, 8, 4), (4, 8)),
-        ((4, 1, 8, 4), (8, 4, 8)),
-        ((8, 4), (4, 4, 8)),
-    ):
-        yield c("aten.matmul.default", r(*left), r(*right))
-    yield c("aten.einsum.default", "bik,bkj->bij", (r(4, 8, 4), r(4, 4, 8)))
-    yield c("aten.einsum.default", "ik,kj,j->i", (r(4, 8), r(8, 4), r(4)))
-    yield c("aten.einsum.default", "ik,kj", (r(4, 8), r(8, 4)))
-    yield c("aten.einsum.default", "iik->ik", (r(4, 4, 8),))
+    yield from on_reals(
+        make, ("baddbmm", [(4, 1, 12), (4, 8, 4), (4, 4, 12)]), ("outer", [(4,), (8,)]), ("mv", [(4, 8), (8,)]),
+        ("dot", [(8,), (8,)]), ("matmul", [(4,), (4,)]), ("matmul", [(4,), (4, 8)]), ("matmul", [(4,), (4, 4, 8)]),
+        ("matmul", [(4, 8), (8,)]), ("matmul", [(4, 8, 4), (4,)]), ("matmul", [(4, 8), (8, 4)]),
+        ("matmul", [(4, 8, 4), (4, 8)]), ("matmul", [(4, 1, 8, 4), (8, 4, 8)]), ("matmul", [(8, 4), (4, 4, 8)]),
+    )  # fmt: skip
+    for equation, *shapes in (
+        ("bik,bkj->bij", (4, 8, 4), (4, 4, 8)), ("ik,kj,j->i", (4, 8), (8, 4), (4,)), ("ik,kj", (4, 8), (8, 4)),
+        ("iik->ik", (4, 4, 8)),
+    ):  # fmt: skip
+        yield c("aten.einsum.default", equation, tuple(r(*shape) for shape in shapes))
     attention = "aten.scaled_dot_product_attention.default"
     q, k, v = (4, 8, 8, 4), (4, 8, 12, 4), (4, 8, 12, 8)
     yield c(attention, r(*q), r(*k), r(*v), scale=0.25)
@@ -318,9 +295,10 @@ def products(make: Maker) -> Iterator[Example]:
     for n in (1, 2, 3):
         yield c(f"aten.conv{n}d.default", r(4, 8, *(5,) * n), r(4, 8, *(3,) * n), r(4), (1,) * n, (1,) * n)
         yield c(f"aten.conv{n}d.padding", r(4, 8, *(5,) * n), r(4, 8, *(3,) * n), None, (1,) * n, "same")
-    yield c("aten.conv2d.default", r(4, 8, 4, 4), r(12, 8, 2, 2), None, (2, 2))
-    yield c("aten.conv2d.default", r(4, 8, 4, 4), r(8, 1, 3, 3), r(8), (1, 1), (1, 1), (1, 1), 8)
-    yield c("aten.conv1d.default", r(8, 5), r(4, 8, 3))
+    yield from on_reals(
+        make, ("conv2d", [(4, 8, 4, 4), (12, 8, 2, 2)], None, (2, 2)),
+        ("conv2d", [(4, 8, 4, 4), (8, 1, 3, 3), (8,)], (1, 1), (1, 1), (1, 1), 8), ("conv1d", [(8, 5), (4, 8, 3)]),
+    )  # fmt: skip
     yield c("aten.layer_norm.default", r(4, 4, 8), (8,), r(8), r(8))
     yield c("aten.layer_norm.default", r(4, 4, 8), (4, 8), r(4, 8), None)
     yield c("aten.layer_norm.default", r(4, 4, 8), (8,))
@@ -334,32 +312,30 @@ def images(make: Maker) -> Iterator[Example]:
     c, r = make.call, make.real
     x = {n: (4, 8, *(8,) * n) for n in (1, 2, 3)}
     for n in (1, 2, 3):
-        three = (3,) * n
-        yield c(f"aten.max_pool{n}d.default", r(*x[n]), three, (1,) * n, (1,) * n)
-        yield c(f"aten.avg_pool{n}d.default", r(*x[n]), three, (1,) * n, (1,) * n)
-        yield c(f"aten.adaptive_avg_pool{n}d.default", r(*x[n]), three)
-        yield c(f"aten.adaptive_max_pool{n}d.default", r(*x[n]), three)
-        yield c(f"aten.upsample_nearest{n}d.vec", r(*x[n]), (12,) * n, None)
+        three, own = (3,) * n, x[n]
+        yield from on_reals(
+            make, (f"max_pool{n}d", own, three, (1,) * n, (1,) * n), (f"avg_pool{n}d", own, three, (1,) * n, (1,) * n),
+            (f"adaptive_avg_pool{n}d", own, three), (f"adaptive_max_pool{n}d", own, three),
+            (f"upsample_nearest{n}d.vec", own, (12,) * n, None),
+        )  # fmt: skip
         name = f"aten.conv_transpose{n}d." + ("default" if n == 1 else "input")
         yield c(name, r(4, 8, *(4,) * n), r(8, 4, *three), r(4), (2,) * n, (1,) * n)
         yield c(name, r(4, 8, *(4,) * n), r(8, 1, *three), None, (2,) * n, (1,) * n, (0,) * n, 8)
         if n > 1:
-            yield c(f"aten.max_pool{n}d_with_indices.default", r(*x[n]), three, (1,) * n, (1,) * n)
-    yield c("aten.upsample_linear1d.vec", r(*x[1]), (12,), True, None)
-    yield c("aten.upsample_bilinear2d.vec", r(*x[2]), None, False, (2.0, 2.0))
-    yield c("aten.upsample_bicubic2d.vec", r(*x[2]), (12, 12), False, None)
-    yield c("aten.upsample_trilinear3d.vec", r(*x[3]), (12,) * 3, True, None)
-    yield c("aten.pixel_shuffle.default", r(4, 16, 4, 4), 2)
-    yield c("aten.pixel_unshuffle.default", r(4, 4, 8, 8), 2)
-    yield c("aten.instance_norm.default", r(4, 8, 4, 4), r(8), r(8), None, None, True, 0.1, 1e-5, False)
+            yield c(f"aten.max_pool{n}d_with_indices.default", r(*own), three, (1,) * n, (1,) * n)
+    yield from on_reals(
+        make, ("upsample_linear1d.vec", x[1], (12,), True, None), ("upsample_bilinear2d.vec", x[2], None, False, (2.0, 2.0)),
+        ("upsample_bicubic2d.vec", x[2], (12, 12), False, None), ("upsample_trilinear3d.vec", x[3], (12,) * 3, True, None),
+        ("pixel_shuffle", (4, 16, 4, 4), 2), ("pixel_unshuffle", (4, 4, 8, 8), 2),
+        ("instance_norm", [(4, 8, 4, 4), (8,), (8,)], None, None, True, 0.1, 1e-5, False),
+    )  # fmt: skip
     for name, gates, states in (("lstm", 4, 2), ("gru", 3, 1), ("rnn_tanh", 1, 1), ("rnn_relu", 1, 1)):
         hidden = tuple(r(1, 4, 8) for _ in range(states))
         weights = (r(8 * gates, 6), r(8 * gates, 8), r(8 * gates), r(8 * gates))
         for first in (True, False):
             x = r(4, 3, 6) if first else r(3, 4, 6)
-            yield c(
-                f"aten.{name}.input", x, hidden if states > 1 else hidden[0], weights, True, 1, 0.0, True, False, first
-            )
+            start = hidden if states > 1 else hidden[0]
+            yield c(f"aten.{name}.input", x, start, weights, True, 1, 0.0, True, False, first)
     yield c("autopar.batch_norm", r(4, 8, 4, 4), r(8), r(8), 1e-5)
     yield c("autopar.batch_norm", r(4, 8), r(8), r(8), 1e-5)
     still = (r(8, grad=False), r(8, grad=False).abs() + 0.5, False, 0.1, 1e-5, False)

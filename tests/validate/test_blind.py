@@ -51,8 +51,7 @@ def test_every_blind_row_has_a_device_and_was_predicted_before(test: str) -> Non
 def test_each_table_has_new_sources_and_no_row_of_those_before(test: str, least: int) -> None:
     runs = table(test)
     others = [run for earlier in list(TESTS)[: list(TESTS).index(test)] for run in table(earlier)]
-    assert len(runs) >= least
-    assert len({run.publisher for run in runs}) >= 5
+    assert len(runs) >= least and len({run.publisher for run in runs}) >= 5
     assert {run.publisher for run in runs}.isdisjoint(run.publisher for run in others)
     assert {_facts(run) for run in runs}.isdisjoint(_facts(run) for run in others)
 
@@ -81,11 +80,9 @@ def test_a_site_states_the_bandwidth_of_links_and_of_cards() -> None:
     stated = cluster_of(run, profile, site).groups[0]
     assert (stated.intra_node.bandwidth_bytes_per_s, stated.nic.bandwidth_bytes_per_s) == (2e11, 2e10)
     assert stated.intra_node.step_fraction == stated.nic.step_fraction == 1.0
-    assert own.intra_node.step_fraction < 1.0
-    assert own.intra_node.latency_s == stated.intra_node.latency_s
-    topology = site_of(
-        replace(run, source="BigScience BLOOM A100 topology benchmarks", name="bloom-181B#46"), load_sites()
-    )
+    assert own.intra_node.step_fraction < 1.0 and own.intra_node.latency_s == stated.intra_node.latency_s
+    named_so = replace(run, source="BigScience BLOOM A100 topology benchmarks", name="bloom-181B#46")
+    topology = site_of(named_so, load_sites())
     assert topology.nic_bandwidth_bytes_per_s > 0  # as a collective reached its cards in place
     assert not any("nic" in parameter.name for parameter in free.PARAMETERS)  # so that no fit is laid over that
 
@@ -157,19 +154,21 @@ def test_shipped_profiles_agree_on_what_all_devices_or_a_chip_share() -> None:
 
 
 def test_what_no_run_saw_stands_at_its_prior() -> None:
-    own = parameter_values(load_profile("a100-sxm4-80gb"))
     priors = {p.key: p.prior for p in free.PARAMETERS}
-    for key in ("attention@ampere", "attention_backward@ampere"):
-        assert own[key] == priors[key]
-    own = parameter_values(load_profile("gb200"))
-    assert own["link_fraction@blackwell"] == priors["link_fraction@blackwell"]
+    unseen = {
+        "a100-sxm4-80gb": ("attention@ampere", "attention_backward@ampere"),
+        "gb200": ("link_fraction@blackwell",),
+    }
+    for device, keys in unseen.items():
+        own = parameter_values(load_profile(device))
+        assert [own[key] for key in keys] == [priors[key] for key in keys]
 
 
 def _unnamed(**columns: object) -> Run:
     return replace(read_runs(OWN)[0], source="nobody's runs", **columns)
 
 
-def test_columns_tell_what_software_an_unknown_source_ran() -> None:
+def test_columns_tell_what_software_an_unknown_source_ran_and_names_that_of_a_known_one() -> None:
     sites = load_sites()
     old = site_of(_unnamed(tp=4, pp=2, zero=1, attention="scores", family="gpt"), sites)
     assert {"late_reductions", "dropout"} <= old.practices and "overlapped_reductions" not in old.practices
@@ -179,9 +178,6 @@ def test_columns_tell_what_software_an_unknown_source_ran() -> None:
     assert site_of(sharded, sites) == PLAIN
     assert "fused_elementwise" in site_of(replace(sharded, precision="fp8"), sites).practices
     assert "triton_attention" in site_of(_unnamed(tp=1, pp=1, zero=3, attention="flash", family="mpt"), sites).practices
-
-
-def test_a_source_is_known_by_its_name_whatever_its_letters() -> None:
     sites = load_sites()
     run = replace(_unnamed(tp=1, pp=1, zero=1, attention="flash"), source="runs of NVIDIA NEMO (1.0); somewhere")
     assert "overlapped_tensor_parallel" in site_of(run, sites).practices
@@ -202,8 +198,7 @@ def test_megatrons_selective_recompute_makes_fused_attention_again() -> None:
     none = Session([replace(run, recompute="none")], sites=[doing()])
     works = [s.structures[0][0].works for s in (none, again, session)]
     attention = [sum("attention" in w.ops[i].target for w in some for i in w.again) for some in works]
-    assert attention[0] == attention[2] == 0
-    assert attention[1] == sum("attention" in op.target for w in works[1] for op in w.ops)
+    assert attention == [0, sum("attention" in op.target for w in works[1] for op in w.ops), 0]
     kept = [sum(w.shape.saved_bytes for w in some) for some in works]
     assert kept[2] < kept[1] <= kept[0]
 
@@ -258,11 +253,9 @@ def test_no_rank_has_a_part_of_the_rows_or_weights_of_a_norms_chain() -> None:
     """With ``tp`` 2 all ranks have whole norms, as where a norm is one operator; blocks keep no part of their inputs."""
     run = replace(named("third", "Llama-2-7B#33"), source="x", pp=1)
     assert (run.tp, run.sequence_parallel, run.recompute) == (2, False, "full")
-    whole, chain = (
-        Session([run], sites=[doing(operator_chains=chained)]).predictions()[0].memory[0] for chained in (False, True)
-    )
-    assert chain.parameters == whole.parameters
-    assert chain.activations >= whole.activations
+    sites = [doing(operator_chains=chained) for chained in (False, True)]
+    whole, chain = (Session([run], sites=[site]).predictions()[0].memory[0] for site in sites)
+    assert chain.parameters == whole.parameters and chain.activations >= whole.activations
 
 
 def test_a_run_wholly_in_bfloat16_holds_eight_bytes_a_parameter() -> None:
@@ -294,8 +287,7 @@ def test_a_test_that_is_run_again_takes_the_place_of_its_figures(tmp_path: Path)
     blind_page.write_figures(tmp_path, kept)
     assert read_figures(tmp_path) == kept
     text = page(DATA, kept)
-    assert f"third {found.revision}" in text
-    assert found.worst[0] in text
+    assert f"third {found.revision}" in text and found.worst[0] in text
     assert read_figures(DATA)["third"].worst[0] not in text
     assert read_figures(DATA)["fourth"].worst[0] in text
 
@@ -346,8 +338,7 @@ def test_every_kernel_of_transformer_engine_fills_what_it_makes_once(run: Run) -
     whole = rows * run.hidden
     # two norms; query, key, value; attention; its projection; up, down
     made = 2 * whole + rows * (hidden + 2 * keys) + rows * hidden + whole + rows * ffn + whole
-    assert fills.num_bytes == 2 * made
-    assert fills.launches == 9 == sum(is_filled(op) for op in before.ops)
+    assert fills.num_bytes == 2 * made and fills.launches == 9 == sum(is_filled(op) for op in before.ops)
     assert fills.flops == fills.backward_flops == 0
 
 

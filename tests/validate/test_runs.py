@@ -23,10 +23,8 @@ def _with(folder: Path, column: str, text: str, row: int = 2) -> Path:
 def test_a_row_is_read() -> None:
     run = read_runs(OWN)[0]
     assert (run.line, run.tp, run.zero, run.sequence_parallel, run.step_time_s) == (2, 2, 1, False, 0.2)
-    assert run.peak_memory_bytes == 4 * 2**30
-    assert (run.release, run.publisher) == ("made (1)", "made")
-    assert read_runs(OWN)[1].sequence_parallel is None
-    assert read_runs(OWN)[2].zero is None
+    assert (run.release, run.publisher, run.peak_memory_bytes) == ("made (1)", "made", 4 * 2**30)
+    assert (read_runs(OWN)[1].sequence_parallel, read_runs(OWN)[2].zero) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -42,8 +40,7 @@ def test_a_bad_cell_is_named(tmp_path: Path, column: str, text: str) -> None:
     path = _with(tmp_path, column, text)
     with pytest.raises(UsageError) as error:
         read_runs(path)
-    assert str(path) in str(error.value)
-    assert "row 2" in str(error.value)
+    assert str(path) in str(error.value) and "row 2" in str(error.value)
     assert column in str(error.value) or (column == "dp" and "devices" in str(error.value))
     assert error.value.fix
 
@@ -54,24 +51,15 @@ UNCLOSED = r": The file is not comma-separated values: .* Close each"
 @pytest.mark.parametrize(
     ("column", "text", "row", "said"),
     [
-        (
-            "virtual_stages",
-            "2",
-            4,
-            r", row 4, column virtual_stages: Wrong value of 'virtual_stages'. Expected 1 without a",
-        ),
+        ("virtual_stages", "2", 4,
+         r", row 4, column virtual_stages: Wrong value of 'virtual_stages'. Expected 1 without a"),
         # a comma in a text would shift what follows
         ("source", "made (1), by hand", 2, r", row 2: The row has more cells than there are columns.* double quotes"),
         # all rows after it were one cell of its row; a cell without end was called a defect
         *(("source", text, 2, UNCLOSED) for text in ('"made (1)', '"made" (1)', "m" * 200_000)),
-        (
-            "layers",
-            "1",
-            6,
-            r", row 6, column layers: .*Expected a layer, the embedding or the head for each of 4 stages",
-        ),
+        ("layers", "1", 6, r", row 6, column layers: .*Expected a layer, the embedding or the head for each of 4 stages"),
     ],
-)
+)  # fmt: skip
 def test_a_row_that_cannot_be_is_refused(tmp_path: Path, column: str, text: str, row: int, said: str) -> None:
     path = _with(tmp_path, column, text, row=row)
     with pytest.raises(UsageError, match=rf"changed\.csv{said}"):
@@ -109,12 +97,10 @@ def test_a_table_of_another_form_is_named(tmp_path: Path, lines: list[str], said
 def test_stages_hold_every_block_once(layers: int, stages: int) -> None:
     stops = stage_stops(layers, stages, layers + 2)
     sizes = [b - a for a, b in zip((0, *stops), stops, strict=False)]
-    assert len(stops) == stages
-    assert stops[-1] == layers + 2
+    assert (len(stops), stops[-1]) == (stages, layers + 2)
     assert min(sizes) >= 1
     inner = [size - (i == 0) - (i == stages - 1) for i, size in enumerate(sizes)]
-    assert sum(inner) == layers
-    assert min(inner[1:-1], default=1) >= 1
+    assert sum(inner) == layers and min(inner[1:-1], default=1) >= 1
     if (layers, stages) == (78, 12):
         assert sizes[-1] == 2  # one layer and the head: BigScience, chronicles-prequel.md
 
@@ -138,51 +124,39 @@ def test_rows_that_fail_are_reported_beside_the_others(run: Shell, tmp_path: Pat
     path = with_cells(tmp_path, FAULTS)
     done = run("validate", path, "--json")
     found = json.loads(done.out)
-    assert done.code == 1
-    assert found["failed_rows"] == len(FAULTS)
+    assert (done.code, found["failed_rows"]) == (1, len(FAULTS))
     assert [row["row"] for row in found["rows"]] == [2, 3, 4, 5, 6, 7]
     errors = {row["row"]: row["error"] for row in found["rows"] if "error" in row}
-    assert set(errors) == set(FAULTS)
-    assert "column device" in errors[2]
+    assert set(errors) == set(FAULTS) and "column device" in errors[2]
     told = {2: "Did you mean 'h100-sxm5-80gb'", 3: "column layers", 4: "float8_e4m3fn", 5: "bfloat16"}
     for row, said in told.items():
-        assert said in errors[row]
-        assert f"row {row}" in errors[row]
+        assert said in errors[row] and f"row {row}" in errors[row]
     whole = {row["row"]: row for row in run("validate", OWN, "--json").json["rows"]}
     assert [row for row in found["rows"] if "error" not in row] == [whole[row] for row in (6, 7)]
     text = run("validate", path).out
-    assert "4 of 6 rows failed" in text
-    assert "column layers" in text
+    assert "4 of 6 rows failed" in text and "column layers" in text
 
 
 @pytest.mark.slow
 def test_the_summary_counts_rows_that_failed(run: Shell, tmp_path: Path) -> None:
     done = run("validate", with_cells(tmp_path, {2: FAULTS[2]}), OWN)
-    assert done.code == 1
-    assert "1 of 12 rows failed:\n- own a: " in done.out
-    done = run("validate", OWN)
-    assert done.code == 0
-    assert "failed" not in done.out
+    assert done.code == 1 and "1 of 12 rows failed:\n- own a: " in done.out
+    assert "failed" not in run("validate", OWN).text
 
 
 def test_a_table_of_which_nothing_can_be_predicted_has_no_scores(run: Shell, tmp_path: Path) -> None:
     path = with_cells(tmp_path, {row: {"device": "h100-sxm5-88gb"} for row in range(2, 8)})
     done = run("validate", path)
-    assert done.code == 1
-    assert "6 of 6 rows failed" in done.out
-    done = run("validate", path, "--calibrate", "all", "-o", tmp_path)
-    assert done.code == 2
-    assert "4 timed runs" in done.error
+    assert done.code == 1 and "6 of 6 rows failed" in done.out
+    assert "4 timed runs" in run("validate", path, "--calibrate", "all", "-o", tmp_path).mistake
 
 
 def test_fitted_profiles_are_printed_unless_a_folder_is_named(
     run: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkout: Path
 ) -> None:
     shipped = {path.name: path.read_bytes() for path in (checkout / "profiles").glob("*.toml")}
-    done = run("validate", "--calibrate", "all", OWN)
-    assert done.code == 0, done.err
-    assert "# h100-sxm5-80gb.toml\n" in done.out
-    assert "autopar validate --calibrate" in done.out
+    text = run("validate", "--calibrate", "all", OWN).text
+    assert "# h100-sxm5-80gb.toml\n" in text and "autopar validate --calibrate" in text
     assert {path.name: path.read_bytes() for path in (checkout / "profiles").glob("*.toml")} == shipped
     folder = tmp_path / "fitted"
     assert "profiles" not in run("validate", "--calibrate", "all", OWN, "--out", folder, "--json").json
@@ -225,10 +199,15 @@ def test_the_bound_is_what_the_true_times_that_made_the_runs_reach(spread: float
     assert all(b.ordered[1] < b.ordered[0] < b.ordered[2] for b in real)
 
 
-def test_runs_without_repeats_that_differ_say_nothing() -> None:
+def test_runs_without_repeats_that_differ_say_nothing_in_a_table_either() -> None:
     runs, truth = _made(0.02)
     assert bound([replace(run, step_time_s=math.exp(t)) for run, t in zip(runs, truth, strict=True)]) is None
     assert bound(runs[:6]) is None
+    runs = runs[:12]
+    other = [replace(run, source="once; address", name=str(i), tp=2**i) for i, run in enumerate(runs)]
+    text = bounds_table([*runs, *other])
+    assert "once" not in text and "repeats of a configuration" in text
+    assert bounds_table(other) == ""
 
 
 def test_equal_times_releases_and_the_worst_are_what_they_are_said_to_be() -> None:
@@ -236,28 +215,16 @@ def test_equal_times_releases_and_the_worst_are_what_they_are_said_to_be() -> No
     printed_twice = [replace(run, line=run.line + 100) for run in runs]
     assert bound([*runs, *printed_twice], draws=2).repeats == bound(runs, draws=2).repeats
     releases = [replace(run, source=f"runs ({'ab'[i % 2]}); address") for i, run in enumerate(runs)]
-    assert bound(releases, draws=2) is not None
-    assert bound(releases, releases=True, draws=2) is None
+    assert bound(releases, draws=2) is not None and bound(releases, releases=True, draws=2) is None
     far = [replace(runs[0], step_time_s=2.0 * (runs[0].step_time_s or 0.0)), *runs[1:]]
     wide, narrow = bound(far, draws=2), bound(far, without_worst=True, draws=2)
     assert wide is not None and narrow is not None
-    assert narrow.spread < 0.5 * wide.spread
-    assert narrow.repeats == wide.repeats - 1
-
-
-def test_the_table_names_sources_with_repeats_alone() -> None:
-    runs, _ = _made(0.02, plans=6)
-    other = [replace(run, source="once; address", name=str(i), tp=2**i) for i, run in enumerate(runs)]
-    text = bounds_table([*runs, *other])
-    assert "once" not in text
-    assert "repeats of a configuration" in text
-    assert bounds_table(other) == ""
+    assert narrow.spread < 0.5 * wide.spread and narrow.repeats == wide.repeats - 1
 
 
 @NEEDS_PUBLISHED
 def test_noise_explains_pairs_of_bigscience_but_not_its_rank_correlation() -> None:
     runs = [run for run in read_runs(PUBLISHED) if run.source.startswith("BigScience")]
     found = bound(runs, draws=200)
-    assert found.pairs == 379
-    assert found.ordered[2] * found.pairs < 342
+    assert found.pairs == 379 and found.ordered[2] * found.pairs < 342
     assert found.rho[1] > 0.92

@@ -60,10 +60,8 @@ def test_planted_parameters_come_back_and_a_source_left_out_is_not_used(session:
     groups = [run.publisher for run in session.runs]
 
     def measured(factor: float) -> Session:
-        runs = [
-            replace(run, step_time_s=time * (factor if run.publisher == "other" else 1.0))
-            for run, time in zip(session.runs, times, strict=True)
-        ]
+        factors = [factor if run.publisher == "other" else 1.0 for run in session.runs]
+        runs = [replace(r, step_time_s=t * f) for r, t, f in zip(session.runs, times, factors, strict=True)]
         made = Session(runs)
         made.__dict__["structures"] = session.structures
         return made
@@ -202,10 +200,8 @@ def test_scores_count_pairs_regret_and_ranks(session: Session) -> None:
     runs = [replace(run, step_time_s=t) for t in (1.0, 2.0, 2.01)]
     times = [replace(p, step_time_s=t) for p, t in zip(predictions, (1.5, 1.0, 3.0), strict=True)]
     found = score("x", runs, times, [0.0] * 3)
-    assert (found.pairs, found.ordered) == (2, 1)
-    assert found.regret == pytest.approx(1.0)
-    assert found.mape == pytest.approx((0.5 + 0.5 + 3 / 2.01 - 1) / 3)
-    assert found.rho == pytest.approx(0.5)
+    assert (found.pairs, found.ordered) == (2, 1) and found.regret == pytest.approx(1.0)
+    assert found.mape == pytest.approx((0.5 + 0.5 + 3 / 2.01 - 1) / 3) and found.rho == pytest.approx(0.5)
 
 
 def test_megatrons_sequence_parallelism_is_expressed_to_the_byte() -> None:
@@ -292,19 +288,15 @@ def _fitted(measured: Sequence[float], parameters: Sequence[Parameter]) -> Fit:
 @pytest.mark.parametrize(("speed", "overhead"), [(0.6, 1.5), (1.7, 0.4), (0.9, 1.1)])
 def test_planted_values_come_back(speed: float, overhead: float) -> None:
     found = _fitted(_times({"speed": speed, "overhead": overhead}, range(len(WORK))), PLANTED)
-    assert found.values["speed"] == pytest.approx(speed, rel=0.02)
-    assert found.values["overhead"] == pytest.approx(overhead, rel=0.02)
+    assert (found.values["speed"], found.values["overhead"]) == pytest.approx((speed, overhead), rel=0.02)
     assert found.values["unseen"] == pytest.approx(2.0)
     assert found.num_seen == {"speed": 6, "overhead": 6, "unseen": 0}
 
 
-def test_bounds_hold() -> None:
+def test_bounds_hold_and_one_wrong_run_does_not_pull() -> None:
     narrow = (_parameter("speed", lower=0.9, upper=1.2), PLANTED[1])
     found = _fitted(_times({"speed": 4.0, "overhead": 1.0}, range(len(WORK))), narrow)
     assert found.values["speed"] == pytest.approx(1.2)
-
-
-def test_one_wrong_run_does_not_pull() -> None:
     measured = _times({"speed": 0.6, "overhead": 1.5}, range(len(WORK)))
     measured[3] *= 3
     found = _fitted(measured, PLANTED)

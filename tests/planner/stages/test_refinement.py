@@ -27,6 +27,7 @@ THREE: tuple[Recompute, ...] = ("none", "selective", "full")
 # memory for some of the recompute of 16 layers; a short step, and a long one whose choices are compared when it has begun
 CASES = [(modes, batch, memory) for modes in (TWO, THREE) for batch in (16, 64) for memory in ("431MB", "433MB")]
 BY_CASE = pytest.mark.parametrize(("modes", "batch", "memory"), CASES, ids=lambda own: str(own).replace("'", ""))
+Better = Callable[[CutProblem, Fitting], Fitting]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def by_exchanges(problem: CutProblem, found: Fitting) -> Fitting:
     return exchanged(problem, found, problem.time_s(found))
 
 
-def check_never_slower(made: Planner, better: Callable[[CutProblem, Fitting], Fitting]) -> None:
+def check_never_slower(made: Planner, better: Better) -> None:
     """What ``better`` makes of a cut fits and is never slower, of some cuts quicker."""
     quicker = 0
     for problem, found in cuts(made):
@@ -88,11 +89,7 @@ def check_never_slower(made: Planner, better: Callable[[CutProblem, Fitting], Fi
 @pytest.mark.parametrize("better", [refined, by_exchanges])
 @BY_CASE
 def test_recompute_that_is_chosen_again_fits_and_is_never_slower(
-    graph: Graph,
-    modes: tuple[Recompute, ...],
-    batch: int,
-    memory: str,
-    better: Callable[[CutProblem, Fitting], Fitting],
+    graph: Graph, modes: tuple[Recompute, ...], batch: int, memory: str, better: Better
 ) -> None:
     check_never_slower(of_equal_ranks(graph, modes, batch, memory), better)
 
@@ -203,8 +200,7 @@ def test_local_search_shortens_the_step_and_keeps_what_is_allowed(graph: Graph) 
                 continue
             time_s = problem.time_s(first)
             found = improved(problem, first, time_s)
-            assert problem.fits(found)
-            assert problem.time_s(found) <= time_s
+            assert problem.fits(found) and problem.time_s(found) <= time_s
             assert np.diff((0, *found.stops)).min() >= 1
             assert any(allows(own, found.stops) for own in masks)
             shorter += problem.time_s(found) < time_s

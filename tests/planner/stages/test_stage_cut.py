@@ -63,10 +63,6 @@ def brute_force(
     return float(best)
 
 
-def longest_step_s(blocks: Sequence[CutBlock]) -> float:
-    return max(abs(a.time_s - b.time_s) for own in blocks for a in own.options for b in own.options)
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     keys=st.lists(st.integers(0, 3), min_size=1, max_size=6),
@@ -91,7 +87,8 @@ def test_a_cut_fits_and_is_the_best_of_all_up_to_a_step_of_recompute_a_stage(
     assert (own is None) == np.isinf(best)
     if own is None:
         return
-    most_s = max(map(longest_step_s, ranks))
+    options = [b.options for blocks in ranks for b in blocks]
+    most_s = max(abs(a.time_s - b.time_s) for own in options for a, b in product(own, own))
     assert best * (1 - 1e-9) <= own.time_s <= best + (stages + m - 1) * most_s
     free = found(ranks, stages, in_flight, [1e9] * stages, m)  # nothing binds: exactly
     assert free.time_s == pytest.approx(brute_force(ranks, stages, in_flight, [1e9] * stages, m))

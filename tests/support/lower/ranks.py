@@ -100,10 +100,8 @@ dist.Backend.register_backend("rank_threads", _Group.make, devices=["cpu"])
 
 
 def run_ranks(mesh: Mesh, work: Callable[[int], Any]) -> list[Any]:
-    """``work(rank)`` on every rank, with the mesh set; raises what a rank raised.
-
-    Whatever happens to a rank, or to the caller while it waits, the others are ended before this returns.
-    """
+    """``work(rank)`` on every rank, with the mesh set; raises what a rank raised. Whatever happens to a rank, or to the caller while it
+    waits, the others are ended before this returns."""
     world = dist.distributed_c10d._world
     _install_threaded_pg()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
