@@ -134,12 +134,9 @@ def _wrong(forward: float, backward: float, *, last: bool = False) -> Callable[[
 
 
 KINDS: Mapping[str, Callable[[Op], Callable[..., Tensor]]] = {
-    "no_sum": _no_sum,
-    "no_gradient_sum": _no_gradient_sum,
-    "one_rank": _wrong(1.25, 1.0, last=True),
-    "value": _wrong(1.25, 1.0),
-    "gradient": _wrong(1.0, 1.25),
-}
+    "no_sum": _no_sum, "no_gradient_sum": _no_gradient_sum, "one_rank": _wrong(1.25, 1.0, last=True),
+    "value": _wrong(1.25, 1.0), "gradient": _wrong(1.0, 1.25),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -190,41 +187,32 @@ def the(local: Graph, place: int | str, target: str, number: int = 0) -> Op:
 VALUE, GRADIENT = "the value that it makes", "the gradient that it passes back to "
 
 
-@pytest.mark.parametrize(
-    ("planned", "place", "target", "fault", "wrong", "ranks", "strategy"),
-    [
-        pytest.param(lambda: made(Mesh(tp=2)), 2, "reduce_scatter", "no_sum", VALUE, (0, 1),
-                     "tp: change of type P to S(0)", id="a sum forgotten forward"),
-        pytest.param(lambda: made(Mesh(dp_shard=2, tp=2), zero_stage=3, recompute="full"), 1, "gelu", "one_rank", VALUE, (3,),
-                     "tp: ", id="one rank"),
-        pytest.param(lambda: made(Mesh(tp=2)), 1, "all_gather", "no_gradient_sum", f"{GRADIENT}layer_norm_1", (0, 1),
-                     "tp: change of type S(0) to R", id="a sum forgotten backward"),
-        pytest.param(lambda: made(Mesh(pp=2, dp_replicate=2)), 3, "layer_norm", "gradient", f"{GRADIENT}add_11", (2, 3),
-                     "batch: ", id="the second stage, backward"),
-        pytest.param(with_ring, 2, "attention_ring", "value", VALUE, (0, 1), "cp: ring", id="a split sequence"),
-        pytest.param(with_ring, 1, "attention_ring", "gradient", GRADIENT, (0, 1), "cp: ring", id="a split sequence, backward"),
-        pytest.param(lambda: of_family(f"hf:mixtral?{_TEXT}&num_key_value_heads=2&num_local_experts=4&num_experts_per_tok=2", "tp=2"),
-                     "layers.0.mlp", "autopar.experts", "gradient", GRADIENT, (0, 1), "tp: ", id="Mixtral"),
-        pytest.param(lambda: of_family("hf:t5?num_layers=1&d_model=16&d_kv=8&num_heads=2&d_ff=32&vocab_size=32", "tp=2"),
-                     "decoder.block.0.layer.1", "scaled_dot_product_attention", "one_rank", VALUE, (1,), "tp: ", id="T5"),
-        pytest.param(lambda: of_family(f"hf:whisper?{_SPEECH}&d_model=16&max_source_positions=8&vocab_size=32&max_target_positions=8"
-                                       "&num_mel_bins=8", "dp_replicate=2"),
-                     "encoder", "aten.conv1d.default", "value", VALUE, (0, 1), "batch: ", id="Whisper"),
-        pytest.param(lambda: of_family("hf:resnet?embedding_size=4&hidden_sizes=[4,8]&depths=[1,1]&layer_type=basic&num_labels=5",
-                                       "dp_replicate=2 micro_batch=2", None),
-                     "stages.1", "batch_norm", "gradient", GRADIENT, (0, 1), "batch: ", id="ResNet"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("planned", "place", "target", "fault", "wrong", "ranks", "strategy"), [
+    pytest.param(lambda: made(Mesh(tp=2)), 2, "reduce_scatter", "no_sum", VALUE, (0, 1),
+                 "tp: change of type P to S(0)", id="a sum forgotten forward"),
+    pytest.param(lambda: made(Mesh(dp_shard=2, tp=2), zero_stage=3, recompute="full"), 1, "gelu", "one_rank", VALUE, (3,),
+                 "tp: ", id="one rank"),
+    pytest.param(lambda: made(Mesh(tp=2)), 1, "all_gather", "no_gradient_sum", f"{GRADIENT}layer_norm_1", (0, 1),
+                 "tp: change of type S(0) to R", id="a sum forgotten backward"),
+    pytest.param(lambda: made(Mesh(pp=2, dp_replicate=2)), 3, "layer_norm", "gradient", f"{GRADIENT}add_11", (2, 3),
+                 "batch: ", id="the second stage, backward"),
+    pytest.param(with_ring, 2, "attention_ring", "value", VALUE, (0, 1), "cp: ring", id="a split sequence"),
+    pytest.param(with_ring, 1, "attention_ring", "gradient", GRADIENT, (0, 1), "cp: ring", id="a split sequence, backward"),
+    pytest.param(lambda: of_family(f"hf:mixtral?{_TEXT}&num_key_value_heads=2&num_local_experts=4&num_experts_per_tok=2", "tp=2"),
+                 "layers.0.mlp", "autopar.experts", "gradient", GRADIENT, (0, 1), "tp: ", id="Mixtral"),
+    pytest.param(lambda: of_family("hf:t5?num_layers=1&d_model=16&d_kv=8&num_heads=2&d_ff=32&vocab_size=32", "tp=2"),
+                 "decoder.block.0.layer.1", "scaled_dot_product_attention", "one_rank", VALUE, (1,), "tp: ", id="T5"),
+    pytest.param(lambda: of_family(f"hf:whisper?{_SPEECH}&d_model=16&max_source_positions=8&vocab_size=32&max_target_positions=8"
+                                   "&num_mel_bins=8", "dp_replicate=2"),
+                 "encoder", "aten.conv1d.default", "value", VALUE, (0, 1), "batch: ", id="Whisper"),
+    pytest.param(lambda: of_family("hf:resnet?embedding_size=4&hidden_sizes=[4,8]&depths=[1,1]&layer_type=basic&num_labels=5",
+                                   "dp_replicate=2 micro_batch=2", None),
+                 "stages.1", "batch_norm", "gradient", GRADIENT, (0, 1), "batch: ", id="ResNet"),
+])  # fmt: skip
 def test_a_planted_fault_is_found(
-    workers: WorkerPool,
-    planned: Callable[[], Any],
-    place: Any,
-    target: str,
-    fault: str,
-    wrong: str,
-    ranks: Any,
+    workers: WorkerPool, planned: Callable[[], Any], place: Any, target: str, fault: str, wrong: str, ranks: Any,
     strategy: str,
-) -> None:
+) -> None:  # fmt: skip
     """In a module it is in the last such operator; so it is where an all-gather is of activations."""
     subject, graph, plan = planned()
     local = local_graph(plan, graph)

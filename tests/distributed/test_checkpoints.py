@@ -23,14 +23,10 @@ from tools.campaigns import checkpoints as campaign
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize(
-    "route",
-    [
-        ("tp4, padded", "pp2 interleaved", "tp2 x dp2 ZeRO 3"),
-        ("dp3 ZeRO 3, optimizer on the host", "pp2 x dp2 ZeRO 1", "one rank", "HSDP 2 x 2"),
-    ],
-    ids=" to ".join,
-)
+@pytest.mark.parametrize("route", [
+    ("tp4, padded", "pp2 interleaved", "tp2 x dp2 ZeRO 3"),
+    ("dp3 ZeRO 3, optimizer on the host", "pp2 x dp2 ZeRO 1", "one rank", "HSDP 2 x 2"),
+], ids=" to ".join)  # fmt: skip
 def test_every_bit_is_the_same_under_another_plan(pool: WorkerPool, tmp_path: Path, route: tuple[str, ...]) -> None:
     """All pairs of eight plans: ``tools.campaigns.checkpoints``."""
     campaign.save(pool, route[0], tmp_path / "0")

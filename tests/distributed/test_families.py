@@ -121,15 +121,12 @@ def test_every_kind_of_architecture_equals_one_device(pool: WorkerPool, case: st
     equals_one_device(pool, *planned(*CASES[case], length=8 if case == "encoder and decoder" else None))
 
 
-@pytest.mark.parametrize(
-    ("spec", "pins", "layers"),
-    [
-        (GPT, "pp=2 virtual_stages=2", [0, 1, 1, 0]),
-        (GPT, "pp=2 virtual_stages=2 recompute=full", [0, 1, 1, 0]),
-        (LLAMA, "pp=2 stage@embed_tokens=0 stage@layers.0=1", [0, 2]),
-        (LLAMA, "pp=2 stage@layers.1=0 stage@lm_head=1", [2, 0]),
-    ],
-)
+@pytest.mark.parametrize(("spec", "pins", "layers"), [
+    (GPT, "pp=2 virtual_stages=2", [0, 1, 1, 0]),
+    (GPT, "pp=2 virtual_stages=2 recompute=full", [0, 1, 1, 0]),
+    (LLAMA, "pp=2 stage@embed_tokens=0 stage@layers.0=1", [0, 2]),
+    (LLAMA, "pp=2 stage@layers.1=0 stage@lm_head=1", [2, 0]),
+])  # fmt: skip
 def test_stages_without_a_layer_equal_one_device(pool: WorkerPool, spec: str, pins: str, layers: list[int]) -> None:
     """The first family's table of words is its head too, in other stages of other ranks."""
     subject, plan, graph = planned(spec, pins, length=16, ranks=2, batch=8)

@@ -22,18 +22,15 @@ def test_equals_one_device(pool: WorkerPool, layout: str, kind: str) -> None:
     equals_one_device(pool, subject, plan, graph, steps=steps)
 
 
-@pytest.mark.parametrize(
-    ("layout", "kind", "code"),
-    [
-        ("cp4 gather", "gpt2 unmasked", "attention_gathered("),
-        ("pp2 x cp2 gather", "llama", "all_gather("),
-        ("cp2 x dp2 ZeRO 3 ulysses", "gpt2", "all_to_all("),
-        ("cp2 x tp2 ulysses", "llama unmasked", "all_to_all("),
-        ("cp4 ring", "llama", "attention_ring("),
-        ("cp2 x tp2 ring made again", "gpt2 unmasked", "attention_ring("),
-        ("cp2 x dp2 ZeRO 1 ring", "llama unmasked", "attention_ring("),
-    ],
-)
+@pytest.mark.parametrize(("layout", "kind", "code"), [
+    ("cp4 gather", "gpt2 unmasked", "attention_gathered("),
+    ("pp2 x cp2 gather", "llama", "all_gather("),
+    ("cp2 x dp2 ZeRO 3 ulysses", "gpt2", "all_to_all("),
+    ("cp2 x tp2 ulysses", "llama unmasked", "all_to_all("),
+    ("cp4 ring", "llama", "attention_ring("),
+    ("cp2 x tp2 ring made again", "gpt2 unmasked", "attention_ring("),
+    ("cp2 x dp2 ZeRO 1 ring", "llama unmasked", "attention_ring("),
+])  # fmt: skip
 def test_a_split_sequence_equals_one_device(pool: WorkerPool, layout: str, kind: str, code: str) -> None:
     subject, plan, graph = planned(layout, kind)
     assert code in lower(plan, graph).code

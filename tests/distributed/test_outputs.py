@@ -26,24 +26,19 @@ from tests.support.zoo import description
 pytestmark = pytest.mark.distributed
 
 PINS = {
-    "tp2": ["tp=2"],
-    "tp4 lengthened": ["tp=4", "tokens.weight=tp:S(0)"],
+    "tp2": ["tp=2"], "tp4 lengthened": ["tp=4", "tokens.weight=tp:S(0)"],
     "dp4 ZeRO 3": ["dp_shard=4", "zero=3", "micro_batch=1"],
     "dp2 x tp2": ["dp_shard=2", "tp=2", "zero=3", "micro_batch=2"],
-    "pp2 x dp2": ["pp=2", "dp_replicate=2", "micro_batch=1"],
-    "pp2 x tp2": ["pp=2", "tp=2", "micro_batch=2"],
-    "pp4": ["pp=4", "micro_batch=1"],
-    "cp2": ["cp=2", "cp_attention=gather", "micro_batch=4"],
+    "pp2 x dp2": ["pp=2", "dp_replicate=2", "micro_batch=1"], "pp2 x tp2": ["pp=2", "tp=2", "micro_batch=2"],
+    "pp4": ["pp=4", "micro_batch=1"], "cp2": ["cp=2", "cp_attention=gather", "micro_batch=4"],
     "cp2 x dp2 ring": ["cp=2", "dp_shard=2", "cp_attention=ring", "micro_batch=2"],
     "dp2 recomputed": ["dp_replicate=2", "recompute=full", "micro_batch=2"],
     "dp2 made again": ["dp_shard=2", "recompute=selective", "micro_batch=2"],
-}
+}  # fmt: skip
 MODELS = {
-    "gpt2": description("gpt2"),
-    "llama": description("llama").replace("vocab_size=96", "vocab_size=97"),
-    "t5": description("t5", 1),
-    "bert": description("bert", 1),
-}
+    "gpt2": description("gpt2"), "llama": description("llama").replace("vocab_size=96", "vocab_size=97"),
+    "t5": description("t5", 1), "bert": description("bert", 1),
+}  # fmt: skip
 
 
 @cache

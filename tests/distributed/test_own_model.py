@@ -127,15 +127,12 @@ def lambda_in(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (lambda: lambda_in(dropping()), "cannot be sent to the processes"),
-        (lambda: dropping().to("meta"), "on the meta device"),
-        (lambda: "dropping", "A str is no model"),
-        (lambda: examples, "The function examples returns a tuple"),
-    ],
-)
+@pytest.mark.parametrize(("model", "message"), [
+    (lambda: lambda_in(dropping()), "cannot be sent to the processes"),
+    (lambda: dropping().to("meta"), "on the meta device"),
+    (lambda: "dropping", "A str is no model"),
+    (lambda: examples, "The function examples returns a tuple"),
+])  # fmt: skip
 def test_what_cannot_be_verified_is_said(model: Callable[[], Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         autopar.verify(model(), planned(), **GIVEN)

@@ -34,17 +34,14 @@ def planned(kind: str, pins: str) -> tuple[Subject, Plan, Graph]:
     return subject, estimated(graph, cluster="cpu:1x4", global_batch_size=8, pins=pins.split()), graph
 
 
-@pytest.mark.parametrize(
-    ("pins", "length", "positions"),
-    [
-        (f"tp=4 {SPLIT}", 260, 20),
-        (f"pp=2 tp=2 {SPLIT}", 258, 18),
-        (f"tp=2 dp_shard=2 zero=3 {SPLIT}", 258, 18),
-        # what is padded follows from the degree, not from the typing: one graph is solved for, priced and run
-        ("tp=4 transformer.wte.weight=tp:S(1)", 260, 20),
-        ("tp=4 transformer.wte.weight=tp:I", 260, 20),
-    ],
-)
+@pytest.mark.parametrize(("pins", "length", "positions"), [
+    (f"tp=4 {SPLIT}", 260, 20),
+    (f"pp=2 tp=2 {SPLIT}", 258, 18),
+    (f"tp=2 dp_shard=2 zero=3 {SPLIT}", 258, 18),
+    # what is padded follows from the degree, not from the typing: one graph is solved for, priced and run
+    ("tp=4 transformer.wte.weight=tp:S(1)", 260, 20),
+    ("tp=4 transformer.wte.weight=tp:I", 260, 20),
+])  # fmt: skip
 def test_257_tokens_and_17_positions_split(pool: WorkerPool, pins: str, length: int, positions: int) -> None:
     subject, plan, graph = planned("tied", pins)
     padded = {entry.parameter: entry.length for entry in plan.padding}
@@ -53,17 +50,14 @@ def test_257_tokens_and_17_positions_split(pool: WorkerPool, pins: str, length: 
     equals_one_device(pool, subject, plan, graph)
 
 
-@pytest.mark.parametrize(
-    ("kind", "pins"),
-    [
-        ("tied", "dp_replicate=4 zero=0"),
-        ("tied", "pp=2 dp_shard=2 zero=1"),
-        ("tied", "tp=2 dp_shard=2 zero=3"),
-        ("untied", "dp_shard=4 zero=3"),
-        ("untied", "pp=2 dp_shard=2 zero=1"),
-        ("untied", "cp=2 dp_replicate=2 zero=0"),  # by which the 17 tokens of the tied model do not divide
-    ],
-)
+@pytest.mark.parametrize(("kind", "pins"), [
+    ("tied", "dp_replicate=4 zero=0"),
+    ("tied", "pp=2 dp_shard=2 zero=1"),
+    ("tied", "tp=2 dp_shard=2 zero=3"),
+    ("untied", "dp_shard=4 zero=3"),
+    ("untied", "pp=2 dp_shard=2 zero=1"),
+    ("untied", "cp=2 dp_replicate=2 zero=0"),  # by which the 17 tokens of the tied model do not divide
+])  # fmt: skip
 def test_aligned_vocabularies_train_as_one_device(pool: WorkerPool, kind: str, pins: str) -> None:
     subject, plan, graph = planned(kind, f"{pins} vocab_multiple=16")
     lengths = {entry.parameter: entry.length for entry in plan.padding}
@@ -78,14 +72,11 @@ PLAIN = "dp_replicate=4 zero=0"
 ALIGNED = ("dp_shard=4 zero=3 vocab_multiple=16", PLAIN, "pp=2 dp_shard=2 zero=1 vocab_multiple=16")
 
 
-@pytest.mark.parametrize(
-    ("kind", "route"),
-    [
-        ("tied", [f"{pins} {SPLIT}" for pins in ("pp=2 tp=2", "tp=4", "tp=2 dp_shard=2 zero=3", "tp=4")]),
-        ("tied", ALIGNED),
-        ("untied", ALIGNED),
-    ],
-)
+@pytest.mark.parametrize(("kind", "route"), [
+    ("tied", [f"{pins} {SPLIT}" for pins in ("pp=2 tp=2", "tp=4", "tp=2 dp_shard=2 zero=3", "tp=4")]),
+    ("tied", ALIGNED),
+    ("untied", ALIGNED),
+])  # fmt: skip
 def test_checkpoints_hold_no_padding(pool: WorkerPool, tmp_path: Path, kind: str, route: list[str]) -> None:
     """So that plans without read those of aligned vocabularies."""
     subject, graph = traced(kind)

@@ -41,17 +41,13 @@ def test_equal_copies_are_left_alone(pool: WorkerPool, caplog: pytest.LogCapture
             assert rank["said"] == []
 
 
-@pytest.mark.parametrize(
-    "pins",
-    [
-        ["tp=2", "dp_replicate=2", "table.weight=tp:S(1)"],
-        ["tp=2", "dp_replicate=2", "table.weight=tp:I", "num_micro_batches=2"],
-        ["cp=2", "tp=2", "cp_attention=gather", "table.weight=tp:S(1)", "num_micro_batches=2"],
-        ["cp=4", "cp_attention=ulysses"],
-        ["cp=2", "dp_shard=2", "cp_attention=ring"],
-    ],
-    ids=["shards", "replicas", "cp and shards", "ulysses", "ring"],
-)
+@pytest.mark.parametrize("pins", [
+    ["tp=2", "dp_replicate=2", "table.weight=tp:S(1)"],
+    ["tp=2", "dp_replicate=2", "table.weight=tp:I", "num_micro_batches=2"],
+    ["cp=2", "tp=2", "cp_attention=gather", "table.weight=tp:S(1)", "num_micro_batches=2"],
+    ["cp=4", "cp_attention=ulysses"],
+    ["cp=2", "dp_shard=2", "cp_attention=ring"],
+], ids=["shards", "replicas", "cp and shards", "ulysses", "ring"])  # fmt: skip
 def test_streams_differ_on_shards_and_are_equal_on_replicas_and_in_recompute(pool: WorkerPool, pins: list[str]) -> None:
     graph, batch = MASKED.trace(), MASKED.make_batch(SAMPLES, seed=0)
     found: dict[str, list[Any]] = {}

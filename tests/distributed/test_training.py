@@ -70,15 +70,12 @@ def test_a_step_after_an_evaluation_is_seen(pool: WorkerPool, layout: str) -> No
 OUT_OF_BOUNDS = "IndexError: Target 1000000 is out of bounds."
 
 
-@pytest.mark.parametrize(
-    ("call", "mesh", "words"),
-    [
-        ("train_step", Mesh(pp=2), f", pipeline stage 1: {OUT_OF_BOUNDS}"),
-        ("evaluate", Mesh(pp=2), f", pipeline stage 1: {OUT_OF_BOUNDS}"),
-        ("backward", Mesh(dp_replicate=2), ": a backward came to no end."),
-        ("clip_grad_norm_", Mesh(dp_replicate=2), f": {OUT_OF_BOUNDS}"),
-    ],
-)
+@pytest.mark.parametrize(("call", "mesh", "words"), [
+    ("train_step", Mesh(pp=2), f", pipeline stage 1: {OUT_OF_BOUNDS}"),
+    ("evaluate", Mesh(pp=2), f", pipeline stage 1: {OUT_OF_BOUNDS}"),
+    ("backward", Mesh(dp_replicate=2), ": a backward came to no end."),
+    ("clip_grad_norm_", Mesh(dp_replicate=2), f": {OUT_OF_BOUNDS}"),
+])  # fmt: skip
 def test_a_failure_of_one_rank_ends_all(tmp_path: Path, call: str, mesh: Mesh, words: str) -> None:
     """Caught there or not: the others would wait for it until the time-out of their process group."""
     subject, plan, graph = planned_on(mesh)
@@ -96,14 +93,11 @@ def test_a_failure_of_one_rank_ends_all(tmp_path: Path, call: str, mesh: Mesh, w
         ), text
 
 
-@pytest.mark.parametrize(
-    ("job", "mesh", "zero_stage", "call"),
-    [
-        (jobs.in_different_calls, Mesh(dp_replicate=2), 0, "evaluate"),
-        (jobs.clips_alone, Mesh(dp_replicate=2), 0, "clip_grad_norm_"),
-        (jobs.clips_alone, Mesh(dp_shard=2), 3, "clip_grad_norm_"),
-    ],
-)
+@pytest.mark.parametrize(("job", "mesh", "zero_stage", "call"), [
+    (jobs.in_different_calls, Mesh(dp_replicate=2), 0, "evaluate"),
+    (jobs.clips_alone, Mesh(dp_replicate=2), 0, "clip_grad_norm_"),
+    (jobs.clips_alone, Mesh(dp_shard=2), 3, "clip_grad_norm_"),
+])  # fmt: skip
 def test_a_call_that_one_rank_makes_alone_ends_all(
     tmp_path: Path, job: Callable[..., None], mesh: Mesh, zero_stage: int, call: str
 ) -> None:
@@ -192,25 +186,22 @@ def test_a_rank_that_cannot_build_its_part_ends_all(tmp_path: Path) -> None:
     assert "rank 1: LookupError: no such part. Correct" in (tmp_path / "rank0").read_text()
 
 
-@pytest.mark.parametrize(
-    ("layout", "kind", "said"),
-    [
-        (
-            "pp2 x dp2",
-            "LBFGS",
-            "LBFGS needs all parameters at once, but each rank of a pipeline has those of its stages. Pin pp=1",
-        ),
-        ("dp4 ZeRO 3", "Adafactor", "Adafactor needs each matrix complete"),
-        (
-            "pp2 x dp2",
-            "clipping",
-            "would be that of this rank's pipeline stages or experts alone. Call par.clip_grad_norm_",
-        ),
-        ("dp4 ZeRO 3", "clipping", ""),
-        ("pp2 GPipe", "call", "2 pipeline stages cannot be called"),
-        ("pp2 GPipe", "call", "train_step(batch)"),
-    ],
-)
+@pytest.mark.parametrize(("layout", "kind", "said"), [
+    (
+        "pp2 x dp2",
+        "LBFGS",
+        "LBFGS needs all parameters at once, but each rank of a pipeline has those of its stages. Pin pp=1",
+    ),
+    ("dp4 ZeRO 3", "Adafactor", "Adafactor needs each matrix complete"),
+    (
+        "pp2 x dp2",
+        "clipping",
+        "would be that of this rank's pipeline stages or experts alone. Call par.clip_grad_norm_",
+    ),
+    ("dp4 ZeRO 3", "clipping", ""),
+    ("pp2 GPipe", "call", "2 pipeline stages cannot be called"),
+    ("pp2 GPipe", "call", "train_step(batch)"),
+])  # fmt: skip
 def test_what_needs_what_other_ranks_hold_is_refused(pool: WorkerPool, layout: str, kind: str, said: str) -> None:
     found = on_batch(pool, jobs.refused, *planned(layout, "gpt2"), kind)
     assert all(said in message and bool(said) == bool(message) for message in found), found
@@ -229,18 +220,13 @@ def test_muon_on_split_matrices_steps_as_on_whole_ones(pool: WorkerPool) -> None
     assert_close(found, dict(model.named_parameters()), 1e-5)
 
 
-@pytest.mark.parametrize(
-    ("layout", "kind", "options"),
-    [
-        *((layout, "llama", {}) for layout in ("dp4", "dp4 ZeRO 3", "tp2 x dp2", "pp2 x dp2 ZeRO 1")),
-        *((layout, "llama unmasked", {}) for layout in ("cp4 gather", "cp2 x tp2 ulysses", "cp2 x dp2 ZeRO 1 ring")),
-        (
-            "pp2 x dp2",
-            "llama",
-            {"zero_stage": 3},
-        ),  # where FSDP casts, it may free what it has cast though nothing is sharded
-    ],
-)
+@pytest.mark.parametrize(("layout", "kind", "options"), [
+    *((layout, "llama", {}) for layout in ("dp4", "dp4 ZeRO 3", "tp2 x dp2", "pp2 x dp2 ZeRO 1")),
+    *((layout, "llama unmasked", {}) for layout in ("cp4 gather", "cp2 x tp2 ulysses", "cp2 x dp2 ZeRO 1 ring")),
+    (
+        "pp2 x dp2", "llama", {"zero_stage": 3},
+    ),  # where FSDP casts, it may free what it has cast though nothing is sharded
+])  # fmt: skip
 def test_bf16_stays_near_fp32(pool: WorkerPool, layout: str, kind: str, options: dict[str, int]) -> None:
     subject, plan, graph = planned(layout, kind, precision=BF16, **options)
     data = batches(subject, 2)
@@ -252,16 +238,13 @@ def test_bf16_stays_near_fp32(pool: WorkerPool, layout: str, kind: str, options:
         assert all(tensor.dtype == torch.float32 for tensor in rank["parameters"].values())
 
 
-@pytest.mark.parametrize(
-    ("layout", "modes"),
-    [
-        *((layout, RECOMPUTES) for layout in ("dp4 ZeRO 3", "tp2")),
-        *(
-            (layout, ("none", "full"))
-            for layout in ("pp2 x dp2", "cp2 x tp2 gather", "cp2 x tp2 ulysses", "cp2 x tp2 ring")
-        ),
-    ],
-)
+@pytest.mark.parametrize(("layout", "modes"), [
+    *((layout, RECOMPUTES) for layout in ("dp4 ZeRO 3", "tp2")),
+    *(
+        (layout, ("none", "full"))
+        for layout in ("pp2 x dp2", "cp2 x tp2 gather", "cp2 x tp2 ulysses", "cp2 x tp2 ring")
+    ),
+])  # fmt: skip
 def test_dropout_repeats_itself_under_recompute(pool: WorkerPool, layout: str, modes: Sequence[Recompute]) -> None:
     subject, _ = traced("gpt2", 0.2)
     data = batches(subject, 2)

@@ -37,22 +37,19 @@ def planned(subject: OwnSubject, pins: str, ranks: int = 4) -> tuple[Plan, Graph
     return estimated(graph, cluster=f"cpu:1x{ranks}", global_batch_size=BATCH, pins=pins.split()), graph
 
 
-@pytest.mark.parametrize(
-    ("kind", "pins"),
-    [
-        ("pairs", "tp=2 dp_shard=2"),
-        ("pairs", "dp_replicate=2 dp_shard=2 zero=3"),
-        ("routers", "pp=2 dp_replicate=2"),
-        ("resting", "tp=2 dp_replicate=2"),
-        ("resting", "dp_shard=4 zero=3 recompute=full"),
-        ("indexed", "tp=2 dp_shard=2 zero=3"),
-        ("checkpointed", "pp=2 tp=2"),
-        # as of GPT-OSS: refused once for a sequence that is one longer than the model's
-        ("sinks", "cp=2 tp=2 cp_attention=gather"),
-        ("sinks", "cp=2 dp_shard=2 cp_attention=ulysses"),
-        ("spectral", "pp=2 dp_shard=2 zero=3"),  # complex numbers go from stage to stage
-    ],
-)
+@pytest.mark.parametrize(("kind", "pins"), [
+    ("pairs", "tp=2 dp_shard=2"),
+    ("pairs", "dp_replicate=2 dp_shard=2 zero=3"),
+    ("routers", "pp=2 dp_replicate=2"),
+    ("resting", "tp=2 dp_replicate=2"),
+    ("resting", "dp_shard=4 zero=3 recompute=full"),
+    ("indexed", "tp=2 dp_shard=2 zero=3"),
+    ("checkpointed", "pp=2 tp=2"),
+    # as of GPT-OSS: refused once for a sequence that is one longer than the model's
+    ("sinks", "cp=2 tp=2 cp_attention=gather"),
+    ("sinks", "cp=2 dp_shard=2 cp_attention=ulysses"),
+    ("spectral", "pp=2 dp_shard=2 zero=3"),  # complex numbers go from stage to stage
+])  # fmt: skip
 def test_unusual_models_equal_one_device(pool: WorkerPool, kind: str, pins: str) -> None:
     plan, graph = planned(UNUSUAL[kind], pins)
     assert bool(graph.mixing) == (kind == "pairs")
@@ -102,17 +99,14 @@ def test_stages_train_beside_some_without_a_gradient(pool: WorkerPool, layout: s
     equals_one_device(pool, UNUSUAL[kind], program(kind, layout).plan, traced(UNUSUAL[kind]))
 
 
-@pytest.mark.parametrize(
-    ("pins", "micro_batches"),
-    [
-        ("tp=2 dp_replicate=2", 1),
-        ("dp_shard=4 zero=3 recompute=full", 1),
-        ("pp=2 tp=2", 1),
-        ("pp=2 dp_replicate=2 recompute=full", 1),
-        ("tp=2 dp_replicate=2 num_micro_batches=4", 4),
-        ("pp=2 dp_replicate=2 recompute=full num_micro_batches=4", 4),
-    ],
-)
+@pytest.mark.parametrize(("pins", "micro_batches"), [
+    ("tp=2 dp_replicate=2", 1),
+    ("dp_shard=4 zero=3 recompute=full", 1),
+    ("pp=2 tp=2", 1),
+    ("pp=2 dp_replicate=2 recompute=full", 1),
+    ("tp=2 dp_replicate=2 num_micro_batches=4", 4),
+    ("pp=2 dp_replicate=2 recompute=full num_micro_batches=4", 4),
+])  # fmt: skip
 def test_buffers_that_steps_change_equal_those_of_one_device(pool: WorkerPool, pins: str, micro_batches: int) -> None:
     """Of one micro-batch statistics too; a step of several changes the other buffers once."""
     subject = REMEMBERING if micro_batches == 1 else WITHOUT_STATISTICS

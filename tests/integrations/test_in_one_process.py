@@ -119,14 +119,11 @@ def test_resuming_takes_the_last_numbered_checkpoint_that_is_complete(tmp_path: 
     assert hf._last_complete(tmp_path) == str(tmp_path / "checkpoint-10")
 
 
-@pytest.mark.parametrize(
-    ("extra", "problem"),
-    [
-        (None, "was not written by accelerator.save_state"),
-        ({"epoch": 1}, "was not written by accelerator.save_state"),
-        ({"step": 3, "custom": [{}, {}]}, "number of objects registered for checkpointing"),
-    ],
-)
+@pytest.mark.parametrize(("extra", "problem"), [
+    (None, "was not written by accelerator.save_state"),
+    ({"epoch": 1}, "was not written by accelerator.save_state"),
+    ({"step": 3, "custom": [{}, {}]}, "number of objects registered for checkpointing"),
+])  # fmt: skip
 def test_a_checkpoint_of_another_loop_is_refused_by_name(extra: Any, problem: str) -> None:
     model = SimpleNamespace(load=lambda *_, **__: extra)
     loop = SimpleNamespace(

@@ -71,11 +71,9 @@ def trained(lit: Lit, folder: str, *, epochs: int = 2, resume: str | None = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the number of workers, and others of Lightning's advice
         trainer.fit(
-            lit,
-            DataLoader(Texts(), batch_size=BATCH),
-            DataLoader(Texts(13, seed=12), batch_size=BATCH),
+            lit, DataLoader(Texts(), batch_size=BATCH), DataLoader(Texts(13, seed=12), batch_size=BATCH),
             ckpt_path=resume,
-        )
+        )  # fmt: skip
     return {"seen": lit.seen, "validated": lit.validated, "logged": trainer.callback_metrics["train_loss"].item()}
 
 

@@ -28,17 +28,14 @@ MISSING = call("aten.no_such_operator.default", [tensor(2)], tensor(2))
 HUGE = call("aten.gelu.default", [tensor(2**40)], tensor(2**40))
 
 
-@pytest.mark.parametrize(
-    ("one", "backward"),
-    [
-        (LINEAR, True),
-        (call("aten.relu.default", [tensor(64, grad=False)], tensor(64, grad=False)), False),
-        (call("aten.embedding.default", [tensor(32, 4), IDS], tensor(2, 8, 4)), True),
-        (call("autopar.cross_entropy_sum", [tensor(2, 8, 5), IDS, -100, 0.0], tensor()), True),
-        (call("autopar.cross_entropy_vocabulary", [tensor(2, 8, 5), IDS, "tp", -100, 0.0, 10], tensor()), True),
-        (call("autopar.dropout", [tensor(64), 0.1], tensor(64)), True),
-    ],
-)
+@pytest.mark.parametrize(("one", "backward"), [
+    (LINEAR, True),
+    (call("aten.relu.default", [tensor(64, grad=False)], tensor(64, grad=False)), False),
+    (call("aten.embedding.default", [tensor(32, 4), IDS], tensor(2, 8, 4)), True),
+    (call("autopar.cross_entropy_sum", [tensor(2, 8, 5), IDS, -100, 0.0], tensor()), True),
+    (call("autopar.cross_entropy_vocabulary", [tensor(2, 8, 5), IDS, "tp", -100, 0.0, 10], tensor()), True),
+    (call("autopar.dropout", [tensor(64), 0.1], tensor(64)), True),
+])  # fmt: skip
 def test_an_operator_is_timed_forward_and_backward(one: str, backward: bool) -> None:
     with ops.one_rank(CPU):
         found = ops.time_call(one, CPU)

@@ -81,18 +81,15 @@ def test_a_module_is_pinned_opaque() -> None:
     assert any("layers.2" in note for note in plan.notes)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({}, "Nothing is pinned"),
-        ({"recompute": "some"}, "Unknown recompute 'some'.*'none', 'selective' or 'full'"),
-        ({"stage": -1}, "The stage is -1.*counted from 0"),
-        ({"opaque": "no"}, "opaque is 'no'. Write opaque=True"),
-        ({"parameters": {3: "tp:I"}}, "The parameters are {3: 'tp:I'}"),
-        ({"parameters": "weight"}, "The parameters are 'weight'. Write for example parameters="),
-        ({"parameters": {"wieght": "tp:I"}}, "No parameter .* matches 'wieght'.*up.weight"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "said"), [
+    ({}, "Nothing is pinned"),
+    ({"recompute": "some"}, "Unknown recompute 'some'.*'none', 'selective' or 'full'"),
+    ({"stage": -1}, "The stage is -1.*counted from 0"),
+    ({"opaque": "no"}, "opaque is 'no'. Write opaque=True"),
+    ({"parameters": {3: "tp:I"}}, "The parameters are {3: 'tp:I'}"),
+    ({"parameters": "weight"}, "The parameters are 'weight'. Write for example parameters="),
+    ({"parameters": {"wieght": "tp:I"}}, "No parameter .* matches 'wieght'.*up.weight"),
+])  # fmt: skip
 def test_what_is_no_pin_is_refused_at_once(wrong: dict[str, object], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         autopar.pin(Block(), **wrong)

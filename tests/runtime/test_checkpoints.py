@@ -254,18 +254,15 @@ def test_no_file_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     par.load(tmp_path / "run", optimizer)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ('"format":"autopar checkpoint"', '"format":"autopar checkpoints"'),
-        ('"version":1', '"version":2'),
-        ("data-0-00000.safetensors", "../data-0-00000.safetensor"),
-        ('"float32"', '"nn"'),
-        ('"seed":3', '"sead":3'),
-        (",[[0,", ",[[7,"),
-        (",[[0,", ",[[0,-"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new"), [
+    ('"format":"autopar checkpoint"', '"format":"autopar checkpoints"'),
+    ('"version":1', '"version":2'),
+    ("data-0-00000.safetensors", "../data-0-00000.safetensor"),
+    ('"float32"', '"nn"'),
+    ('"seed":3', '"sead":3'),
+    (",[[0,", ",[[7,"),
+    (",[[0,", ",[[0,-"),
+])  # fmt: skip
 def test_an_index_that_is_forged_with_its_checksum_is_refused(tmp_path: Path, old: str, new: str) -> None:
     par, _ = trained()
     par.save(tmp_path)

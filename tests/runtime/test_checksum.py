@@ -31,11 +31,9 @@ def test_the_same_bits_have_one_number_wherever_they_lie(dtype: torch.dtype, len
 
 
 @given(
-    dtype=st.sampled_from(DTYPES),
-    rows=st.integers(1, 9),
-    columns=st.integers(1, 3000),
+    dtype=st.sampled_from(DTYPES), rows=st.integers(1, 9), columns=st.integers(1, 3000),
     places=st.tuples(st.integers(0, 2**30), st.integers(0, 2**30)),
-)
+)  # fmt: skip
 def test_what_is_changed_has_another(dtype: torch.dtype, rows: int, columns: int, places: tuple[int, int]) -> None:
     value = random(dtype, rows * columns)
     before = number(value)

@@ -28,12 +28,10 @@ def plan_of(*pins: str, ranks: int) -> Plan:
 def plans() -> dict[str, Plan]:
     unequal = ["data_shares=3-1", "zero=1", "dp_replicate=1"]
     return {
-        "one": plan_of(ranks=1),
-        "dp2": plan_of("dp=2", ranks=2),
-        "dp4": plan_of("dp=4", ranks=4),
+        "one": plan_of(ranks=1), "dp2": plan_of("dp=2", ranks=2), "dp4": plan_of("dp=4", ranks=4),
         "tp2 x dp2": plan_of("tp=2", "dp=2", ranks=4),
         "unequal": api.estimate(mlp(layers=2), cluster=two_kinds(2, 2), global_batch_size=8, pins=unequal),
-    }
+    }  # fmt: skip
 
 
 def loaders(plan: Plan, length: int = 27, **options: Any) -> list[PlannedLoader]:

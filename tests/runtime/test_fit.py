@@ -185,24 +185,21 @@ def test_sigterm_saves_and_ends_with_a_word(tmp_path: Path, caplog: pytest.LogCa
     assert autopar.Checkpoints(tmp_path).latest() == tmp_path / "step-00000001"
 
 
-@pytest.mark.parametrize(
-    ("data", "options", "text"),
-    [
-        (batches(), {"steps": 0}, r"The number steps is 0\. Give a whole number, at least 1"),
-        (batches(), {"steps": "9"}, "The number steps is '9'"),
-        (batches(), {"max_norm": "1"}, "The max_norm is '1'"),
-        (batches(), {"max_norm": -1}, "The max_norm is -1"),
-        (batches(), {"scheduler": 3}, "The scheduler of fit is a int"),
-        (batches(), {"checkpoints": "runs"}, "The checkpoints of fit is a str. Give autopar.Checkpoints"),
-        (batches(), {"on_step": 3}, "The on_step of fit is a int"),
-        (3, {}, "The batches of fit is a int"),
-        (batches(), {"save_every": 0}, "save_every is 0"),
-        (batches(), {"accumulate": -1}, "accumulate is -1"),
-        (batches(), {"on_non_finite": "raise"}, "on_non_finite.*'raise'.*stop, skip or ignore"),
-        ([], {}, "There is no batch to train on"),
-        (iter(batches(2)), {"steps": 3}, "no batch to train on. Give batches that can be gone through more than once"),
-    ],
-)
+@pytest.mark.parametrize(("data", "options", "text"), [
+    (batches(), {"steps": 0}, r"The number steps is 0\. Give a whole number, at least 1"),
+    (batches(), {"steps": "9"}, "The number steps is '9'"),
+    (batches(), {"max_norm": "1"}, "The max_norm is '1'"),
+    (batches(), {"max_norm": -1}, "The max_norm is -1"),
+    (batches(), {"scheduler": 3}, "The scheduler of fit is a int"),
+    (batches(), {"checkpoints": "runs"}, "The checkpoints of fit is a str. Give autopar.Checkpoints"),
+    (batches(), {"on_step": 3}, "The on_step of fit is a int"),
+    (3, {}, "The batches of fit is a int"),
+    (batches(), {"save_every": 0}, "save_every is 0"),
+    (batches(), {"accumulate": -1}, "accumulate is -1"),
+    (batches(), {"on_non_finite": "raise"}, "on_non_finite.*'raise'.*stop, skip or ignore"),
+    ([], {}, "There is no batch to train on"),
+    (iter(batches(2)), {"steps": 3}, "no batch to train on. Give batches that can be gone through more than once"),
+])  # fmt: skip
 def test_what_cannot_be_trained_with_is_refused(data: Any, options: dict[str, Any], text: str) -> None:
     par, optimizer, _ = job()
     with pytest.raises(UsageError, match=text):

@@ -38,16 +38,13 @@ GROUPS = (RankGroup(start=0, stop=2, device="a100-sxm4-40gb"), RankGroup(start=2
 A100, H100 = "NVIDIA A100-SXM4-40GB", "NVIDIA H100 80GB HBM3"
 
 
-@pytest.mark.parametrize(
-    ("names", "fits"),
-    [
-        ([A100, A100, H100, H100], True),
-        (["one", "one", "other", "other"], True),  # devices without a shipped profile: nothing is known
-        ([H100, H100, A100, A100], False),
-        ([A100, H100, A100, H100], False),
-        (["one", "other", H100, H100], False),
-    ],
-)
+@pytest.mark.parametrize(("names", "fits"), [
+    ([A100, A100, H100, H100], True),
+    (["one", "one", "other", "other"], True),  # devices without a shipped profile: nothing is known
+    ([H100, H100, A100, A100], False),
+    ([A100, H100, A100, H100], False),
+    (["one", "other", H100, H100], False),
+])  # fmt: skip
 def test_nodes_in_another_order_than_the_plans_are_refused_with_the_remedy(names: list[str], fits: bool) -> None:
     with nullcontext() if fits else pytest.raises(RuntimeMismatchError, match="--node-rank"):
         check_groups(GROUPS, names)
@@ -134,17 +131,14 @@ def test_two_ranks_on_one_gpu_are_refused_on_all_ranks() -> None:
     assert "LOCAL_RANK" in text
 
 
-@pytest.mark.parametrize(
-    ("device_type", "config", "said"),
-    [
-        ("cuda", "cpu:gloo,cuda:nccl", ""),
-        ("cuda", "cuda:nccl", ""),
-        ("cpu", "cpu:gloo,cuda:gloo", ""),
-        ("cuda", "cpu:gloo,cuda:gloo", r"on cuda \(its backend is gloo\)\. Call init_process_group\(.nccl.\)"),
-        ("cuda", "cpu:gloo", r"on cuda \(its backends are cpu:gloo\)\. Call init_process_group\(.nccl.\)"),
-        ("cpu", "cuda:nccl", r"on cpu \(its backends are cuda:nccl\)\. Call init_process_group\(.gloo.\)"),
-    ],
-)
+@pytest.mark.parametrize(("device_type", "config", "said"), [
+    ("cuda", "cpu:gloo,cuda:nccl", ""),
+    ("cuda", "cuda:nccl", ""),
+    ("cpu", "cpu:gloo,cuda:gloo", ""),
+    ("cuda", "cpu:gloo,cuda:gloo", r"on cuda \(its backend is gloo\)\. Call init_process_group\(.nccl.\)"),
+    ("cuda", "cpu:gloo", r"on cuda \(its backends are cpu:gloo\)\. Call init_process_group\(.nccl.\)"),
+    ("cpu", "cuda:nccl", r"on cpu \(its backends are cuda:nccl\)\. Call init_process_group\(.gloo.\)"),
+])  # fmt: skip
 def test_a_group_that_does_not_carry_the_devices_tensors_is_refused(device_type: str, config: str, said: str) -> None:
     with pytest.raises(RuntimeMismatchError, match=said) if said else nullcontext():
         check_backend(device_type, config)
@@ -282,15 +276,12 @@ def test_one_machine_takes_all_ranks_and_several_meet() -> None:
     assert command(plan, ["train.py"], max_restarts=3)[-3:] == ["--nproc-per-node=16", "--max-restarts=3", "train.py"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"nodes": 3, "rendezvous": "first:29500"}, "16 ranks do not divide among 3 machines"),
-        ({"nodes": 2}, "2 machines need a place to meet"),
-        ({"nodes": 2, "rendezvous": "first"}, "'first' is no place to meet"),
-        ({"rendezvous": "first:29500"}, "One machine alone meets nobody"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"nodes": 3, "rendezvous": "first:29500"}, "16 ranks do not divide among 3 machines"),
+    ({"nodes": 2}, "2 machines need a place to meet"),
+    ({"nodes": 2, "rendezvous": "first"}, "'first' is no place to meet"),
+    ({"rendezvous": "first:29500"}, "One machine alone meets nobody"),
+])  # fmt: skip
 def test_ranks_that_do_not_divide_or_meet_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         command(llama_plan(), ["train.py"], **options)

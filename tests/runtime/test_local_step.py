@@ -180,12 +180,10 @@ def test_parameters_go_down_only_where_they_were_written(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch.Tensor, "copy_", counted)
     writes: list[Callable[[], object]] = [
-        lambda: None,
-        lambda: None,
-        lambda: held[1].data.add_(1.0),
+        lambda: None, lambda: None, lambda: held[1].data.add_(1.0),
         lambda: held[0]._local_tensor.data.copy_(held[0]._local_tensor.flip(0).clone()),
         lambda: held[2]._local_tensor.detach().mul_(2.0),
-    ]
+    ]  # fmt: skip
     found = []
     for write in writes:
         write()

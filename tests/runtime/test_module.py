@@ -98,27 +98,21 @@ def test_modes(parallel: ParallelModel, batch: Batch) -> None:
     assert parallel.step_count == 1
 
 
-@pytest.mark.parametrize(
-    "same",
-    [
-        lambda m: m.to("cpu"), lambda m: m.to(torch.device("cpu"), torch.float32), lambda m: m.to(dtype=torch.float32),
-        lambda m: m.cpu(), lambda m: m.float(),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("same", [
+    lambda m: m.to("cpu"), lambda m: m.to(torch.device("cpu"), torch.float32), lambda m: m.to(dtype=torch.float32),
+    lambda m: m.cpu(), lambda m: m.float(),
+])  # fmt: skip
 def test_a_move_to_the_same_place_is_none(parallel: ParallelModel, same: Callable[[nn.Module], nn.Module]) -> None:
     assert same(parallel) is parallel
     around = Around(parallel)
     assert same(around) is around
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        lambda m: m.to("meta"), lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.bfloat16(),
-        lambda m: m.double(), lambda m: m.type(torch.float64), lambda m: m.to_empty(device="cpu"),
-        pytest.param(lambda m: m.cuda(), marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it is a move then")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("other", [
+    lambda m: m.to("meta"), lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.bfloat16(),
+    lambda m: m.double(), lambda m: m.type(torch.float64), lambda m: m.to_empty(device="cpu"),
+    pytest.param(lambda m: m.cuda(), marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it is a move then")),
+])  # fmt: skip
 def test_moves_and_casts_are_refused(parallel: ParallelModel, other: Callable[[nn.Module], nn.Module]) -> None:
     for module in (parallel, Around(parallel)):
         with pytest.raises(UsageError, match=r"cannot be moved, cast or replaced: its plan has them in float32 on cpu"):
@@ -129,13 +123,10 @@ def around_it(wrap: Callable[[nn.Module], object]) -> Callable[[nn.Module], obje
     return lambda module: wrap(Around(module))
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        DistributedDataParallel, fully_shard, around_it(fully_shard), FullyShardedDataParallel,
-        around_it(FullyShardedDataParallel), replicate,
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("wrap", [
+    DistributedDataParallel, fully_shard, around_it(fully_shard), FullyShardedDataParallel,
+    around_it(FullyShardedDataParallel), replicate,
+])  # fmt: skip
 def test_wrappers_are_refused_and_leave_the_model_as_it_was(
     parallel: ParallelModel, batch: Batch, wrap: Callable[[nn.Module], object]
 ) -> None:

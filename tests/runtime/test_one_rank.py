@@ -310,10 +310,8 @@ def test_a_parameter_is_written_in_place(parallel: ParallelModel, batch: Batch, 
         case _:
             torch.utils.swap_tensors(parameter, nn.Parameter(kept * 0.5))
     for read in (
-        lambda: parallel.train_step(batch),
-        parallel.full_state_dict,
-        lambda: parallel.save(tmp_path / "kept"),
-    ):
+        lambda: parallel.train_step(batch), parallel.full_state_dict, lambda: parallel.save(tmp_path / "kept"),
+    ):  # fmt: skip
         with pytest.raises(UsageError, match=rf"The memory of.*{re.escape(key)}.*distribute_tensor"):
             read()
     assert not (tmp_path / "kept").exists()
@@ -469,13 +467,10 @@ def noisy(kind: str) -> nn.Module:
     return model_of(forward, first=nn.Linear(8, 8), drop=nn.Dropout(0.5), norm=NORMS.get(kind, nn.Identity)(8))
 
 
-@pytest.mark.parametrize(
-    ("kind", "opaque", "value"),
-    [
-        ("dropout", (), ""), ("dropout", ("drop",), ""), ("inputs", (), ""), ("noise", (), "aten.rand_like"),
-        ("statistics", (), ""), ("input", (), ""), ("own", (), "buffers norm.mean, norm.variance, and what eval"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "opaque", "value"), [
+    ("dropout", (), ""), ("dropout", ("drop",), ""), ("inputs", (), ""), ("noise", (), "aten.rand_like"),
+    ("statistics", (), ""), ("input", (), ""), ("own", (), "buffers norm.mean, norm.variance, and what eval"),
+])  # fmt: skip
 def test_an_evaluation_has_no_dropout_and_says_what_it_lacks(kind: str, opaque: tuple[str, ...], value: str) -> None:
     model, batch = noisy(kind).double(), {"x": torch.randn(4, 8, dtype=torch.float64)}
     traced = api.trace(model, example_inputs=batch, opaque=opaque, global_batch_size=4, precision="fp64")
@@ -560,22 +555,19 @@ def test_a_configuration_that_cannot_be_written_is_refused_and_leaves_nothing(tm
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"weights": 3}, "weights takes a path, but got 3"),
-        ({"log_dir": 3}, "log_dir takes a path, but got 3"),
-        ({"log_dir": ""}, "log_dir takes a path, but got ''"),
-        ({"weights": ""}, "weights takes a path, but got ''"),
-        ({"log_dir": __file__}, "Cannot write .*autopar-run.jsonl"),
-        ({"seed": "x"}, "The seed is 'x'"),
-        ({"seed": True}, "The seed is True"),
-        ({"seed": 2**63}, "The seed is 9223"),
-        ({"collective_timeout_s": True}, "The collective_timeout_s is True"),
-        ({"collective_timeout_s": "x"}, "The collective_timeout_s is 'x'"),
-        ({"collective_timeout_s": math.nan}, "The collective_timeout_s is nan"),
-    ],
-)
+@pytest.mark.parametrize(("given", "said"), [
+    ({"weights": 3}, "weights takes a path, but got 3"),
+    ({"log_dir": 3}, "log_dir takes a path, but got 3"),
+    ({"log_dir": ""}, "log_dir takes a path, but got ''"),
+    ({"weights": ""}, "weights takes a path, but got ''"),
+    ({"log_dir": __file__}, "Cannot write .*autopar-run.jsonl"),
+    ({"seed": "x"}, "The seed is 'x'"),
+    ({"seed": True}, "The seed is True"),
+    ({"seed": 2**63}, "The seed is 9223"),
+    ({"collective_timeout_s": True}, "The collective_timeout_s is True"),
+    ({"collective_timeout_s": "x"}, "The collective_timeout_s is 'x'"),
+    ({"collective_timeout_s": math.nan}, "The collective_timeout_s is nan"),
+])  # fmt: skip
 def test_what_no_run_can_have_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         autopar.parallelize(

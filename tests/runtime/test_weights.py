@@ -160,32 +160,26 @@ def test_buffers_that_the_files_lack_are_the_models(tmp_path: Path) -> None:
     assert parallel(tmp_path).train_step(BATCH).item() == pytest.approx(expected(**BATCH).item(), rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"table__weight": torch.zeros(20, 16)}, r"table\.weight\. Expected \(16, 16\) of float32, got \(20, 16\)"),
-        ({"table__weight": torch.zeros(10, 16)}, r"got \(10, 16\) of float32"),
-        ({"table__weight": torch.zeros(16, 16, dtype=torch.int8)}, r"got \(16, 16\) of int8"),
-        ({"head__scale": torch.ones(3)}, r"head\.scale\. Expected \(1,\) of float32, got \(3,\)"),
-        ({"table__weight": None}, r"No parameter 'table\.weight' in the files"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"table__weight": torch.zeros(20, 16)}, r"table\.weight\. Expected \(16, 16\) of float32, got \(20, 16\)"),
+    ({"table__weight": torch.zeros(10, 16)}, r"got \(10, 16\) of float32"),
+    ({"table__weight": torch.zeros(16, 16, dtype=torch.int8)}, r"got \(16, 16\) of int8"),
+    ({"head__scale": torch.ones(3)}, r"head\.scale\. Expected \(1,\) of float32, got \(3,\)"),
+    ({"table__weight": None}, r"No parameter 'table\.weight' in the files"),
+])  # fmt: skip
 def test_weights_of_another_model_are_refused(tmp_path: Path, changes: dict[str, Tensor | None], said: str) -> None:
     saved(tmp_path, **changes)
     with pytest.raises(UsageError, match=said):
         parallel(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("model.safetensors", "garbage"),
-        ("model.safetensors.index.json", "{"),
-        ("model.safetensors.index.json", "{}"),
-        pytest.param("model.safetensors.index.json", 100_000 * "[", id="nested"),
-        ("model.safetensors.index.json", '{"weight_map": {"table.weight": "none.safetensors"}}'),
-    ],
-)
+@pytest.mark.parametrize(("name", "text"), [
+    ("model.safetensors", "garbage"),
+    ("model.safetensors.index.json", "{"),
+    ("model.safetensors.index.json", "{}"),
+    pytest.param("model.safetensors.index.json", 100_000 * "[", id="nested"),
+    ("model.safetensors.index.json", '{"weight_map": {"table.weight": "none.safetensors"}}'),
+])  # fmt: skip
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(UsageError, match=r"Cannot read the weights .*safetensors.*: "):

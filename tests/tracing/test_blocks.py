@@ -141,11 +141,9 @@ def test_encoder_and_decoder_are_both_found() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(
-    body=st.lists(st.sampled_from(["relu", "tanh", "exp"]), min_size=1, max_size=5),
-    count=st.integers(2, 6),
-    before=st.integers(0, 3),
-    after=st.integers(0, 3),
-)
+    body=st.lists(st.sampled_from(["relu", "tanh", "exp"]), min_size=1, max_size=5), count=st.integers(2, 6),
+    before=st.integers(0, 3), after=st.integers(0, 3),
+)  # fmt: skip
 def test_blocks_partition_and_repeats_are_found(body: list[str], count: int, before: int, after: int) -> None:
     ops: list[Op] = []
     specs = {Ref("x"): SPEC}

@@ -232,13 +232,10 @@ class other:  # noqa: N801  stands for a module
         return 2.0 * x
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        of_values, of_another, into_another, read_later, with_else, doing_more, by_method, twice_in_a_row, another_torch,
-        largest, lambda x: x * bool(torch.isfinite(x).all()),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("code", [
+    of_values, of_another, into_another, read_later, with_else, doing_more, by_method, twice_in_a_row, another_torch,
+    largest, lambda x: x * bool(torch.isfinite(x).all()),
+])  # fmt: skip
 def test_a_branch_that_does_anything_else_runs_as_it_is_written(code: Code) -> None:
     (note,) = trace(summed(code), (torch.ones(4, 3),)).notes
     assert note.startswith("opaque") and "inner" in note

@@ -150,14 +150,11 @@ def test_each_says_what_to_do_in_plain_sentences(faults: Callable[[AutoparError]
     assert not {f"{place}: {text}" for place, error in errors_of for text in faults(error)}
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        UsageError("No plan", where="here", expected="one", got=0, fix="Search one"),
-        UsageError("No plan", got="lost", fix="Search one"),
-        InternalError("No loss"),
-    ],
-)
+@pytest.mark.parametrize("error", [
+    UsageError("No plan", where="here", expected="one", got=0, fix="Search one"),
+    UsageError("No plan", got="lost", fix="Search one"),
+    InternalError("No loss"),
+])  # fmt: skip
 def test_an_error_crosses_processes_as_it_is(error: AutoparError) -> None:
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is type(error)

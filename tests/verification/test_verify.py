@@ -28,14 +28,11 @@ def row(**changes: object) -> RankErrors:
     return RankErrors(**{**values, "gradient_name": "g", "parameter_name": "p", **changes})
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"loss": 2e-5}, r"rank 1: The loss differs .* by 2\.00e-05, more than 1e-05"),
-        ({"gradient": 2e-4}, r"rank 1: gradients of the first step .* 2\.00e-04 \(in g\)"),
-        ({"parameter": float("inf")}, r"rank 1: parameters after 3 AdamW steps .*inf \(in p\)"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"loss": 2e-5}, r"rank 1: The loss differs .* by 2\.00e-05, more than 1e-05"),
+    ({"gradient": 2e-4}, r"rank 1: gradients of the first step .* 2\.00e-04 \(in g\)"),
+    ({"parameter": float("inf")}, r"rank 1: parameters after 3 AdamW steps .*inf \(in p\)"),
+])  # fmt: skip
 def test_what_exceeds_the_tolerance_is_named(changes: dict[str, float], message: str) -> None:
     report = VerifyReport(steps=3, reference_losses=(1.0,), rows=(row(rank=0), row(**changes)))
     assert not report.passed
@@ -43,16 +40,13 @@ def test_what_exceeds_the_tolerance_is_named(changes: dict[str, float], message:
         report.check()
 
 
-@pytest.mark.parametrize(
-    ("found", "wanted", "name", "error"),
-    [
-        ({"a": 1.0}, {"a": 1.0, "b": 1.0}, "b", float("inf")),
-        ({"a": 1.0, "b": float("nan")}, {"a": 1.0, "b": 1.0}, "b", float("inf")),
-        ({"large": 100.1, "small": 0.101}, {"large": 100.0, "small": 0.1}, "small", 0.01),
-        # one that is nothing but rounding is measured against the others
-        ({"large": 1.0, "noise": 0.0}, {"large": 1.0, "noise": 1e-9}, "noise", 1e-3),
-    ],
-)
+@pytest.mark.parametrize(("found", "wanted", "name", "error"), [
+    ({"a": 1.0}, {"a": 1.0, "b": 1.0}, "b", float("inf")),
+    ({"a": 1.0, "b": float("nan")}, {"a": 1.0, "b": 1.0}, "b", float("inf")),
+    ({"large": 100.1, "small": 0.101}, {"large": 100.0, "small": 0.1}, "small", 0.01),
+    # one that is nothing but rounding is measured against the others
+    ({"large": 1.0, "noise": 0.0}, {"large": 1.0, "noise": 1e-9}, "noise", 1e-3),
+])  # fmt: skip
 def test_the_worst_tensor_is_the_one_with_the_largest_relative_error(
     found: dict[str, float], wanted: dict[str, float], name: str, error: float
 ) -> None:
@@ -64,16 +58,13 @@ def double(**changes: object) -> RankErrors:
     return row(**{"precision": "fp64", "gradient": 3e-13, **changes})
 
 
-@pytest.mark.parametrize(
-    ("rows", "alone", "verdict"),
-    [
-        ((double(),), {"gradient": 1e-3}, "rounding: the same plan agrees in float64 to 3e-13"),
-        ((double(gradient=2e-9),), {"gradient": 1e-3}, "wrong: .* in float64 too, by 2e-09"),
-        ((double(),), {"gradient": 1e-6}, "wrong in float32: .* by more than the rounding of one device"),
-        ((double(),), {"parameter": 1e-3}, "wrong in float32"),
-        ((), {"gradient": 1e-3}, "wrong: .*; float64 cannot tell: not run"),
-    ],
-)
+@pytest.mark.parametrize(("rows", "alone", "verdict"), [
+    ((double(),), {"gradient": 1e-3}, "rounding: the same plan agrees in float64 to 3e-13"),
+    ((double(gradient=2e-9),), {"gradient": 1e-3}, "wrong: .* in float64 too, by 2e-09"),
+    ((double(),), {"gradient": 1e-6}, "wrong in float32: .* by more than the rounding of one device"),
+    ((double(),), {"parameter": 1e-3}, "wrong in float32"),
+    ((), {"gradient": 1e-3}, "wrong: .*; float64 cannot tell: not run"),
+])  # fmt: skip
 def test_float64_tells_rounding_from_wrong(rows: tuple[RankErrors, ...], alone: dict[str, float], verdict: str) -> None:
     found = Confirmation(rows=rows, alone=row(**alone), why="" if rows else "not run")
     report = VerifyReport(steps=3, reference_losses=(1.0,), rows=(row(gradient=2e-3),), confirmation=found)
@@ -94,12 +85,10 @@ def test_a_graph_in_float64_tells_where_the_model_has_other_operators_there(
 ) -> None:
     """Positions that are computed in float64 and cast to float32: in float64 nothing is cast."""
     report = VerifyReport(
-        steps=3,
-        reference_losses=(1.0,),
-        rows=(row(gradient=2e-3),),
+        steps=3, reference_losses=(1.0,), rows=(row(gradient=2e-3),),
         confirmation=Confirmation(rows=(), alone=row(gradient=alone), why="other operators"),
         bisection=Bisection(difference=None, steps=3, graph_loss=graph_loss),
-    )
+    )  # fmt: skip
     assert report.passed == passed
     assert report.verdict.startswith("rounding: " if passed else "wrong: ")
     assert not replace(report, bisection=None).passed

@@ -484,10 +484,8 @@ def step_muon(matrices: list[Tensor], run: Callable[[Batch], object], batches: S
 
 
 OPTIMIZERS: dict[str, Any] = {
-    "adamw": adamw,
-    "adafactor": torch.optim.Adafactor,
-    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-}
+    "adamw": adamw, "adafactor": torch.optim.Adafactor, "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+}  # fmt: skip
 
 
 def held_bytes(parallel: ParallelModel, batch: Batch, optimizer_name: str = "adamw") -> dict[str, int]:
@@ -524,10 +522,8 @@ def moved_bytes(parallel: ParallelModel, batch: Batch) -> tuple[int, int, int]:
     parallel.train_step(batch)
     movers = [stage.mover for stage in parallel._assembly.stages if stage.mover is not None]
     return (
-        parallel._world.coordinate["pp"],
-        sum(m.offloaded_bytes for m in movers),
-        sum(m.reloaded_bytes for m in movers),
-    )
+        parallel._world.coordinate["pp"], sum(m.offloaded_bytes for m in movers), sum(m.reloaded_bytes for m in movers),
+    )  # fmt: skip
 
 
 def _gathered(parallel: ParallelModel) -> int:

@@ -22,45 +22,34 @@ from tests.support.distributed.subjects import HfSubject, Unpadded, graph_of
 CHEAP_MEMORY = {"memory_price": 0.01}
 """Then parameters stay whole where that saves communication, and their gradients are summed over tp."""
 LAYOUTS: dict[str, tuple[Mesh, dict[str, Any]]] = {
-    "dp4": (Mesh(dp_replicate=4), {}),
-    "dp4 ZeRO 1": (Mesh(dp_shard=4), {"zero_stage": 1}),
-    "dp4 ZeRO 2": (Mesh(dp_shard=4), {"zero_stage": 2}),
-    "dp4 ZeRO 3": (Mesh(dp_shard=4), {"zero_stage": 3}),
+    "dp4": (Mesh(dp_replicate=4), {}), "dp4 ZeRO 1": (Mesh(dp_shard=4), {"zero_stage": 1}),
+    "dp4 ZeRO 2": (Mesh(dp_shard=4), {"zero_stage": 2}), "dp4 ZeRO 3": (Mesh(dp_shard=4), {"zero_stage": 3}),
     "HSDP 2x2": (Mesh(dp_replicate=2, dp_shard=2), {"zero_stage": 3}),
-    "HSDP 2x2 ZeRO 2": (Mesh(dp_replicate=2, dp_shard=2), {"zero_stage": 2}),
-    "tp2": (Mesh(tp=2), {}),
-    "tp2 whole parameters": (Mesh(tp=2), CHEAP_MEMORY),
-    "tp4": (Mesh(tp=4), {}),
+    "HSDP 2x2 ZeRO 2": (Mesh(dp_replicate=2, dp_shard=2), {"zero_stage": 2}), "tp2": (Mesh(tp=2), {}),
+    "tp2 whole parameters": (Mesh(tp=2), CHEAP_MEMORY), "tp4": (Mesh(tp=4), {}),
     "tp2 x dp2": (Mesh(tp=2, dp_replicate=2), {}),
     "tp2 x dp2 whole parameters": (Mesh(tp=2, dp_replicate=2), CHEAP_MEMORY),
     "tp2 x dp2 ZeRO 1": (Mesh(tp=2, dp_shard=2), {"zero_stage": 1, **CHEAP_MEMORY}),
-    "tp2 x dp2 ZeRO 3": (Mesh(tp=2, dp_shard=2), {"zero_stage": 3}),
-    "pp2 x dp2": (Mesh(pp=2, dp_replicate=2), {}),
+    "tp2 x dp2 ZeRO 3": (Mesh(tp=2, dp_shard=2), {"zero_stage": 3}), "pp2 x dp2": (Mesh(pp=2, dp_replicate=2), {}),
     "pp2 x dp2 ZeRO 1": (Mesh(pp=2, dp_shard=2), {"zero_stage": 1}),
-    "pp2 x dp2 ZeRO 3": (Mesh(pp=2, dp_shard=2), {"zero_stage": 3}),
-    "pp2 x tp2": (Mesh(pp=2, tp=2), {}),
-    "pp4": (Mesh(pp=4), {}),
-    "pp2 GPipe": (Mesh(pp=2), {"schedule": "GPipe"}),
+    "pp2 x dp2 ZeRO 3": (Mesh(pp=2, dp_shard=2), {"zero_stage": 3}), "pp2 x tp2": (Mesh(pp=2, tp=2), {}),
+    "pp4": (Mesh(pp=4), {}), "pp2 GPipe": (Mesh(pp=2), {"schedule": "GPipe"}),
     "pp2 two virtual stages": (Mesh(pp=2), {"schedule": "Interleaved1F1B", "virtual_stages": 2}),
     "dp2 ZeRO 3 recomputed": (Mesh(dp_shard=2), {"zero_stage": 3, "recompute": "full"}),
-    "tp2 recomputed": (Mesh(tp=2), {"recompute": "full"}),
-    "pp2 recomputed": (Mesh(pp=2), {"recompute": "full"}),
+    "tp2 recomputed": (Mesh(tp=2), {"recompute": "full"}), "pp2 recomputed": (Mesh(pp=2), {"recompute": "full"}),
     "pp2 x dp2 ZeRO 3 made again": (Mesh(pp=2, dp_shard=2), {"zero_stage": 3, "recompute": "selective"}),
-}
+}  # fmt: skip
 
 
 SEQUENCES = {
-    "cp4 gather": "cp=4 cp_attention=gather zero=0",
-    "cp2 x tp2 gather": "cp=2 tp=2 cp_attention=gather",
+    "cp4 gather": "cp=4 cp_attention=gather zero=0", "cp2 x tp2 gather": "cp=2 tp=2 cp_attention=gather",
     "cp2 x dp2 ZeRO 3 gather": "cp=2 dp_shard=2 cp_attention=gather zero=3",
-    "pp2 x cp2 gather": "pp=2 cp=2 cp_attention=gather zero=0",
-    "cp2 x tp2 ulysses": "cp=2 tp=2 cp_attention=ulysses",
+    "pp2 x cp2 gather": "pp=2 cp=2 cp_attention=gather zero=0", "cp2 x tp2 ulysses": "cp=2 tp=2 cp_attention=ulysses",
     "cp2 x dp2 ZeRO 3 ulysses": "cp=2 dp_shard=2 cp_attention=ulysses zero=3",
-    "cp4 ring": "cp=4 cp_attention=ring zero=0",
-    "cp2 x tp2 ring": "cp=2 tp=2 cp_attention=ring",
+    "cp4 ring": "cp=4 cp_attention=ring zero=0", "cp2 x tp2 ring": "cp=2 tp=2 cp_attention=ring",
     "cp2 x tp2 ring made again": "cp=2 tp=2 cp_attention=ring recompute=selective",
     "cp2 x dp2 ZeRO 1 ring": "cp=2 dp_shard=2 cp_attention=ring zero=1",
-}
+}  # fmt: skip
 """Those that split sequences, by their pins."""
 
 
