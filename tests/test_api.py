@@ -16,6 +16,7 @@ from autopar.planner.search import task_of
 from autopar.request import Request
 from tests.support.example_plans import llama_plan
 from tests.support.planner.graphs import mlp
+from tests.support.said import refuses
 
 FUNCTIONS = {name: getattr(api, name) for name in ("trace", "search", "estimate", "parallelize", "verify")}
 REQUEST = {field.name: field.default for field in fields(Request)}
@@ -60,8 +61,7 @@ def test_every_kind_of_error_is_exported() -> None:
 @pytest.mark.parametrize("name", ["cluster", "global_batch_size"])
 def test_a_request_says_what_is_missing(name: str) -> None:
     request = replace(Request(cluster="cpu:1x2", global_batch_size=4), **{name: None})
-    with pytest.raises(UsageError, match=f"Missing {name.removesuffix('_size').replace('_', ' ')}"):
-        task_of(mlp(), request)
+    refuses(UsageError, f"Missing {name.removesuffix('_size').replace('_', ' ')}", task_of, mlp(), request)
 
 
 @pytest.mark.parametrize("wrong", [{"tp": 2}, 2, [("tp", 2)], None], ids=repr)
@@ -129,8 +129,7 @@ def test_a_graph_is_traced_for_one_sample_or_more() -> None:
 def test_what_is_no_plan_is_refused() -> None:
     net = torch.nn.Linear(2, 2)
     for use in (autopar.Plan.load, llama_plan().save):
-        with pytest.raises(UsageError, match="path takes a path, but got 3"):
-            use(3)
+        refuses(UsageError, "path takes a path, but got 3", use, 3)
     for given, message in (
         ({"steps": "x"}, "The number steps is 'x'"),
         ({"steps": True}, "The number steps is True"),
@@ -138,11 +137,9 @@ def test_what_is_no_plan_is_refused() -> None:
         ({"run_timeout_s": "5"}, "The run_timeout_s is '5'"),
         ({"compare_in": "bf16"}, "There is no compare_in='bf16'. Give fp32 or fp64"),
     ):
-        with pytest.raises(UsageError, match=message):
-            autopar.verify(net, llama_plan(), **given)
+        refuses(UsageError, message, autopar.verify, net, llama_plan(), **given)
     for function in (autopar.verify, lambda model, plan: autopar.parallelize(model, plan=plan)):
-        with pytest.raises(UsageError, match="The plan 3 is neither a Plan nor the path of a file"):
-            function(net, 3)
+        refuses(UsageError, "The plan 3 is neither a Plan nor the path of a file", function, net, 3)
 
 
 def test_a_compiled_model_is_traced_as_the_model_in_it() -> None:

@@ -27,6 +27,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.models.resolve import resolve_model
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed.plans import estimated
+from tests.support.said import refuses
 
 pytestmark = pytest.mark.distributed
 
@@ -71,8 +72,7 @@ def test_two_plans_on_two_ranks(pool: WorkerPool, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="benchmark of this file of results does not match"):
         on_cluster(replace(request, optimizer="sgd"), source, cluster, launch, results=kept)
     kept.write_text(kept.read_text(encoding="utf-8")[:-9], encoding="utf-8")
-    with pytest.raises(UsageError, match=r"Cannot read .*results\.json"):
-        on_cluster(request, source, cluster, launch, results=kept)
+    refuses(UsageError, r"Cannot read .*results\.json", on_cluster, request, source, cluster, launch, results=kept)
 
 
 def test_a_plan_that_fails_is_recorded_and_the_others_are_measured(pool: WorkerPool) -> None:
@@ -140,8 +140,7 @@ def test_one_rank_is_held_against_its_part(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_an_unknown_model_is_refused_before_the_machine_is_measured(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="Unknown kind of model"):
-        run_local(replace(REQUEST, model="nosuch"), cache_dir=tmp_path)
+    refuses(UsageError, "Unknown kind of model", run_local, replace(REQUEST, model="nosuch"), cache_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -18,6 +18,7 @@ from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed.layouts import equals_one_device
 from tests.support.distributed.plans import estimated
 from tests.support.distributed.subjects import OwnSubject
+from tests.support.said import refuses
 
 pytestmark = pytest.mark.distributed
 
@@ -118,8 +119,7 @@ def test_a_function_that_builds_it_does_as_well_and_a_plan_in_a_file(tmp_path: P
 
 def test_a_model_that_draws_noise_of_its_own_is_not_compared() -> None:
     plan = planned(Restless())
-    with pytest.raises(VerificationError, match="random"):
-        autopar.verify(Restless(), plan, **GIVEN)
+    refuses(VerificationError, "random", autopar.verify, Restless(), plan, **GIVEN)
 
 
 def lambda_in(model: nn.Module) -> nn.Module:
@@ -134,8 +134,7 @@ def lambda_in(model: nn.Module) -> nn.Module:
     (lambda: examples, "The function examples returns a tuple"),
 ])  # fmt: skip
 def test_what_cannot_be_verified_is_said(model: Callable[[], Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        autopar.verify(model(), planned(), **GIVEN)
+    refuses(UsageError, message, autopar.verify, model(), planned(), **GIVEN)
 
 
 def test_one_sample_does_not_stand_for_those_of_two_ranks() -> None:

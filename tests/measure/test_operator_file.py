@@ -9,6 +9,7 @@ from autopar.errors import UsageError
 from autopar.hardware.read import load_profile
 from autopar.measure import operators as ops
 from autopar.measure.profiles import device_of
+from tests.support.said import refuses
 
 CPU = torch.device("cpu")
 
@@ -73,15 +74,13 @@ def test_a_second_run_continues_where_the_first_was_stopped(tmp_path: Path, monk
     second.measure([LINEAR, MISSING, GELU], CPU)
     assert timed == [LINEAR, MISSING, MISSING, GELU]
     assert list(second.times) == [LINEAR, MISSING, GELU]
-    with pytest.raises(UsageError, match="device of this file of operator times does not match"):
-        ops.OperatorFile(path, "elsewhere")
+    refuses(UsageError, "device of this file of operator times does not match", ops.OperatorFile, path, "elsewhere")
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "times.json"
     path.write_text("{", encoding="utf-8")
-    with pytest.raises(UsageError, match=str(path)):
-        ops.OperatorFile(path, "here")
+    refuses(UsageError, str(path), ops.OperatorFile, path, "here")
 
 
 def test_operators_of_a_cpu_are_timed_in_one_thread() -> None:

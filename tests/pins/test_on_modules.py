@@ -10,6 +10,7 @@ from autopar.cli.options import split_pins
 from autopar.errors import UsageError
 from autopar.pins.on_modules import pins_of
 from autopar.plan.plan import Plan
+from tests.support.said import refuses
 
 
 class Block(nn.Module):
@@ -91,22 +92,18 @@ def test_a_module_is_pinned_opaque() -> None:
     ({"parameters": {"wieght": "tp:I"}}, "No parameter .* matches 'wieght'.*up.weight"),
 ])  # fmt: skip
 def test_what_is_no_pin_is_refused_at_once(wrong: dict[str, object], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        autopar.pin(Block(), **wrong)
-    with pytest.raises(UsageError, match="'0' is no module"):
-        autopar.pin("0", stage=1)
+    refuses(UsageError, said, autopar.pin, Block(), **wrong)
+    refuses(UsageError, "'0' is no module", autopar.pin, "0", stage=1)
 
 
 def test_the_whole_model_has_no_stage() -> None:
-    with pytest.raises(UsageError, match="The complete model cannot be pinned"):
-        planned(autopar.pin(Net(), stage=0))
+    refuses(UsageError, "The complete model cannot be pinned", planned, autopar.pin(Net(), stage=0))
 
 
 def test_a_module_inside_of_a_block_names_the_blocks() -> None:
     net = Net()
     autopar.pin(net.layers[0].up, recompute="full")
-    with pytest.raises(UsageError, match=r"No block .*layers\.0\.up.*layers\.1"):
-        planned(net)
+    refuses(UsageError, r"No block .*layers\.0\.up.*layers\.1", planned, net)
 
 
 def test_pins_are_read_from_a_file(tmp_path: Path) -> None:
@@ -115,8 +112,6 @@ def test_pins_are_read_from_a_file(tmp_path: Path) -> None:
     assert split_pins(["pp=2", f"@{path}"]) == ["pp=2", "tp=2", "recompute=full@layers.0-1", "zero<=1"]
     path.write_text("tp=2\n", encoding="utf-8-sig")
     assert split_pins([f"@{path}"]) == ["tp=2"], "an editor's mark of the encoding is no part of a pin"
-    with pytest.raises(UsageError, match="Give --pin @FILE"):
-        split_pins([f"@{tmp_path / 'none.txt'}"])
+    refuses(UsageError, "Give --pin @FILE", split_pins, [f"@{tmp_path / 'none.txt'}"])
     path.write_text("tp=2\nzero\n")
-    with pytest.raises(UsageError, match=r"pins.txt, line 2: The pin 'zero' is not of the form"):
-        split_pins([f"@{path}"])
+    refuses(UsageError, r"pins.txt, line 2: The pin 'zero' is not of the form", split_pins, [f"@{path}"])

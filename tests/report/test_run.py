@@ -9,6 +9,7 @@ from autopar.plan.run_log import CATEGORIES, FILE_NAME, RankTimes, read_log, rec
 from autopar.report.summaries import render_run
 from tests.support.cli_runner import Run
 from tests.support.example_plans import llama_plan as example_plan
+from tests.support.said import refuses
 
 
 def rank(number: int, compute_s: float, waiting_s: float) -> RankTimes:
@@ -60,14 +61,11 @@ def test_the_log_is_read_back_and_printed(tmp_path: Path, run: Run) -> None:
 
 
 def test_what_is_no_log_is_named(tmp_path: Path, run: Run) -> None:
-    with pytest.raises(UsageError, match=r"No autopar-run.jsonl in"):
-        read_log(tmp_path)
+    refuses(UsageError, r"No autopar-run.jsonl in", read_log, tmp_path)
     (tmp_path / FILE_NAME).write_text('{"event": "step"}\n{"event": "comparison"}\n', encoding="utf-8")
-    with pytest.raises(UsageError, match=rf"{FILE_NAME}:2"):
-        read_log(tmp_path)
+    refuses(UsageError, rf"{FILE_NAME}:2", read_log, tmp_path)
     (tmp_path / FILE_NAME).write_bytes(b"\xbc\xff")
-    with pytest.raises(UsageError, match="it is not UTF-8 text"):
-        read_log(tmp_path)
+    refuses(UsageError, "it is not UTF-8 text", read_log, tmp_path)
     assert run("validate").code == 2
 
 

@@ -26,7 +26,7 @@ from tests.support.damage import KINDS, Touch, damage
 from tests.support.distributed.checkpoints import Position
 from tests.support.distributed.plans import make_plan
 from tests.support.parallel import halve, on_rank
-from tests.support.said import said
+from tests.support.said import refuses, said
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -191,10 +191,8 @@ def test_loaders_and_extras_come_back_as_they_were(tmp_path: Path) -> None:
     assert found.state == state
     with pytest.raises(UsageError, match=r"cannot hold the function in the state of the dataloader\.f\[1\]"):
         par.save(tmp_path, dataloader=Position({"f": [1, same]}))
-    with pytest.raises(UsageError, match="The scheduler is a int, which has no state_dict"):
-        par.save(tmp_path, scheduler=3)
-    with pytest.raises(PlanError, match=r"has no state of a scheduler.*without scheduler="):
-        par.load(tmp_path, scheduler=Position())
+    refuses(UsageError, "The scheduler is a int, which has no state_dict", par.save, tmp_path, scheduler=3)
+    refuses(PlanError, r"has no state of a scheduler.*without scheduler=", par.load, tmp_path, scheduler=Position())
     assert par.load(tmp_path) == extra
 
 
@@ -272,8 +270,7 @@ def test_an_index_that_is_forged_with_its_checksum_is_refused(tmp_path: Path, ol
 
     text = text.replace(old, new)
     (tmp_path / NAME).write_text(f'{{"sha256": "{sha256(text.encode()).hexdigest()}",\n{text}')
-    with pytest.raises(CheckpointError, match="Cannot read the checkpoint"):
-        par.load(tmp_path)
+    refuses(CheckpointError, "Cannot read the checkpoint", par.load, tmp_path)
 
 
 def test_a_state_that_nobody_wrote_is_refused() -> None:
@@ -303,8 +300,7 @@ def test_large_tensors_are_read_by_chunks(tmp_path: Path, dtype: torch.dtype, mo
     reader = chunk_files.Folder(tmp_path)
     if dtype.itemsize > 1:
         list(reader.rows("x", piece, 0, each))  # another chunk is damaged
-    with pytest.raises(CheckpointError, match=r"x is not what was written \(rows \d+ to 36 of"):
-        list(reader.rows("x", piece, 30, 37))
+    refuses(CheckpointError, r"x is not what was written \(rows \d+ to 36 of", list, reader.rows("x", piece, 30, 37))
 
 
 class Killed(BaseException):
@@ -374,10 +370,8 @@ def test_the_newest_are_kept_and_found(tmp_path: Path, caplog: pytest.LogCapture
     with pytest.raises(UsageError, match=r"asynchronous is 'no'\. Write asynchronous=True or asynchronous=False"):
         Checkpoints(tmp_path, asynchronous="no")
     for keep in (0, 1.5, "a", True):
-        with pytest.raises(UsageError, match=f"The number keep is {keep!r}"):
-            Checkpoints(tmp_path, keep=keep)
-    with pytest.raises(UsageError, match="root takes a path, but got 3"):
-        Checkpoints(3)
+        refuses(UsageError, f"The number keep is {keep!r}", Checkpoints, tmp_path, keep=keep)
+    refuses(UsageError, "root takes a path, but got 3", Checkpoints, 3)
     with pytest.raises(UsageError, match=r"The model of a checkpoint is a int"):
         Checkpoints(tmp_path).save(3)
 
@@ -403,8 +397,7 @@ def test_what_is_written_beside_training_is_what_a_save_writes(tmp_path: Path, m
         patched.setattr("autopar.runtime.checkpoint.write.commit", full)
         beside.save(par, optimizer)
         refusal = r"Cannot write the checkpoint .* no space left on device\. Make room there.*checkpoint that was"
-        with pytest.raises(UsageError, match=refusal):
-            beside.save(par, optimizer)
+        refuses(UsageError, refusal, beside.save, par, optimizer)
     assert beside.latest() == other
     beside.save(par, optimizer)
     beside.wait()

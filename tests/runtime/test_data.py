@@ -14,6 +14,7 @@ from autopar.runtime.data import PlannedLoader, planned_loader
 from autopar.runtime.step.other_runs import BatchSizes, WholeBatch
 from tests.support.clusters import two_kinds
 from tests.support.planner.graphs import mlp
+from tests.support.said import refuses
 
 
 def numbers(length: int) -> Any:
@@ -160,8 +161,7 @@ def test_a_stream_without_its_rest_and_one_that_is_no_dataset(plans: dict[str, P
     assert [len(batch["x"]) for batch in streams(plans["dp2"], drop_last=True)[0]] == [4, 4, 4]
     plain = planned_loader(plans["dp2"], 1, iter(numbers(8)))
     assert [batch["x"].tolist() for batch in plain] == [[4, 5, 6, 7]]
-    with pytest.raises(TypeError, match="has no len"):
-        len(plain)
+    refuses(TypeError, "has no len", len, plain)
 
 
 def test_what_cannot_be_loaded_is_refused(plans: dict[str, Plan]) -> None:
@@ -176,8 +176,7 @@ def test_what_cannot_be_loaded_is_refused(plans: dict[str, Plan]) -> None:
         (loaders, {"batch_size": 0}, "The number batch_size is 0"),
         (loaders, {"batch_size": 16}, r"A batch of 16 samples is larger than that of the plan \(8\)"),
     ):
-        with pytest.raises(UsageError, match=said):
-            make(plans["dp2"], **options)
+        refuses(UsageError, said, make, plans["dp2"], **options)
     for given in (None, DataLoader([1])):
         with pytest.raises(UsageError, match=rf"The dataset of par.dataloader is a {type(given).__name__}"):
             planned_loader(plans["one"], 0, given)
@@ -190,10 +189,8 @@ def test_a_batch_that_cannot_be_computed_is_refused_at_once(plans: dict[str, Pla
     def refuse(size: int) -> None:
         raise UsageError(f"no {size}")
 
-    with pytest.raises(UsageError, match="no 3"):
-        loaders(plans["dp2"], check_smaller=refuse)
-    with pytest.raises(UsageError, match="no 4"):
-        loaders(plans["dp2"], batch_size=4, length=24, check_smaller=refuse)
+    refuses(UsageError, "no 3", loaders, plans["dp2"], check_smaller=refuse)
+    refuses(UsageError, "no 4", loaders, plans["dp2"], batch_size=4, length=24, check_smaller=refuse)
     assert loaders(plans["dp2"], length=24, check_smaller=refuse)
     assert isinstance(loaders(plans["dp2"])[0], DataLoader)
 

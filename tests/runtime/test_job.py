@@ -32,7 +32,7 @@ from autopar.runtime.job import (
 from autopar.runtime.launch import _wait_for
 from tests.support.cli_runner import Run, run_fixture
 from tests.support.example_plans import llama_plan
-from tests.support.said import said
+from tests.support.said import refuses, said
 
 GROUPS = (RankGroup(start=0, stop=2, device="a100-sxm4-40gb"), RankGroup(start=2, stop=4, device="h100-sxm5-80gb"))
 A100, H100 = "NVIDIA A100-SXM4-40GB", "NVIDIA H100 80GB HBM3"
@@ -67,8 +67,7 @@ def test_a_launcher_that_speaks_as_torchrun_does_is_believed(monkeypatch: pytest
         stop()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR")
-    with pytest.raises(RuntimeMismatchError, match=r"only some of RANK, WORLD_SIZE.*MASTER_ADDR expected.*torchrun"):
-        start("cpu")
+    refuses(RuntimeMismatchError, r"only some of RANK, WORLD_SIZE.*MASTER_ADDR expected.*torchrun", start, "cpu")
     assert not dist.is_initialized()
 
 
@@ -149,8 +148,7 @@ def test_a_plan_is_waited_for_until_it_is_there_or_rank_0_is_gone() -> None:
     threading.Timer(0.5, store.set, ("made", "")).start()
     _wait_for(store)
     gone = mock.Mock(check=mock.Mock(side_effect=dist.DistNetworkError("Connection closed by peer")))
-    with pytest.raises(RankFailedError, match=r"Rank 0 ended before it had a plan: Connection closed"):
-        _wait_for(gone)
+    refuses(RankFailedError, r"Rank 0 ended before it had a plan: Connection closed", _wait_for, gone)
 
 
 POLL_S = 0.02
@@ -210,8 +208,7 @@ def pair() -> Iterator[Pair]:
 def test_a_rank_whose_device_waits_is_ended_with_what_the_other_said(pair: Pair, ahead: int) -> None:
     for _ in range(ahead):
         pair.call(1)  # returns, and its work waits for rank 0
-    with pytest.raises(ValueError, match="no such token"):
-        pair.call(0, fails=True)
+    refuses(ValueError, "no such token", pair.call, 0, fails=True)
     assert pair.has_ended.wait(PATIENCE_S)
     assert pair.ended == ["rank 0: ValueError: no such token"]
 
@@ -219,14 +216,12 @@ def test_a_rank_whose_device_waits_is_ended_with_what_the_other_said(pair: Pair,
 def test_a_rank_that_works_by_itself_is_told_by_its_next_call(pair: Pair) -> None:
     pair.call(1)
     pair.device.is_done = True
-    with pytest.raises(ValueError, match="no such token"):
-        pair.call(0, fails=True)
+    refuses(ValueError, "no such token", pair.call, 0, fails=True)
     end = time.monotonic() + PATIENCE_S
     while not pair.alarms[1]._failure and time.monotonic() < end:
         time.sleep(POLL_S)
     assert not pair.ended
-    with pytest.raises(RankFailedError, match="rank 0: ValueError: no such token"):
-        pair.call(1)
+    refuses(RankFailedError, "rank 0: ValueError: no such token", pair.call, 1)
 
 
 def test_a_device_that_waits_for_another_call_says_which(pair: Pair) -> None:
@@ -283,8 +278,7 @@ def test_one_machine_takes_all_ranks_and_several_meet() -> None:
     ({"rendezvous": "first:29500"}, "One machine alone meets nobody"),
 ])  # fmt: skip
 def test_ranks_that_do_not_divide_or_meet_are_refused(options: dict[str, object], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        command(llama_plan(), ["train.py"], **options)
+    refuses(UsageError, message, command, llama_plan(), ["train.py"], **options)
 
 
 def test_a_script_that_is_not_there_is_named(run: Run) -> None:

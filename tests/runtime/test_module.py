@@ -22,6 +22,7 @@ from autopar.runtime.parallel_model import ParallelModel
 from autopar.verification.reference import adamw, loss_of
 from tests.support.distributed.subjects import graph_of
 from tests.support.parallel import SMALL, alone, small
+from tests.support.said import refuses
 from tests.support.small_models import model_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -115,8 +116,7 @@ def test_a_move_to_the_same_place_is_none(parallel: ParallelModel, same: Callabl
 ])  # fmt: skip
 def test_moves_and_casts_are_refused(parallel: ParallelModel, other: Callable[[nn.Module], nn.Module]) -> None:
     for module in (parallel, Around(parallel)):
-        with pytest.raises(UsageError, match=r"cannot be moved, cast or replaced: its plan has them in float32 on cpu"):
-            other(module)
+        refuses(UsageError, r"cannot be moved, cast or replaced: its plan has them in float32 on cpu", other, module)
 
 
 def around_it(wrap: Callable[[nn.Module], object]) -> Callable[[nn.Module], object]:
@@ -130,8 +130,7 @@ def around_it(wrap: Callable[[nn.Module], object]) -> Callable[[nn.Module], obje
 def test_wrappers_are_refused_and_leave_the_model_as_it_was(
     parallel: ParallelModel, batch: Batch, wrap: Callable[[nn.Module], object]
 ) -> None:
-    with pytest.raises(UsageError, match=r"cannot be wrapped in .*: its plan has distributed parameters .* already"):
-        wrap(parallel)
+    refuses(UsageError, r"cannot be wrapped in .*: its plan has distributed parameters .* already", wrap, parallel)
     assert type(parallel) is ParallelModel
     assert parallel.train_step(batch).item() == pytest.approx(loss_of(SMALL.build()(**batch)).item(), rel=1e-6)
 
@@ -147,8 +146,7 @@ def test_what_the_model_has_is_told_where_it_is_now() -> None:
 
 def test_what_cannot_be_is_refused_in_one_sentence(parallel: ParallelModel) -> None:
     for take in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(UsageError, match=r"cannot be copied, pickled.*par\.save\(DIR, optimizer\)"):
-            take(parallel)
+        refuses(UsageError, r"cannot be copied, pickled.*par\.save\(DIR, optimizer\)", take, parallel)
     with pytest.raises(UsageError, match=r"no layers that apply\(\.\.\.\) could reach.*before autopar\.parallelize"):
         parallel.apply(lambda module: None)
     with pytest.raises(UsageError, match=r"A backward hook on a parallel model is not supported"):
@@ -157,15 +155,13 @@ def test_what_cannot_be_is_refused_in_one_sentence(parallel: ParallelModel) -> N
         with pytest.raises(UsageError, match=r"cannot be put into a parallel model as par\.head"):
             parallel.head = value
     for add in (parallel.add_module, parallel.register_parameter):
-        with pytest.raises(UsageError, match=r"A Linear cannot be put into a parallel model as par\.head"):
-            add("head", nn.Linear(1, 1))
+        refuses(UsageError, r"A Linear cannot be put into a parallel model as par\.head", add, "head", nn.Linear(1, 1))
     for norm in ("1", None, -1.0, math.nan, True, torch.ones(3), parallel.parameters()):
         with pytest.raises(UsageError, match=re.escape(f"The max_norm is {norm!r}. Write for example max_norm=1.0")):
             parallel.clip_grad_norm_(norm, 2.0)
     with pytest.raises(UsageError, match=r"A clipping by norm_type=inf is not supported"):
         parallel.clip_grad_norm_(1.0, norm_type=math.inf)
-    with pytest.raises(AttributeError, match=r"no attribute 'generate'\. Instead: put par\.full_state_dict\(\)"):
-        parallel.generate()
+    refuses(AttributeError, r"no attribute 'generate'\. Instead: put par\.full_state_dict\(\)", getattr, parallel, "generate")
     assert not hasattr(parallel, "anything")
     with pytest.raises(UsageError, match=r"is a DTensor already\. Pass the model before it is made parallel"):
         api.trace(parallel, example_inputs=SMALL.make_batch(2, seed=0))
@@ -224,8 +220,6 @@ def test_a_state_dict_that_does_not_fit_is_refused_by_name(parallel: ParallelMod
         ({**state, "transformer.wpe.weight": weight, "other": weight}, r'Unexpected key.*"other"'),
         ({**state, "transformer.wpe.weight": torch.ones(3, 3)}, r"wpe\.weight: it has shape \(3, 3\), not"),
     ):
-        with pytest.raises(RuntimeError, match=message):
-            parallel.load_state_dict(changed)
+        refuses(RuntimeError, message, parallel.load_state_dict, changed)
     parallel.load_state_dict(state, strict=False)
-    with pytest.raises(RuntimeError, match="leave assign out"):
-        parallel.load_state_dict(parallel.state_dict(), assign=True)
+    refuses(RuntimeError, "leave assign out", parallel.load_state_dict, parallel.state_dict(), assign=True)

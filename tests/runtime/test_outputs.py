@@ -15,6 +15,7 @@ from autopar.tracing.trace import trace
 from tests.support.close import assert_close
 from tests.support.distributed.returning import Result, Returning
 from tests.support.parallel import alone
+from tests.support.said import refuses
 from tests.support.small_models import model_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -107,10 +108,8 @@ def test_a_batch_by_position_has_the_names_of_forward() -> None:
     parallel, _ = build("pair")
     given = batch()
     for call in (lambda: parallel(*given.values(), given["idx"]), lambda: parallel(given["idx"], idx=given["idx"])):
-        with pytest.raises(UsageError, match=r"inputs were given by position\. Expected at most .*: idx, targets, got"):
-            call()
-    with pytest.raises(UsageError, match=r"The batch was given as a dict without a name.*par\(\*\*batch\)"):
-        parallel(given)
+        refuses(UsageError, r"inputs were given by position\. Expected at most .*: idx, targets, got", call)
+    refuses(UsageError, r"The batch was given as a dict without a name.*par\(\*\*batch\)", parallel, given)
 
 
 def _noise(self: Any, x: Tensor) -> dict[str, Any]:

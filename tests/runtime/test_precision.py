@@ -23,6 +23,7 @@ from tests.support.distributed import scaled
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.subjects import HfSubject
 from tests.support.parallel import alone, on_rank
+from tests.support.said import refuses
 from tests.support.small_models import evaluate, model_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -60,8 +61,7 @@ def test_gradients_that_are_still_scaled_are_not_stepped_by_or_clipped() -> None
     with pytest.raises(UsageError, match=r"most gradients would be zero.* scaler = par\.grad_scaler\(\) before"):
         parallel.train_step(batch)
     scaler, optimizer = parallel.grad_scaler(), scaled.sgd(parallel.parameters())
-    with pytest.raises(UsageError, match="second scaler"):
-        parallel.grad_scaler()
+    refuses(UsageError, "second scaler", parallel.grad_scaler)
     with pytest.raises(
         UsageError,
         match=r"the scaler of this model has not scaled.*scaler\.scale\(loss\)\.backward\(\), where loss is that of par",
@@ -69,8 +69,7 @@ def test_gradients_that_are_still_scaled_are_not_stepped_by_or_clipped() -> None
         torch.amp.GradScaler("cpu").scale(parallel(**batch).loss).backward()
     before = parallel.full_state_dict()
     loss = parallel.train_step(batch)
-    with pytest.raises(UsageError, match=r"has been scaled already.*Leave scaler\.scale\(loss\)\.backward\(\) out"):
-        scaler.scale(loss)
+    refuses(UsageError, r"has been scaled already.*Leave scaler\.scale\(loss\)\.backward\(\) out", scaler.scale, loss)
     with pytest.raises(
         UsageError, match=r"would step by the gradients of the scaled loss.*Call scaler\.step\(optimizer\)"
     ):
@@ -114,8 +113,7 @@ def test_a_load_that_is_refused_leaves_the_optimizer_as_it_was(tmp_path: Path) -
     parallel.save(tmp_path / "saved")
     parallel.train_step(batch)
     before = [p.grad for p in parallel.parameters()]
-    with pytest.raises(UsageError, match="would step by the gradients of the scaled loss"):
-        parallel.load(tmp_path / "saved", optimizer)
+    refuses(UsageError, "would step by the gradients of the scaled loss", parallel.load, tmp_path / "saved", optimizer)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25]
     assert all(p.grad is grad for p, grad in zip(parallel.parameters(), before, strict=True))
 

@@ -18,6 +18,7 @@ from autopar.tracing import repeated_steps
 from autopar.tracing.sample_counts import CountError
 from autopar.tracing.trace import trace
 from tests.support.lower import unusual as u
+from tests.support.said import refuses
 from tests.support.small_models import model_of
 
 COUNT = {"steps": 0}
@@ -48,8 +49,7 @@ def up_globally(module: Any) -> int:
 def test_a_number_that_changes_by_steps_is_refused(state: Any, count: Callable[[Any], Any], named: str) -> None:
     model = u.Around(lambda: model_of(lambda self, x: x * count(self), state=state))
     said = rf"test_repeated_steps.py:\d+: A second step does not run.*mul.*{named}.*register_buffer"
-    with pytest.raises(TraceError, match=said):
-        trace(model, (), u.batch())
+    refuses(TraceError, said, trace, model, (), u.batch())
 
 
 def lucky(draws: Callable[[], bool], decides: bool = True) -> u.Around:
@@ -128,8 +128,7 @@ def _warmer(self: Any, x: Tensor) -> Tensor:
 )
 def test_a_tensor_of_an_earlier_step_is_refused(forward: Callable[..., Tensor], kept: Tensor | None) -> None:
     said = r"test_repeated_steps.py:\d+: .*reads what an earlier step has computed.*self.*buffer"
-    with pytest.raises(TraceError, match=said):
-        trace(u.Around(lambda: model_of(forward, kept=kept)), (), u.batch())
+    refuses(TraceError, said, trace, u.Around(lambda: model_of(forward, kept=kept)), (), u.batch())
 
 
 def _warm_up(self: Any, x: Tensor) -> Tensor:
@@ -187,8 +186,7 @@ def test_caches_and_buffers_are_no_fault(forward: Callable[..., Tensor]) -> None
 
 def test_a_table_of_a_buffer_that_changes_is_refused() -> None:
     inner = lambda: model_of(_cached_of_a_counter, table=None, steps=nn.Buffer(torch.zeros(())))
-    with pytest.raises(TraceError, match="reads what an earlier step has computed"):
-        trace(u.Around(inner), (), u.batch())
+    refuses(TraceError, "reads what an earlier step has computed", trace, u.Around(inner), (), u.batch())
 
 
 # --- numbers that count samples
@@ -228,8 +226,7 @@ def test_a_count_of_the_example_is_refused_and_other_numbers_cost_no_second_expo
         if exports == 1:
             assert trace(model, (batch,)).batch_size == 4
         else:
-            with pytest.raises(TraceError, match=r"test_repeated_steps\.py.*depends on the batch size"):
-                trace(model, (batch,))
+            refuses(TraceError, r"test_repeated_steps\.py.*depends on the batch size", trace, model, (batch,))
     assert export.call_count == exports
 
 

@@ -20,6 +20,7 @@ from autopar.verification.reference import Compared, traced_in_double, worst
 from autopar.verification.results import NUDGES, Confirmation, RankErrors, VerifyReport
 from tests.support.close import assert_close
 from tests.support.distributed.subjects import OwnSubject
+from tests.support.said import refuses
 from tests.support.small_models import evaluate, model_of
 
 
@@ -36,8 +37,7 @@ def row(**changes: object) -> RankErrors:
 def test_what_exceeds_the_tolerance_is_named(changes: dict[str, float], message: str) -> None:
     report = VerifyReport(steps=3, reference_losses=(1.0,), rows=(row(rank=0), row(**changes)))
     assert not report.passed
-    with pytest.raises(VerificationError, match=message):
-        report.check()
+    refuses(VerificationError, message, report.check)
 
 
 @pytest.mark.parametrize(("found", "wanted", "name", "error"), [
@@ -71,8 +71,7 @@ def test_float64_tells_rounding_from_wrong(rows: tuple[RankErrors, ...], alone: 
     assert re.match(verdict, report.verdict)
     assert report.passed == verdict.startswith("rounding")
     if not report.passed:
-        with pytest.raises(VerificationError, match=r"2\.00e-03 \(in g\)"):
-            report.check()
+        refuses(VerificationError, r"2\.00e-03 \(in g\)", report.check)
     else:
         report.check()
 
@@ -187,8 +186,7 @@ def test_a_model_that_draws_noise_of_its_own_is_no_reference() -> None:
         )
 
     run(0.0)
-    with pytest.raises(VerificationError, match=r"One device gives two losses for one batch: .*Turn off what"):
-        run(0.1)
+    refuses(VerificationError, r"One device gives two losses for one batch: .*Turn off what", run, 0.1)
 
 
 KINKED = OwnSubject(
