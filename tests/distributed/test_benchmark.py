@@ -29,8 +29,6 @@ from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed.plans import estimated
 from tests.support.said import refuses
 
-pytestmark = pytest.mark.distributed
-
 MODEL = "gpt:layers=2,hidden=32,heads=4,vocab=96,seq=16"
 MIXTURE = (
     "hf:mixtral?num_hidden_layers=1&hidden_size=32&num_attention_heads=2&num_key_value_heads=2&intermediate_size=64"

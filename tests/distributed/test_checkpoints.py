@@ -20,8 +20,6 @@ from tests.support.distributed.layouts import batches, on_ranks, planned, planne
 from tests.support.distributed.plans import estimated
 from tools.campaigns import checkpoints as campaign
 
-pytestmark = pytest.mark.distributed
-
 
 @pytest.mark.parametrize("route", [
     ("tp4, padded", "pp2 interleaved", "tp2 x dp2 ZeRO 3"),

@@ -19,8 +19,6 @@ from tests.support.distributed.mixtures import mixture
 from tests.support.distributed.plans import estimated
 from tests.support.distributed.subjects import HfSubject, Unpadded
 
-pytestmark = pytest.mark.distributed
-
 EPSILON = 2.0**-10
 FIXED = {"init_scale": 65536.0}
 SUBJECT = HfSubject("llama")
@@ -29,10 +27,8 @@ SUBJECT = HfSubject("llama")
 @cache
 def stepped(pool: WorkerPool, layout: str, called: bool = False) -> tuple[dict[str, Any], ...]:
     """What each rank finds in the two steps of :func:`one_device`."""
-    return on_ranks(
-        pool, partial(scaled.steps, scaling=FIXED, called=called), *planned(layout, "llama", precision=FP16),
-        batches(SUBJECT, 2),
-    )  # fmt: skip
+    job = partial(scaled.steps, scaling=FIXED, called=called)
+    return on_ranks(pool, job, *planned(layout, "llama", precision=FP16), batches(SUBJECT, 2))
 
 
 @cache

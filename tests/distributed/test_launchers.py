@@ -9,7 +9,7 @@ import torch
 
 from tests.support.distributed import fit_script
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 STEPS = 12

@@ -16,8 +16,6 @@ from tests.support.distributed.plans import estimated
 from tests.support.distributed.subjects import SEQUENCE
 from tests.support.step_traffic import stages_of
 
-pytestmark = pytest.mark.distributed
-
 CLUSTER = with_device(Cluster.parse("cpu:1x4"), host=replace(HOST, memory_bytes=10**9))
 """CPU ranks that take part of their memory for a host's."""
 

@@ -34,9 +34,6 @@ from tests.support.distributed.plans import estimated
 from tests.support.distributed.subjects import graph_of
 from tests.support.step_traffic import Collective, stages_of, traffic
 
-pytestmark = pytest.mark.distributed
-
-
 Recorded = tuple[str, tuple[int, ...], int]
 """Kind, ranks of the group (of a send: of the group that it stands in), bytes: of the whole tensor; of one rank's part
 for all-to-all and sends."""

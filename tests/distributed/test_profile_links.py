@@ -2,7 +2,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -10,9 +9,6 @@ from autopar.errors import AutoparError
 from autopar.measure.collective_times import COLLECTIVES, FEWEST, Limits, LinkJob, LinkPoints, measure_links
 from autopar.measure.job_of_ranks import GroupSet
 from autopar.verification.rank_pool import WorkerPool
-
-pytestmark = pytest.mark.distributed
-
 
 LARGEST = 16 * 1024
 

@@ -13,8 +13,6 @@ from tests.support.distributed.layouts import on_batch, on_ranks, planned
 from tests.support.distributed.oddities import MASKED, SAMPLES, TOKENS, WIDTH
 from tests.support.distributed.plans import estimated
 
-pytestmark = pytest.mark.distributed
-
 LAYOUTS = ["dp4", "tp2 whole parameters", "tp2 x dp2 whole parameters", "HSDP 2x2", "tp2 x dp2 ZeRO 1", "pp2 x dp2"]
 
 

@@ -13,6 +13,7 @@ from autopar.plan.mesh import Mesh
 from autopar.plan.plan import FP32, Plan, Precision, PrecisionName
 from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
+from autopar.verification.reference import loss_of
 from autopar.verification.results import VerifyReport
 from tests.support.close import assert_close
 from tests.support.distributed import jobs
@@ -87,6 +88,13 @@ def planned_on(
 
 def batches(subject: HfSubject, count: int) -> list[dict[str, Tensor]]:
     return [subject.make_batch(16, seed=seed) for seed in range(count)]
+
+
+@cache
+def loss_alone(kind: str) -> float:
+    """Of the first batch, on one device that drops nothing."""
+    subject = HfSubject(kind)
+    return loss_of(subject.build()(**batches(subject, 1)[0])).item()
 
 
 def on_ranks(
