@@ -3,7 +3,7 @@
 import json
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +120,7 @@ def test_one_rank_is_held_against_its_part(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("autopar.benchmark.local.machine_profile", lambda **options: None)
     monkeypatch.setattr(
         "autopar.benchmark.local.local_ranks",
-        lambda count, run_timeout_s: nullcontext(
-            lambda job: pool.run(ranks.run, job, size=count, timeout_s=run_timeout_s)
-        ),
+        lambda count, run_timeout_s: nullcontext(partial(pool.run, ranks.run, size=count, timeout_s=run_timeout_s)),
     )
     request = replace(REQUEST, num_ranks=4, as_rank=3, pins=("tp=2", "micro_batch=2"), sample=1, rounds=1, steps=1)
     outcome = run_local(request, cache_dir=tmp_path)

@@ -258,9 +258,7 @@ def test_nothing_is_found_where_nothing_differs(workers: WorkerPool) -> None:
 @pytest.mark.parametrize(
     ("kind", "pin"), [("remembering", "tp=2"), ("choosing", "dp_replicate=2"), ("choosing", "tp=2")]
 )
-def test_no_difference_is_found_in_models_that_change_buffers_or_only_choose(
-    workers: WorkerPool, kind: str, pin: str
-) -> None:
+def test_no_difference_is_found_where_buffers_change_or_only_choose(workers: WorkerPool, kind: str, pin: str) -> None:
     """Buffers that a step changes are those of the step before; a parameter that only chooses is decayed as on one device."""
     subject = {"remembering": REMEMBERING, "choosing": CHOOSING}[kind]
     graph = subject.trace(8, global_batch_size=8)

@@ -58,9 +58,7 @@ def test_a_rank_that_is_killed_in_a_save_leaves_the_checkpoint_before(tmp_path: 
 
 def test_what_is_written_beside_steps_is_what_a_save_writes(pool: WorkerPool, tmp_path: Path) -> None:
     subject, plan, graph = planned("tp2 x dp2 ZeRO 3", "gpt2")
-    on_ranks(
-        pool, checkpoints.beside_and_at_once, subject, plan, graph, batches(subject, 3), str(tmp_path), timeout_s=300.0
-    )
+    on_ranks(pool, checkpoints.beside_and_at_once, subject, plan, graph, batches(subject, 3), str(tmp_path))
     found = {path.relative_to(tmp_path / "beside") for path in (tmp_path / "beside").glob("*/*")}
     assert len({path.parent for path in found}) == 3
     assert found == {path.relative_to(tmp_path / "at_once") for path in (tmp_path / "at_once").glob("*/*")}
@@ -160,7 +158,7 @@ def test_ranks_write_each_element_once_and_about_equally_many(pool: WorkerPool, 
     source = Folder(tmp_path / "run")
     entries = [
         entry for name, entry in source.tensors.items() if not name.startswith("state.")
-    ]  # each rank writes its own
+    ]  # which each rank writes
     stored = sum(prod(entry.shape) * entry.dtype.itemsize for entry in entries)
     written = [_written_bytes(source.path / name) for name in source._files]
     assert stored <= sum(written) < 1.05 * stored, "steps of an optimizer come more than once"

@@ -124,9 +124,7 @@ def test_the_norm_counts_every_expert_once_and_clips_them_all(pool: WorkerPool, 
 
 
 def test_a_checkpoint_of_spread_experts_loads_under_another_plan(pool: WorkerPool, tmp_path: Path) -> None:
-    (subject, here, graph), (_, there, _) = (
-        with_experts(pins) for pins in ("ep=4 ep_data=2 tp=2", "ep=2 dp_shard=4 zero=3")
-    )
+    (subject, here, graph), (_, there, _) = map(with_experts, ("ep=4 ep_data=2 tp=2", "ep=2 dp_shard=4 zero=3"))
     goes_on(pool, subject, graph, batches(subject), tmp_path, here, there, here)
 
 

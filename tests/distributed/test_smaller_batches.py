@@ -25,7 +25,7 @@ Batch = Mapping[str, Tensor]
 
 
 def stepped(
-    model: nn.Module, steps: Sequence[Batch], rests: Sequence[Batch], *, rate: float = 0.1, called: bool = False
+    model: nn.Module, steps: Sequence[Batch], rests: Sequence[Batch], rate: float = 0.1, called: bool = False
 ) -> dict[str, Any]:
     """Steps of gradient descent, and then what ``eval()`` makes of ``rests``, by ranks or by one device; what is refused is its error.
 
@@ -84,9 +84,7 @@ def check(pool: WorkerPool, kind: str, plan: Plan, called: bool = False) -> None
             assert_close(mine[1], theirs[1], 1e-4, place=f"{size} samples")
 
 
-CASES = [
-    (layout, kind) for layout in MICRO_BATCHES for kind in SUBJECTS if kind == "gpt2" or LAYOUTS[layout][0].pp == 1
-]
+CASES = [(name, kind) for name in MICRO_BATCHES for kind in SUBJECTS if kind == "gpt2" or LAYOUTS[name][0].pp == 1]
 """The other model is one block, which makes no stages."""
 
 

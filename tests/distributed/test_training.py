@@ -335,9 +335,7 @@ def test_a_model_outlives_no_process_group(pool: WorkerPool, tmp_path: Path) -> 
         assert ["another one has begun" in text for text in said] == 3 * [False] + 3 * [True]
 
 
-def in_inference_mode(
-    subject: HfSubject, plan: Plan, graph: Graph, batch: jobs.Batch, folder: str
-) -> tuple[list[float], bool]:
+def in_inference_mode(subject: Any, plan: Plan, graph: Graph, batch: Any, folder: str) -> tuple[list[float], bool]:
     """Losses of steps between what was made, evaluated, clipped, saved and loaded in inference mode; whether states are of it."""
     model: nn.Module = subject.build()
     with torch.inference_mode():

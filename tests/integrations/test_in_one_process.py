@@ -123,9 +123,7 @@ def test_resuming_takes_the_last_numbered_checkpoint_that_is_complete(tmp_path: 
 ])  # fmt: skip
 def test_a_checkpoint_of_another_loop_is_refused_by_name(extra: Any, problem: str) -> None:
     model = SimpleNamespace(load=lambda *_, **__: extra)
-    loop = SimpleNamespace(
-        parallel_model=model, _optimizer=lambda: None, _other_states=dict, _custom_objects=[], step=0
-    )
+    loop = SimpleNamespace(parallel_model=model, _optimizer=lambda: 0, _other_states=dict, _custom_objects=[], step=0)
     refuses(UsageError, problem, Accelerator.load_state, loop, "folder")
     assert loop.step == 0
 

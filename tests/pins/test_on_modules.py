@@ -34,9 +34,8 @@ class Net(nn.Module):
 
 
 def planned(net: Net, *pins: str) -> Plan:
-    return autopar.search(
-        net, example_inputs=[torch.randn(8, 8)], cluster="cpu:1x4", global_batch_size=8, pins=pins, trials=8
-    )
+    asked = {"example_inputs": [torch.randn(8, 8)], "cluster": "cpu:1x4", "global_batch_size": 8, "trials": 8}
+    return autopar.search(net, pins=pins, **asked)
 
 
 def test_a_search_holds_to_the_pins_of_modules() -> None:

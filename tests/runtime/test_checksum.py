@@ -51,7 +51,8 @@ def test_what_is_changed_has_another(dtype: torch.dtype, rows: int, columns: int
 def test_numbers_differ_by_signs_zeros_and_imaginary_parts() -> None:
     value = random(torch.float32, 5000)
     assert len({number(value), number(-value), number(value.sort().values), number(value * 0), number(-value * 0)}) == 5
-    turns = torch.polar(torch.ones(4), torch.arange(4.0))  # imaginary parts, which torch leaves out of a cast with a warning
+    # imaginary parts, which torch leaves out of a cast with a warning
+    turns = torch.polar(torch.ones(4), torch.arange(4.0))
     assert number(turns) != number(turns.conj()) == number(turns.conj().resolve_conj())
 
 

@@ -136,7 +136,7 @@ def streams(plan: Plan, **options: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "workers"), [("one", 0), ("dp2", 0), ("dp2", 2), ("dp4", 0), ("tp2 x dp2", 0), ("unequal", 0)]
+    ("name", "workers"), [*((name, 0) for name in ("one", "dp2", "dp4", "tp2 x dp2", "unequal")), ("dp2", 2)]
 )
 def test_a_stream_is_divided_under_any_plan(plans: dict[str, Plan], name: str, workers: int) -> None:
     """Also where an epoch is begun in its middle, at a position of another plan's loader."""
@@ -203,10 +203,8 @@ def test_the_model_makes_a_loader_and_knows_which_batches_it_can_compute() -> No
     for found in par.dataloader(rows):
         assert par.evaluate(found).isfinite()
     meeting = api.parallelize(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), **parts)
-    with pytest.raises(
-        UsageError, match=r"A batch of 3 samples is smaller .* samples of this model meet.*drop_last=True"
-    ):
-        meeting.dataloader(rows, batch_size=3)
+    said = r"A batch of 3 samples is smaller .* samples of this model meet.*drop_last=True"
+    refuses(UsageError, said, meeting.dataloader, rows, batch_size=3)
     assert meeting.train_step([*meeting.dataloader(rows)][-1]).isfinite()
     meeting.eval()
     assert all(meeting.evaluate(found).isfinite() for found in meeting.dataloader(rows, batch_size=3))

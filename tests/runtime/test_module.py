@@ -127,9 +127,7 @@ def around_it(wrap: Callable[[nn.Module], object]) -> Callable[[nn.Module], obje
     DistributedDataParallel, fully_shard, around_it(fully_shard), FullyShardedDataParallel,
     around_it(FullyShardedDataParallel), replicate,
 ])  # fmt: skip
-def test_wrappers_are_refused_and_leave_the_model_as_it_was(
-    parallel: ParallelModel, batch: Batch, wrap: Callable[[nn.Module], object]
-) -> None:
+def test_wrappers_are_refused_and_leave_the_model_as_it_was(parallel: ParallelModel, batch: Batch, wrap: Any) -> None:
     refuses(UsageError, r"cannot be wrapped in .*: its plan has distributed parameters .* already", wrap, parallel)
     assert type(parallel) is ParallelModel
     assert parallel.train_step(batch).item() == pytest.approx(loss_of(SMALL.build()(**batch)).item(), rel=1e-6)
@@ -161,7 +159,8 @@ def test_what_cannot_be_is_refused_in_one_sentence(parallel: ParallelModel) -> N
             parallel.clip_grad_norm_(norm, 2.0)
     with pytest.raises(UsageError, match=r"A clipping by norm_type=inf is not supported"):
         parallel.clip_grad_norm_(1.0, norm_type=math.inf)
-    refuses(AttributeError, r"no attribute 'generate'\. Instead: put par\.full_state_dict\(\)", getattr, parallel, "generate")
+    said = r"no attribute 'generate'\. Instead: put par\.full_state_dict\(\)"
+    refuses(AttributeError, said, getattr, parallel, "generate")
     assert not hasattr(parallel, "anything")
     with pytest.raises(UsageError, match=r"is a DTensor already\. Pass the model before it is made parallel"):
         api.trace(parallel, example_inputs=SMALL.make_batch(2, seed=0))

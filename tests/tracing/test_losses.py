@@ -74,9 +74,7 @@ APART: dict[str, Loss] = {
     "the sum of logarithms of a softmax": lambda y, c, t: F.nll_loss(
         y.softmax(-1).log().transpose(1, 2), _ignoring(c), reduction="sum"
     ),
-    "weighted sum of logarithms": lambda y, c, t: F.nll_loss(
-        y.transpose(1, 2).log_softmax(1), c, WEIGHTS, reduction="sum"
-    ),
+    "weighted logarithms": lambda y, c, t: F.nll_loss(y.transpose(1, 2).log_softmax(1), c, WEIGHTS, reduction="sum"),
     "a scaled mean and numbers": lambda y, c, t: 2.0 - 2 * ((y * t).mean() / 3 - 1) + F.mse_loss(y, t),
     "variances": lambda y, c, t: F.gaussian_nll_loss(y, t, F.softplus(y) + 0.1),
     "distributions": lambda y, c, t: kl_divergence(
@@ -98,14 +96,10 @@ APART: dict[str, Loss] = {
     "of selected reals": lambda y, c, t: _selected_pairs(F.smooth_l1_loss, y, t, t > 0, beta=0.5),
     "the sum of selected rows": lambda y, c, t: _selected_pairs(F.mse_loss, y, t, c > 1, reduction="sum"),
     "a mean of what is selected": lambda y, c, t: (y - t).square()[c > 1].mean() + (y * t).masked_select(t > 0).sum(),
-    "a ratio of sums over samples, and numbers": lambda y, c, t: (
-        1.0 - (2.0 - (y - t).square().sum() / t.square().sum())
-    ),
+    "a ratio of sums, and numbers": lambda y, c, t: 1.0 - (2.0 - (y - t).square().sum() / t.square().sum()),
     "counts": lambda y, c, t: F.poisson_nll_loss(y, c[..., None].expand_as(y), full=True, reduction="sum"),
     "hinges": lambda y, c, t: F.hinge_embedding_loss(y, t.sign(), margin=2.0),
-    "cosines": lambda y, c, t: F.cosine_embedding_loss(
-        y.flatten(0, 1), t.flatten(0, 1), (c.flatten() > 1) * 2 - 1, 0.2
-    ),
+    "cosine": lambda y, c, t: F.cosine_embedding_loss(y.flatten(0, 1), t.flatten(0, 1), (c.flatten() > 1) * 2 - 1, 0.2),
     "divergences": lambda y, c, t: F.kl_div(y.log_softmax(-1), t.log_softmax(-1), log_target=True, reduction="sum"),
     "margins": lambda y, c, t: F.multi_margin_loss(y.flatten(0, 1), c.flatten(), p=2, weight=WEIGHTS),
     "margins of labels": lambda y, c, t: F.multilabel_margin_loss(
@@ -220,7 +214,5 @@ def test_a_loss_of_more_elements_than_two_samples_have_is_traced_at_the_global_b
 
 
 def test_a_norm_over_all_dims_has_a_rule() -> None:
-    graph = for_batch(
-        lambda n: trace(Model(lambda y, c, t: y.norm() + F.mse_loss(y, t)), (), batch(n or 4)), 4, samples_apart
-    )
-    assert graph.mixing
+    model = Model(lambda y, c, t: y.norm() + F.mse_loss(y, t))
+    assert for_batch(lambda n: trace(model, (), batch(n or 4)), 4, samples_apart).mixing

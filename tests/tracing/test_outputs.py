@@ -85,9 +85,8 @@ def _odd(self: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
 
 
 def test_what_is_kept_of_a_structure() -> None:
-    odd = outputs_of(
-        model_of(_odd, inner=nn.Linear(4, 4), unused=nn.Linear(4, 2)), x=torch.randn(2, 4), y=torch.randn(2, 4)
-    )
+    model = model_of(_odd, inner=nn.Linear(4, 4), unused=nn.Linear(4, 2))
+    odd = outputs_of(model, x=torch.randn(2, 4), y=torch.randn(2, 4))
     places = dict(zip(odd.structure.names, odd.structure.items, strict=True))
     assert places["loss"].kind == "loss"
     assert places["same"].index == places["h"].index

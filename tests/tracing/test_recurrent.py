@@ -153,9 +153,7 @@ def test_a_mask_of_windows_is_split_with_the_samples_that_it_is_repeated_for() -
     expanded = lambda times: mask[None].expand(times, -1, -1, -1).reshape(-1, 2, 2)
     repeated = lambda times: mask.repeat(times, 1, 1)
     for repeat in (expanded, repeated):
-        model = _changing(
-            lambda x, repeat=repeat: (x.view(-1, 2, 1) + repeat(len(x)).sum(-1, keepdim=True)).view(x.shape)
-        )
+        model = _changing(lambda x, more=repeat: (x.view(-1, 2, 1) + more(len(x)).sum(-1, keepdim=True)).view(x.shape))
         graph = trace(model, (torch.zeros(4, 6),))
         typing = solve_batch(compact(graph))
         local = shard(graph, typing, global_batch_size=4, micro_batch_size=1)

@@ -133,9 +133,8 @@ def test_chosen_limits_are_to_the_last_bit_those_of_the_model(dtype: torch.dtype
 @pytest.mark.parametrize("code", [of_transformers, of_t5])
 @pytest.mark.parametrize("pins", [["tp=2", "dp_replicate=2", "num_micro_batches=2"], ["dp_shard=2"]])
 def test_ranks_and_micro_batches_clamp_their_samples(code: Code, pins: list[str]) -> None:
-    plan = check(
-        u.Around(lambda: calling(code)), u.batch(), pins, precision="fp32"
-    )  # limits of float64 are infinite in it
+    model = u.Around(lambda: calling(code))
+    plan = check(model, u.batch(), pins, precision="fp32")  # limits of float64 are infinite in it
     assert not any(note.startswith(("opaque", "samples meet")) for note in plan.notes)
 
 

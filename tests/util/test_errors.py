@@ -90,9 +90,7 @@ class Call:
                     yield AutoparError.unsupported(first, instead=instead, where=where)
                 case _:
                     for wanted in self.texts(self.positional[1]):
-                        yield AutoparError(
-                            f"Wrong value of {VALUE}", expected=wanted, got=VALUE, fix="Change the value"
-                        )
+                        yield AutoparError(f"Wrong value of {VALUE}", expected=wanted, got=VALUE, fix="Change it")
 
 
 def calls() -> Iterator[Call]:

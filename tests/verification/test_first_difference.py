@@ -31,10 +31,8 @@ def traced() -> Graph:
 def recorded() -> Iterator[tuple[Trail, Tape, Tape, dict[Ref, torch.Tensor]]]:
     """One rank's tape and one device's, of everything."""
     start("cpu")
-    batch = SUBJECT.make_batch(4, seed=0)
-    plan = replace(
-        make_plan(traced(), Mesh(), global_batch_size=4, micro_batch_size=2, recompute="full"), precision=FP64
-    )
+    batch, graph = SUBJECT.make_batch(4, seed=0), traced()
+    plan = replace(make_plan(graph, Mesh(), global_batch_size=4, micro_batch_size=2, recompute="full"), precision=FP64)
     trail = Trail(plan, traced())
     both = [trail.boundaries(), *(trail.inside(block.index) for block in trail.local.blocks)]
     here, there = (
@@ -121,9 +119,7 @@ LAYOUT = ((BATCH, S(0)), ("cp", S(1)), ("tp", S(1)))
 
 def pieces(split: Split, whole: torch.Tensor, layout: Any) -> dict[tuple[int, int], torch.Tensor]:
     places = [(rank, number) for rank in range(8) for number in range(2)]  # one pipeline stage
-    return {
-        (rank, number): split.part(whole, layout, split.coordinate(rank, number)).clone() for rank, number in places
-    }
+    return {place: split.part(whole, layout, split.coordinate(*place)).clone() for place in places}
 
 
 def test_the_rank_that_is_wrong_is_named() -> None:

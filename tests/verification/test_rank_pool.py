@@ -43,9 +43,7 @@ def test_a_job_that_crashes_once_is_run_again(tmp_path: Path) -> None:
 
 def test_a_script_that_starts_processes_at_its_top_level_is_told_where_to(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(
-        "import os\nfrom autopar.verification.rank_pool import WorkerPool\nWorkerPool(1).run(os.getpid)\n"
-    )
+    script.write_text("from autopar.verification.rank_pool import WorkerPool\nWorkerPool(1).run(print)\n")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
     assert 'make this call under `if __name__ == "__main__":`' in done.stderr

@@ -77,19 +77,17 @@ def test_float64_tells_rounding_from_wrong(rows: tuple[RankErrors, ...], alone: 
 
 
 @pytest.mark.parametrize(
-    ("graph_loss", "alone", "passed"), [(1e-7, 1e-3, True), (1e-7, 1e-6, False), (1e-4, 1e-3, False)]
+    ("graph_loss", "alone", "right"), [(1e-7, 1e-3, True), (1e-7, 1e-6, False), (1e-4, 1e-3, False)]
 )
-def test_a_graph_in_float64_tells_where_the_model_has_other_operators_there(
-    graph_loss: float, alone: float, passed: bool
-) -> None:
+def test_a_graph_in_float64_tells_where_the_model_has_others(graph_loss: float, alone: float, right: bool) -> None:
     """Positions that are computed in float64 and cast to float32: in float64 nothing is cast."""
     report = VerifyReport(
         steps=3, reference_losses=(1.0,), rows=(row(gradient=2e-3),),
         confirmation=Confirmation(rows=(), alone=row(gradient=alone), why="other operators"),
         bisection=Bisection(difference=None, steps=3, graph_loss=graph_loss),
     )  # fmt: skip
-    assert report.passed == passed
-    assert report.verdict.startswith("rounding: " if passed else "wrong: ")
+    assert report.passed == right
+    assert report.verdict.startswith("rounding: " if right else "wrong: ")
     assert not replace(report, bisection=None).passed
 
 
@@ -168,10 +166,8 @@ def test_a_model_that_fails_on_one_device_is_told_by_its_line() -> None:
     subject = OwnSubject(model, lambda size, _: {"ids": torch.full((size, 3), 7)})
     graph = trace(model(), (), subject.make_batch(2, seed=0))
     plan = autopar.search(graph, cluster="cpu:1x1", global_batch_size=2)
-    with pytest.raises(
-        VerificationError, match=r"test_verify\.py:\d+: One device alone cannot train .*IndexError.*fit the model"
-    ):
-        verify(subject, plan, graph, pool=None)
+    said = r"test_verify\.py:\d+: One device alone cannot train .*IndexError.*fit the model"
+    refuses(VerificationError, said, verify, subject, plan, graph, pool=None)
 
 
 def run_of(global_batch_size: int) -> _Run:
