@@ -156,9 +156,8 @@ def test_ranks_write_each_element_once_and_about_equally_many(pool: WorkerPool, 
     subject, plan, graph = planned(layout, "gpt2")
     on_ranks(pool, jobs.save_run, subject, plan, graph, batches(subject, 2), str(tmp_path / "run"))
     source = Folder(tmp_path / "run")
-    entries = [
-        entry for name, entry in source.tensors.items() if not name.startswith("state.")
-    ]  # which each rank writes
+    # each rank writes its own state
+    entries = [entry for name, entry in source.tensors.items() if not name.startswith("state.")]
     stored = sum(prod(entry.shape) * entry.dtype.itemsize for entry in entries)
     written = [_written_bytes(source.path / name) for name in source._files]
     assert stored <= sum(written) < 1.05 * stored, "steps of an optimizer come more than once"

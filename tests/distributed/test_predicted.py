@@ -59,9 +59,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.found: Counter[Recorded] = Counter()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         name = func.name()
         if name.startswith(("c10d::", "_c10d_functional::", "_c10d_functional_autograd::")):
             self._note(name.partition("::")[2].partition(".")[0], func, args)
@@ -160,9 +158,7 @@ def compare(pool: WorkerPool, kind: str, plan: Plan, graph: Graph) -> None:
         assert expected == row
 
 
-def as_gathered(
-    expected: dict[Recorded, int], row: dict[Recorded, int]
-) -> tuple[dict[Recorded, int], dict[Recorded, int]]:
+def as_gathered(expected: dict[Recorded, int], row: dict[Recorded, int]) -> tuple[dict[Recorded, int], ...]:
     """Without all-to-alls, and what runs in their place: a gather forward, the sum of its gradients backward."""
     exchanges = Counter[tuple[tuple[int, ...], int]]()
     for (kind, ranks, num_bytes), count in expected.items():

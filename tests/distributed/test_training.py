@@ -321,7 +321,7 @@ def test_errors_of_the_planning_rank_reach_all(pool: WorkerPool) -> None:
 def test_a_job_takes_nothing_from_the_job_before_it(pool: WorkerPool) -> None:
     """DTensor remembers meshes by their ranks alone; of groups of this process's last job nobody knows any more."""
     subject, plan, graph = planned("tp2 x dp2 ZeRO 3", "gpt2")
-    given = (jobs.train_beside_other_groups, subject, plan, graph, *batches(subject, 1))
+    given = (jobs.train_beside_others, subject, plan, graph, *batches(subject, 1))
     found = [pool.run(*given, num_groups, timeout_s=300.0) for num_groups in (30, 0)]
     (loss, gradients), (again, same) = found[0][0], found[1][0]
     assert again == loss

@@ -76,8 +76,8 @@ def test_few_lines_make_it_parallel() -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [("dp=2 zero=3", "pp=2"), ("tp=2", "dp=2 zero=3")])
-def test_it_trains_as_on_one_device(
-    pair: WorkerPool, alone: dict[str, Any], plans: Plans, tmp_path: Path, first: str, second: str
+def test_it_trains_as_alone(
+    pair: WorkerPool, alone: Any, plans: Plans, tmp_path: Path, first: str, second: str
 ) -> None:
     """Losses and norms of gradients, with a checkpoint in the middle that another plan goes on from."""
     steps = parallel(pair, tmp_path, plans.file(first), "--stop=3")["steps"]

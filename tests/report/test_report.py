@@ -47,9 +47,8 @@ def test_plans_without_names_and_with_characters_of_two_columns_are_printed() ->
 def test_any_plan_prints_within_the_width(plan: Plan) -> None:
     plan = replace(plan, pins=tuple(f"pin{i}" * 9 for i in range(9)))
     lines = render_plan(plan).splitlines()
-    assert not [
-        line for line in lines if cell_len(line) > 100 or line != line.rstrip()
-    ]  # some characters have no width
+    # some characters have no width
+    assert not [line for line in lines if cell_len(line) > 100 or line != line.rstrip()]
 
 
 def test_page_is_whole_and_escapes_names() -> None:

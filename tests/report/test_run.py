@@ -34,13 +34,11 @@ def test_medians_of_categories_add_up_to_the_median_step() -> None:
 
 def test_warnings_name_the_part_that_was_wrong() -> None:
     plan = example_plan()
-    predicted = plan.predicted.step_time_s
-    inside = replace(record_of(plan, [rank(0, 0.0, 0.0)], num_steps=5, memory_kind="resident"), measured_s=predicted)
+    step_s = plan.predicted.step_time_s
+    inside = replace(record_of(plan, [rank(0, 0.0, 0.0)], num_steps=5, memory_kind="resident"), measured_s=step_s)
     assert not inside.is_outside and inside.warning() == ""
-    parts = tuple(
-        replace(p, measured_s=p.predicted_s + 9 * predicted * (p.name == "data parallel")) for p in inside.parts
-    )
-    slow = replace(inside, measured_s=10 * predicted, parts=parts)
+    parts = tuple(replace(p, measured_s=p.predicted_s + 9 * step_s * (p.name == "data parallel")) for p in inside.parts)
+    slow = replace(inside, measured_s=10 * step_s, parts=parts)
     assert slow.is_outside and slow.worst.name == "data parallel"
     assert "most of it is data parallel" in slow.warning() and "autopar profile links" in slow.warning()
     full = replace(inside, measured_bytes=10 * inside.predicted_bytes, memory_kind="allocator")

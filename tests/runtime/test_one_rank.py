@@ -37,8 +37,8 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 Batch = dict[str, Tensor]
 
 
-def test_a_load_that_is_refused_says_so_in_one_line_and_leaves_the_states_of_an_optimizer_that_lacks_some(
-    parallel: ParallelModel, batch: Batch, tmp_path: Path
+def test_a_load_that_is_refused_is_told_in_a_line_and_changes_no_state(
+    parallel: Any, batch: Batch, tmp_path: Path
 ) -> None:
     """A parameter without a gradient has none; a step that makes them would move the averages of all others."""
     optimizer = adamw(parallel.parameters())

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -176,9 +177,7 @@ WEIGHTED: dict[str, Loss] = {
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float64, 1e-6)], ids=str)
 @pytest.mark.parametrize("name", WEIGHTED)
-def test_weights_in_single_precision_fit_other_logits(
-    name: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_in_single_fit_other_logits(name: str, dtype: Any, tolerance: float, monkeypatch: Any) -> None:
     """They are buffers as a rule, which stay as they are; fake tensors take the pair, kernels do not."""
     given = {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch().items()}
     model = Model(WEIGHTED[name])

@@ -460,9 +460,8 @@ def test_parameters_outside_of_the_model_that_would_learn_are_refused() -> None:
     with pytest.raises(TraceError, match=r"test_trace.py:\d+: .* a parameter outside of the model.*shape \(3, 4\)"):
         trace(model_of(_reads_outside, **parts, learns=True), (x,))
     assert trace(model_of(_reads_outside, **parts, learns=False), (x,)).loss
-    criterion = model_of(
-        lambda self, output, _: (output - self.centre).square().mean(), centre=nn.Parameter(torch.zeros(4))
-    )
+    apart = lambda self, output, batch: (output - self.centre).square().mean()
+    criterion = model_of(apart, centre=nn.Parameter(torch.zeros(4)))
     with pytest.raises(TraceError, match=r"The loss_fn has parameters \(centre\), which no plan trains"):
         trace(nn.Linear(6, 4), (x,), loss_fn=criterion)
     with pytest.raises(TraceError, match="Forward reads a parameter outside of the model"):

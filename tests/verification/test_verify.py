@@ -76,9 +76,9 @@ def test_float64_tells_rounding_from_wrong(rows: tuple[RankErrors, ...], alone: 
         report.check()
 
 
-@pytest.mark.parametrize(
-    ("graph_loss", "alone", "right"), [(1e-7, 1e-3, True), (1e-7, 1e-6, False), (1e-4, 1e-3, False)]
-)
+@pytest.mark.parametrize(("graph_loss", "alone", "right"), [
+    (1e-7, 1e-3, True), (1e-7, 1e-6, False), (1e-4, 1e-3, False),
+])  # fmt: skip
 def test_a_graph_in_float64_tells_where_the_model_has_others(graph_loss: float, alone: float, right: bool) -> None:
     """Positions that are computed in float64 and cast to float32: in float64 nothing is cast."""
     report = VerifyReport(
@@ -177,9 +177,8 @@ def run_of(global_batch_size: int) -> _Run:
 
 def test_a_model_that_draws_noise_of_its_own_is_no_reference() -> None:
     def run(noise: float) -> None:
-        run_of(4)._check_repeats(
-            OwnSubject(lambda: model_of(lambda self, x: (x + noise * torch.rand_like(x)).square().mean()), normal(3))
-        )
+        forward = lambda self, x: (x + noise * torch.rand_like(x)).square().mean()
+        run_of(4)._check_repeats(OwnSubject(lambda: model_of(forward), normal(3)))
 
     run(0.0)
     refuses(VerificationError, r"One device gives two losses for one batch: .*Turn off what", run, 0.1)

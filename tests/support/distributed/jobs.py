@@ -223,9 +223,7 @@ def build(subject: HfSubject, plan: Plan, graph: Graph) -> ParallelModel:
     return on_rank(subject.build(), plan, graph)
 
 
-def train_beside_other_groups(
-    subject: Any, plan: Plan, graph: Graph, batch: Batch, num_groups: int
-) -> tuple[float, Any]:
+def train_beside_others(subject: Any, plan: Plan, graph: Graph, batch: Batch, num_groups: int) -> tuple[float, Any]:
     """A step's loss and gradients in a job that has as many groups already, by whose number later ones are named."""
     for _ in range(num_groups):
         dist.new_group()

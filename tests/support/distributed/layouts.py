@@ -65,9 +65,11 @@ def traced(kind: str, dropout: float = 0.0, precision: PrecisionName = "fp32") -
     return subject, api.trace(subject.build(), example_inputs=example, precision=precision, name=name)
 
 
-def planned(
-    layout: str, kind: str, dropout: float = 0.0, precision: Precision = FP32, **changes: Any
-) -> tuple[HfSubject, Any, Any]:
+Planned = tuple[HfSubject, Any, Any]
+"""A subject, a plan, and the graph that it is for."""
+
+
+def planned(layout: str, kind: str, dropout: float = 0.0, precision: Precision = FP32, **changes: Any) -> Planned:
     """``changes``: of the plan, or pins where it splits sequences."""
     if layout not in SEQUENCES:
         mesh, options = LAYOUTS[layout]
@@ -80,7 +82,7 @@ def planned(
 
 def planned_on(
     mesh: Mesh, kind: str = "gpt2", dropout: float = 0.0, precision: Precision = FP32, **options: Any
-) -> tuple[HfSubject, Any, Any]:
+) -> Planned:
     subject, graph = traced(kind, dropout, precision.name)
     sizes = {"global_batch_size": 16, "micro_batch_size": micro_batch_size(mesh, 16)}
     return subject, make_plan(graph, mesh, precision=precision, **sizes, **options), graph
