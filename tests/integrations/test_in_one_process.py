@@ -15,23 +15,15 @@ from autopar.integrations.accelerate import Accelerator
 from autopar.integrations.loss import parts_are_explained, step_loss
 from tests.support.parallel import gradients
 from tests.support.said import refuses
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"loss": self.down(self.up(x).tanh()).square().mean()}
-
+from tests.support.small_models import model_of
 
 BATCHES = [{"x": torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))} for seed in range(3)]
 
 
 def pair(**options: Any) -> tuple[nn.Module, autopar.ParallelModel]:
     torch.manual_seed(0)
-    model = Model()
+    forward = lambda self, x: {"loss": self.down(self.up(x).tanh()).square().mean()}
+    model = model_of(forward, up=nn.Linear(4, 8), down=nn.Linear(8, 1))
     return model, autopar.parallelize(model, cluster="cpu:1x1", example_inputs=BATCHES[0], **options)
 
 

@@ -156,23 +156,11 @@ PATIENCE_S = 20.0
 """Of tests whose outcome does not depend on it: it is what they wait before they fail."""
 
 
-class Device:
-    """Work of calls: done once it is told so."""
-
-    def __init__(self) -> None:
-        self.is_done = False
-
-    def mark(self) -> Callable[[], bool]:
-        self.is_done = False
-        return lambda: self.is_done
-
-
 class Pair:
-    """The alarms of two ranks of one job in this process."""
+    """The alarms of two ranks of one job in this process, whose device has done the work of calls once it is told so."""
 
     def __init__(self) -> None:
-        store, self.device, self.ended = HashStore(), Device(), list[str]()
-        self.has_ended = threading.Event()
+        store, self.is_done, self.ended, self.has_ended = HashStore(), False, list[str](), threading.Event()
 
         def end(alarm: Alarm, said: str) -> None:
             self.ended.append(said)
@@ -183,10 +171,14 @@ class Pair:
             mock.patch("autopar.runtime.failure_watch.own_store", return_value=PrefixStore("job", store)),
             mock.patch("autopar.runtime.failure_watch.dist.get_backend", return_value="nccl"),
         ):
-            options: Any = {"poll_s": POLL_S, "grace_s": POLL_S, "launched": self.device.mark}
+            options: Any = {"poll_s": POLL_S, "grace_s": POLL_S, "launched": self.mark}
             self.alarms = [Alarm(rank, 2, **options) for rank in range(2)]
         for alarm in self.alarms:
             mock.patch.object(alarm, "_end", lambda said, alarm=alarm: end(alarm, said)).start()
+
+    def mark(self) -> Callable[[], bool]:
+        self.is_done = False
+        return lambda: self.is_done
 
     def call(self, rank: int, what: str = "train_step", *, fails: bool = False) -> None:
         with self.alarms[rank].watched(what):
@@ -215,7 +207,7 @@ def test_a_rank_whose_device_waits_is_ended_with_what_the_other_said(pair: Pair,
 
 def test_a_rank_that_works_by_itself_is_told_by_its_next_call(pair: Pair) -> None:
     pair.call(1)
-    pair.device.is_done = True
+    pair.is_done = True
     refuses(ValueError, "no such token", pair.call, 0, fails=True)
     end = time.monotonic() + PATIENCE_S
     while not pair.alarms[1]._failure and time.monotonic() < end:
