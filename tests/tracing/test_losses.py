@@ -15,20 +15,15 @@ from autopar.plan.mesh import P
 from autopar.planner.sharding.input_axes import mixes_samples, samples_apart, solve_batch
 from autopar.rules.missing import complete
 from autopar.tracing.trace import trace
-from tests.support.small_models import evaluate, same_as_the_model
+from tests.support.small_models import evaluate, model_of, same_as_the_model
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class Model(nn.Module):
-    """Logits [4, 3, 5] for classes [4, 3] and reals [4, 3, 5]."""
-
-    def __init__(self, loss: Loss) -> None:
-        super().__init__()
-        self.head, self.loss = nn.Linear(6, 5, dtype=torch.float64), loss
-
-    def forward(self, x: Tensor, classes: Tensor, reals: Tensor) -> Tensor:
-        return self.loss(self.head(x), classes, reals)
+def of(loss: Loss) -> nn.Module:
+    """Of logits [4, 3, 5] for classes [4, 3] and reals [4, 3, 5]."""
+    head = nn.Linear(6, 5, dtype=torch.float64)
+    return model_of(lambda self, x, classes, reals: loss(self.head(x), classes, reals), head=head)
 
 
 def batch(samples: int = 4) -> dict[str, Tensor]:
@@ -111,7 +106,7 @@ APART: dict[str, Loss] = {
 
 @pytest.mark.parametrize("name", APART)
 def test_a_loss_is_a_sum_over_samples(name: str) -> None:
-    graph = same_as_the_model(Model(APART[name]), batch())
+    graph = same_as_the_model(of(APART[name]), batch())
     complete(graph)
     typing = solve_batch(compact(graph))
     assert typing.strategies[graph.loss.name].outputs[graph.loss.index] == P
@@ -134,17 +129,17 @@ REFUSED: dict[str, Loss] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_uses_of_what_is_selected_run_as_written_and_unknown_reductions_are_refused(name: str) -> None:
     if "median" not in name:
-        (note,) = trace(Model(REFUSED[name]), (), batch()).notes
+        (note,) = trace(of(REFUSED[name]), (), batch()).notes
         assert "the whole model" in note and "depends on the values of tensors" in note
         return
     said = "depends on the values of tensors" if name.startswith("a") else "median is not a valid value for reduction"
     with pytest.raises(TraceError, match=said):
-        trace(Model(REFUSED[name]), (), batch())
+        trace(of(REFUSED[name]), (), batch())
 
 
 def test_a_mean_of_what_is_selected_is_summed_in_single_precision() -> None:
     given = {key: value.half() if value.is_floating_point() else value for key, value in batch().items()}
-    graph = trace(Model(lambda y, c, t: (y * 50)[c > 1].mean()).half(), (), given)
+    graph = trace(of(lambda y, c, t: (y * 50)[c > 1].mean()).half(), (), given)
     (total,) = [op for op in graph.ops if op.target == "aten.sum.default"]
     assert total.spec.dtype == torch.float32
 
@@ -161,7 +156,7 @@ def test_targets_that_lengths_part_elsewhere_give_no_loss() -> None:
     def loss(y: Tensor, c: Tensor, t: Tensor) -> Tensor:
         return F.ctc_loss(_frames(y), c[c > 0], torch.full((len(c),), 12), (c > 0).sum(1).roll(1), reduction="sum")
 
-    model, given = Model(loss), batch()
+    model, given = of(loss), batch()
     assert model(**given).isfinite()
     assert evaluate(trace(model, (), given), given, dict(model.named_parameters()), {}).isnan()
 
@@ -180,7 +175,7 @@ WEIGHTED: dict[str, Loss] = {
 def test_weights_in_single_fit_other_logits(name: str, dtype: Any, tolerance: float, monkeypatch: Any) -> None:
     """They are buffers as a rule, which stay as they are; fake tensors take the pair, kernels do not."""
     given = {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch().items()}
-    model = Model(WEIGHTED[name])
+    model = of(WEIGHTED[name])
     expected = model(**batch())
     wanted = torch.autograd.grad(expected, list(model.parameters()))
     model = model.to(dtype)
@@ -194,12 +189,12 @@ def test_weights_in_single_fit_other_logits(name: str, dtype: Any, tolerance: fl
 
 
 def test_what_torch_checks_is_said_to_be_left_out() -> None:
-    graph = trace(Model(APART["variances"]), (), batch())
+    graph = trace(of(APART["variances"]), (), batch())
     assert any("are not made in the program" in note and "test_losses.py:" in note for note in graph.notes)
 
 
 def test_a_loss_of_more_elements_than_two_samples_have_is_traced_at_the_global_batch() -> None:
-    model = Model(lambda y, c, t: F.cross_entropy(y.flatten(0, 1), c.flatten(), reduction="none").topk(10)[0].mean())
+    model = of(lambda y, c, t: F.cross_entropy(y.flatten(0, 1), c.flatten(), reduction="none").topk(10)[0].mean())
     tried: list[int] = []
 
     def trace_at(samples: int | None) -> Graph:
@@ -213,5 +208,5 @@ def test_a_loss_of_more_elements_than_two_samples_have_is_traced_at_the_global_b
 
 
 def test_a_norm_over_all_dims_has_a_rule() -> None:
-    model = Model(lambda y, c, t: y.norm() + F.mse_loss(y, t))
+    model = of(lambda y, c, t: y.norm() + F.mse_loss(y, t))
     assert for_batch(lambda n: trace(model, (), batch(n or 4)), 4, samples_apart).mixing
