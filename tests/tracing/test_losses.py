@@ -15,6 +15,7 @@ from autopar.plan.mesh import P
 from autopar.planner.sharding.input_axes import mixes_samples, samples_apart, solve_batch
 from autopar.rules.missing import complete
 from autopar.tracing.trace import trace
+from tests.support.lower.against_model import check
 from tests.support.small_models import evaluate, model_of, same_as_the_model
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -210,3 +211,13 @@ def test_a_loss_of_more_elements_than_two_samples_have_is_traced_at_the_global_b
 def test_a_norm_over_all_dims_has_a_rule() -> None:
     model = of(lambda y, c, t: y.norm() + F.mse_loss(y, t))
     assert for_batch(lambda n: trace(model, (), batch(n or 4)), 4, samples_apart).mixing
+
+
+def test_a_table_whose_logits_are_cut_along_the_sequence_is_padded_for_a_split() -> None:
+    def forward(self: Any, ids: Tensor) -> Tensor:
+        logits = self.head(self.table(ids))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    model = model_of(forward, table=nn.Embedding(9, 8), head=nn.Linear(8, 9, bias=False))
+    plan = check(model, {"ids": torch.randint(0, 9, (4, 6))}, ["tp=2", "head.weight=tp:S(0)"])
+    assert {(entry.parameter, entry.length) for entry in plan.padding} == {("table.weight", 10), ("head.weight", 10)}
