@@ -19,9 +19,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-settings.register_profile(
-    "autopar", deadline=None, max_examples=50, database=None, suppress_health_check=[HealthCheck.too_slow]
-)
+SLOW = [HealthCheck.too_slow]
+settings.register_profile("autopar", deadline=None, max_examples=50, database=None, suppress_health_check=SLOW)
 settings.load_profile("autopar")
 
 

@@ -16,6 +16,7 @@ from autopar.planner.search import task_of
 from autopar.request import Request
 from tests.support.example_plans import llama_plan
 from tests.support.planner.graphs import mlp
+from tests.support.said import refuses
 
 FUNCTIONS = {name: getattr(api, name) for name in ("trace", "search", "estimate", "parallelize", "verify")}
 REQUEST = {field.name: field.default for field in fields(Request)}
@@ -60,8 +61,7 @@ def test_every_kind_of_error_is_exported() -> None:
 @pytest.mark.parametrize("name", ["cluster", "global_batch_size"])
 def test_a_request_says_what_is_missing(name: str) -> None:
     request = replace(Request(cluster="cpu:1x2", global_batch_size=4), **{name: None})
-    with pytest.raises(UsageError, match=f"Missing {name.removesuffix('_size').replace('_', ' ')}"):
-        task_of(mlp(), request)
+    refuses(UsageError, f"Missing {name.removesuffix('_size').replace('_', ' ')}", task_of, mlp(), request)
 
 
 @pytest.mark.parametrize("wrong", [{"tp": 2}, 2, [("tp", 2)], None], ids=repr)
@@ -71,46 +71,40 @@ def test_pins_that_are_no_texts_are_refused(keyword: str, wrong: Any) -> None:
         autopar.estimate(mlp(), cluster="cpu:1x2", global_batch_size=4, **{keyword: wrong})
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"cluster": 8}, "cluster takes a text, but got 8. Write for example cluster='h100-sxm5-80gb:4x8'"),
-        ({"precision": torch.bfloat16}, "precision takes a text, but got torch.bfloat16"),
-        ({"precision": None}, "precision takes a text, but got None"),
-        ({"space": None}, "space takes a text, but got None"),
-        ({"optimizer": torch.optim.Adam}, "optimizer takes a text, but got <class"),
-        ({"sampler": 3}, "sampler takes a text, but got 3"),
-        ({"sampler": "tpe", "sampler_seed": "a"}, "The sampler_seed is 'a'"),
-        ({"sampler": "tpe", "sampler_seed": True}, "The sampler_seed is True. Give a whole number."),
-        ({"trials": "9"}, "The number trials is '9'. Give a whole number, at least 1."),
-        ({"trials": True}, "The number trials is True"),
-        ({"search_timeout_s": "5"}, "The search_timeout_s is '5'. Give a number of seconds"),
-        ({"search_timeout_s": True}, "The search_timeout_s is True"),
-        ({"max_step_time_s": 10**400}, "The max_step_time_s is 1000"),
-        ({"workers": 1.5}, "The number workers is 1.5"),
-        ({"workers": True}, "The number workers is True"),
-        (
-            {"pins": ["layer.0.up=tp:S(0)"]},
-            "No parameter of the model matches 'layer.0.up'. Did you mean 'layers.0.up'",
-        ),
-        ({"global_batch_size": 0}, "The global batch is 0"),
-        ({"global_batch_size": 4.5}, "The global batch is 4.5"),
-        ({"global_batch_size": True}, "The global batch is True"),
-        ({"workers": 0}, "The number workers is 0"),
-        ({"trials": 0}, "The number trials is 0"),
-        ({"sampler": "tep"}, "Did you mean 'tpe'"),
-        ({"search_timeout_s": -1.0}, "The search_timeout_s is -1.0"),
-        ({"study_name": "mine"}, "Say which with --storage"),
-        ({"storage": "sqlite://", "workers": 2}, "Leave it out for a temporary file"),
-        ({"global_batch_size": 10**400}, "Give a whole number, at least 1, at most 16,777,216."),
-        ({"storage": Path("study.db")}, "storage takes a text, but got PosixPath('study.db')"),
-        ({"storage": "sqlite://", "study_name": 3}, "study_name takes a text, but got 3"),
-        ({"precision": "bf16"}, "The graph was traced for float32, but a plan in bf16 computes in bfloat16"),
-        ({"progress": 3}, "The progress is 3. Give a function of (what, done, total)"),
-        ({"name": "mine"}, "name cannot be given with a graph. Give name to autopar.trace"),
-        ({"loss_fn": max}, "loss_fn cannot be given with a graph. Give loss_fn to autopar.trace"),
-    ],
-)
+@pytest.mark.parametrize(("given", "message"), [
+    ({"cluster": 8}, "cluster takes a text, but got 8. Write for example cluster='h100-sxm5-80gb:4x8'"),
+    ({"precision": torch.bfloat16}, "precision takes a text, but got torch.bfloat16"),
+    ({"precision": None}, "precision takes a text, but got None"),
+    ({"space": None}, "space takes a text, but got None"),
+    ({"optimizer": torch.optim.Adam}, "optimizer takes a text, but got <class"),
+    ({"sampler": 3}, "sampler takes a text, but got 3"),
+    ({"sampler": "tpe", "sampler_seed": "a"}, "The sampler_seed is 'a'"),
+    ({"sampler": "tpe", "sampler_seed": True}, "The sampler_seed is True. Give a whole number."),
+    ({"trials": "9"}, "The number trials is '9'. Give a whole number, at least 1."),
+    ({"trials": True}, "The number trials is True"),
+    ({"search_timeout_s": "5"}, "The search_timeout_s is '5'. Give a number of seconds"),
+    ({"search_timeout_s": True}, "The search_timeout_s is True"),
+    ({"max_step_time_s": 10**400}, "The max_step_time_s is 1000"),
+    ({"workers": 1.5}, "The number workers is 1.5"),
+    ({"workers": True}, "The number workers is True"),
+    ({"pins": ["layer.0.up=tp:S(0)"]}, "No parameter of the model matches 'layer.0.up'. Did you mean 'layers.0.up'"),
+    ({"global_batch_size": 0}, "The global batch is 0"),
+    ({"global_batch_size": 4.5}, "The global batch is 4.5"),
+    ({"global_batch_size": True}, "The global batch is True"),
+    ({"workers": 0}, "The number workers is 0"),
+    ({"trials": 0}, "The number trials is 0"),
+    ({"sampler": "tep"}, "Did you mean 'tpe'"),
+    ({"search_timeout_s": -1.0}, "The search_timeout_s is -1.0"),
+    ({"study_name": "mine"}, "Say which with --storage"),
+    ({"storage": "sqlite://", "workers": 2}, "Leave it out for a temporary file"),
+    ({"global_batch_size": 10**400}, "Give a whole number, at least 1, at most 16,777,216."),
+    ({"storage": Path("study.db")}, "storage takes a text, but got PosixPath('study.db')"),
+    ({"storage": "sqlite://", "study_name": 3}, "study_name takes a text, but got 3"),
+    ({"precision": "bf16"}, "The graph was traced for float32, but a plan in bf16 computes in bfloat16"),
+    ({"progress": 3}, "The progress is 3. Give a function of (what, done, total)"),
+    ({"name": "mine"}, "name cannot be given with a graph. Give name to autopar.trace"),
+    ({"loss_fn": max}, "loss_fn cannot be given with a graph. Give loss_fn to autopar.trace"),
+])  # fmt: skip
 def test_arguments_of_another_kind_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         autopar.search(mlp(), **{"cluster": "cpu:1x2", "global_batch_size": 4, **given})
@@ -135,8 +129,7 @@ def test_a_graph_is_traced_for_one_sample_or_more() -> None:
 def test_what_is_no_plan_is_refused() -> None:
     net = torch.nn.Linear(2, 2)
     for use in (autopar.Plan.load, llama_plan().save):
-        with pytest.raises(UsageError, match="path takes a path, but got 3"):
-            use(3)
+        refuses(UsageError, "path takes a path, but got 3", use, 3)
     for given, message in (
         ({"steps": "x"}, "The number steps is 'x'"),
         ({"steps": True}, "The number steps is True"),
@@ -144,11 +137,9 @@ def test_what_is_no_plan_is_refused() -> None:
         ({"run_timeout_s": "5"}, "The run_timeout_s is '5'"),
         ({"compare_in": "bf16"}, "There is no compare_in='bf16'. Give fp32 or fp64"),
     ):
-        with pytest.raises(UsageError, match=message):
-            autopar.verify(net, llama_plan(), **given)
+        refuses(UsageError, message, autopar.verify, net, llama_plan(), **given)
     for function in (autopar.verify, lambda model, plan: autopar.parallelize(model, plan=plan)):
-        with pytest.raises(UsageError, match="The plan 3 is neither a Plan nor the path of a file"):
-            function(net, 3)
+        refuses(UsageError, "The plan 3 is neither a Plan nor the path of a file", function, net, 3)
 
 
 def test_a_compiled_model_is_traced_as_the_model_in_it() -> None:

@@ -1,4 +1,5 @@
 import re
+import runpy
 import shlex
 import tomllib
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import autopar
 from autopar.cli.app import app
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.cli_runner import Run
+from tests.support.lower.against_model import check
 from tests.support.scripts import run_script
 from tests.support.small_models import calling
 
@@ -189,3 +191,65 @@ def test_errors_that_are_looked_up_exist() -> None:
     assert len(quoted) > 15
     code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "autopar").rglob("*.py"))
     assert [text for text in quoted for part in text.split("...") if part.strip() not in code] == []
+
+
+# --- all pages, and examples
+
+PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("*/*/README.md")})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    local = [target for target in targets if "://" not in target]
+    assert [target for target in local if not (page.parent / target).exists()] == []
+
+
+def test_the_tour_names_every_package_and_no_file() -> None:
+    text = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
+    packages = {path.parent.name for path in (ROOT / "autopar").glob("*/__init__.py")}
+    assert [name for name in sorted(packages) if f"`{name}/`" not in text] == []
+    assert ".py" not in text
+    assert len(text.splitlines()) <= 60
+
+
+def test_the_decisions_are_numbered_without_gaps() -> None:
+    names = sorted(path.name for path in (ROOT / "docs" / "adr").glob("*.md"))
+    assert [int(name[:4]) for name in names] == list(range(1, len(names) + 1))
+    for name in names:
+        text = (ROOT / "docs" / "adr" / name).read_text(encoding="utf-8")
+        assert text.startswith(f"# {int(name[:4])}. "), name
+        assert re.match(r"(Accepted|Superseded), \d{4}-\d\d", text.splitlines()[2]), name
+        assert [part for part in ("Context", "Decision", "Consequences") if f"## {part}" not in text] == [], name
+
+
+def test_every_make_target_that_the_readme_names_exists() -> None:
+    heads = re.findall(r"^([a-z -]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    targets = {name for head in heads for name in head.split()}
+    named = set(re.findall(r"make ([a-z-]+)", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert {"setup", "demo", "test", "test-fast", "lint", "bench", "gpu"} <= targets
+    assert {"test", "test-fast"} <= named <= targets
+
+
+def example(name: str) -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "examples" / f"{name}.py"))
+
+
+def test_the_operator_of_the_example_is_split_and_computes_what_one_device_does() -> None:
+    made = example("custom_op")
+    assert [
+        note
+        for note in made["main"]().notes
+        if "example.squash.default has no declared rule: found by execution" in note
+    ]
+    batch = {"x": torch.randn(4, 16, 64), "labels": torch.randint(0, 10, (4, 16))}
+    plan = check(made["Model"](), batch, ["tp=2", "up.*=tp:S(0)", "down.*=tp:S(1)"])
+    assert any("split f" in typing.strategies for layout in plan.layouts for typing in layout.typings[1:])
+
+
+def test_the_experts_of_the_example_stand_on_data_ranks() -> None:
+    made = example("own_moe")["main"]()
+    assert (made.mesh.ep, made.mesh.ep_data, made.num_micro_batches) == (4, 4, 1)
+    notes = "\n".join(made.notes)
+    assert "mixtures of experts (2): experts spread and tokens sent over 4 data ranks" in notes
+    assert "statistics over the global batch" in notes

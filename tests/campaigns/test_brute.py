@@ -105,11 +105,9 @@ def check_candidates(small: Small) -> None:
     planner = Planner(task_of(small, memory_bytes, pins, load_space("exhaustive")))
     evaluator = planner.evaluator
     found = zip(
-        planner.pool,
-        *(evaluator.bounds_s(level, planner.pool) for level in range(LEVELS)),
-        [evaluator.closest_s(candidate, math.inf)[0] for candidate in planner.pool],
-        strict=True,
-    )
+        planner.pool, *(evaluator.bounds_s(level, planner.pool) for level in range(LEVELS)),
+        [evaluator.closest_s(candidate, math.inf)[0] for candidate in planner.pool], strict=True,
+    )  # fmt: skip
     seen = set()
     for candidate, *bounds_s in found:
         mesh = replace(candidate.mesh, ep=1, ep_data=1)

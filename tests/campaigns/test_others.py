@@ -19,13 +19,11 @@ def outcome(*results: Result, traceback: str = "") -> Outcome:
 
 
 OUTCOMES = {
-    "opt": outcome(GOOD, GOOD, GOOD),
-    "phi": outcome(GOOD, ROUNDED, GOOD),
-    "phi3": outcome(GOOD, GOOD, REFUSED),
+    "opt": outcome(GOOD, GOOD, GOOD), "phi": outcome(GOOD, ROUNDED, GOOD), "phi3": outcome(GOOD, GOOD, REFUSED),
     "qwen2": Outcome(error="no inputs at /somewhere/site-packages/transformers/qwen2.py:3; give a factory"),
     "gemma2": outcome(GOOD, GOOD, GOOD, traceback="KeyError"),
     "olmo": outcome(GOOD, replace(PAST, verdict="wrong: the parallel program DIFFERS"), GOOD),
-}
+}  # fmt: skip
 
 
 def test_the_summary_counts_each_type_once_by_its_worst_layout() -> None:
@@ -34,11 +32,8 @@ def test_the_summary_counts_each_type_once_by_its_worst_layout() -> None:
     assert f"6 of {len(TYPES)} types were run" in head
     assert "within the limits in float32: 1\n" in head
     for kind, what in (
-        ("phi", "shown in float64"),
-        ("phi3", "some layouts"),
-        ("gemma2", "no answer"),
-        ("olmo", "wrong"),
-    ):
+        ("phi", "shown in float64"), ("phi3", "some layouts"), ("gemma2", "no answer"), ("olmo", "wrong"),
+    ):  # fmt: skip
         (line,) = (line for line in head.splitlines() if line.startswith("- ") and f"({kind})" in line)
         assert what in line
     assert "refused with a reason: 1 (qwen2)" in head

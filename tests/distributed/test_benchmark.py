@@ -3,7 +3,7 @@
 import json
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.models.resolve import resolve_model
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed.plans import estimated
-
-pytestmark = pytest.mark.distributed
+from tests.support.said import refuses
 
 MODEL = "gpt:layers=2,hidden=32,heads=4,vocab=96,seq=16"
 MIXTURE = (
@@ -71,8 +70,7 @@ def test_two_plans_on_two_ranks(pool: WorkerPool, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="benchmark of this file of results does not match"):
         on_cluster(replace(request, optimizer="sgd"), source, cluster, launch, results=kept)
     kept.write_text(kept.read_text(encoding="utf-8")[:-9], encoding="utf-8")
-    with pytest.raises(UsageError, match=r"Cannot read .*results\.json"):
-        on_cluster(request, source, cluster, launch, results=kept)
+    refuses(UsageError, r"Cannot read .*results\.json", on_cluster, request, source, cluster, launch, results=kept)
 
 
 def test_a_plan_that_fails_is_recorded_and_the_others_are_measured(pool: WorkerPool) -> None:
@@ -101,13 +99,10 @@ def test_one_device_runs_every_micro_batch_recompute_and_precision(pool: WorkerP
     assert outcome.score.plans == 4
 
 
-@pytest.mark.parametrize(
-    ("model", "pins", "batch", "rank"),
-    [
-        *((MODEL, "tp=2 dp_shard=2 zero=3", 4, rank) for rank in (0, 3)),
-        *((MIXTURE, pins, 8, 1) for pins in ("ep=2 dp_shard=4", "ep=4 ep_data=2 tp=2", "ep=2 ep_data=1 tp=2")),
-    ],
-)
+@pytest.mark.parametrize(("model", "pins", "batch", "rank"), [
+    *((MODEL, "tp=2 dp_shard=2 zero=3", 4, rank) for rank in (0, 3)),
+    *((MIXTURE, pins, 8, 1) for pins in ("ep=2 dp_shard=4", "ep=4 ep_data=2 tp=2", "ep=2 ep_data=1 tp=2")),
+])  # fmt: skip
 def test_a_rank_of_a_larger_plan_among_fakes(pool: WorkerPool, model: str, pins: str, batch: int, rank: int) -> None:
     """One of experts gets as many tokens as it sends."""
     source, asked = task(model, "cpu:1x4")
@@ -125,9 +120,7 @@ def test_one_rank_is_held_against_its_part(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("autopar.benchmark.local.machine_profile", lambda **options: None)
     monkeypatch.setattr(
         "autopar.benchmark.local.local_ranks",
-        lambda count, run_timeout_s: nullcontext(
-            lambda job: pool.run(ranks.run, job, size=count, timeout_s=run_timeout_s)
-        ),
+        lambda count, run_timeout_s: nullcontext(partial(pool.run, ranks.run, size=count, timeout_s=run_timeout_s)),
     )
     request = replace(REQUEST, num_ranks=4, as_rank=3, pins=("tp=2", "micro_batch=2"), sample=1, rounds=1, steps=1)
     outcome = run_local(request, cache_dir=tmp_path)
@@ -143,8 +136,7 @@ def test_one_rank_is_held_against_its_part(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_an_unknown_model_is_refused_before_the_machine_is_measured(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="Unknown kind of model"):
-        run_local(replace(REQUEST, model="nosuch"), cache_dir=tmp_path)
+    refuses(UsageError, "Unknown kind of model", run_local, replace(REQUEST, model="nosuch"), cache_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -28,27 +28,17 @@ from tests.support.distributed.oddities import CHOOSING, REMEMBERING
 from tests.support.distributed.plans import estimated, make_plan
 from tests.support.distributed.subjects import HfSubject, Unpadded
 
-pytestmark = pytest.mark.distributed
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One operator made wrong.
-
-    ``op``: its name in one rank's graph. ``kind``: of :data:`KINDS`, or ``sum``: the pending sum of the gradients of
-    the parameters that it reads is forgotten.
-    """
-
-    op: str
-    kind: str
-
 
 @dataclass(frozen=True)
 class Faulty:
-    """A subject in whose workers the fault is planted: only they unpickle it."""
+    """A subject in whose workers a fault is planted: only they unpickle it.
+
+    ``fault``: an operator's name in one rank's graph, and what is wrong of it, one of :data:`KINDS`, or ``sum``: the pending sum
+    of the gradients of the parameters that it reads is forgotten.
+    """
 
     subject: Subject
-    fault: Fault | None
+    fault: tuple[str, str] | None
 
     def __reduce__(self) -> Any:
         return _arrive, (self.subject, self.fault)
@@ -60,28 +50,28 @@ class Faulty:
         return self.subject.make_batch(batch_size, seed=seed)
 
 
-def _arrive(subject: Subject, fault: Fault | None) -> Faulty:
+def _arrive(subject: Subject, fault: tuple[str, str] | None) -> Faulty:
     """In a worker: programs are lowered with the fault from now on, or without one again."""
 
     def lowered(plan: Plan, graph: Graph, data_rank: int = 0) -> Graph:
         local = local_graph(plan, graph, data_rank)
-        return local if fault is None else planted(local, fault)
+        return local if fault is None else planted(local, *fault)
 
     autopar.lower.program.local_graph = lowered
     return Faulty(subject, fault)
 
 
-def planted(local: Graph, fault: Fault) -> Graph:
+def planted(local: Graph, name: str, kind: str) -> Graph:
     """The graph with one operator made wrong."""
-    (op,) = [op for op in local.ops if op.name == fault.op]
-    if fault.kind == "sum":
+    (op,) = [op for op in local.ops if op.name == name]
+    if kind == "sum":
         read = {ref.name for ref in op.operands}
         assert any(p.name in read and p.gradient_sum_axes for p in local.parameters)
         forgotten = (replace(p, gradient_sum_axes=()) if p.name in read else p for p in local.parameters)
         return replace(local, parameters=tuple(forgotten))
-    setattr(autopar.ops.collectives, f"fault_{fault.kind}", KINDS[fault.kind](op))
+    setattr(autopar.ops.collectives, f"fault_{kind}", KINDS[kind](op))
     autopar.ops.kernels.resolve.cache_clear()
-    wrong = replace(op, target=f"autopar.fault_{fault.kind}")
+    wrong = replace(op, target=f"autopar.fault_{kind}")
     return replace(local, ops=tuple(wrong if one is op else one for one in local.ops))
 
 
@@ -134,12 +124,9 @@ def _wrong(forward: float, backward: float, *, last: bool = False) -> Callable[[
 
 
 KINDS: Mapping[str, Callable[[Op], Callable[..., Tensor]]] = {
-    "no_sum": _no_sum,
-    "no_gradient_sum": _no_gradient_sum,
-    "one_rank": _wrong(1.25, 1.0, last=True),
-    "value": _wrong(1.25, 1.0),
-    "gradient": _wrong(1.0, 1.25),
-}
+    "no_sum": _no_sum, "no_gradient_sum": _no_gradient_sum, "one_rank": _wrong(1.25, 1.0, last=True),
+    "value": _wrong(1.25, 1.0), "gradient": _wrong(1.0, 1.25),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -168,11 +155,8 @@ def with_ring() -> tuple[HfSubject, Graph, Plan]:
 
 
 _TEXT = "num_hidden_layers=1&hidden_size=16&num_attention_heads=2&intermediate_size=32&vocab_size=32"
-_SPEECH = "&".join(
-    f"{side}_{key}={value}"
-    for side in ("encoder", "decoder")
-    for key, value in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 32))
-)
+_SIDES = ("layers=1", "attention_heads=2", "ffn_dim=32")
+_SPEECH = "&".join(f"{side}_{option}" for side in ("encoder", "decoder") for option in _SIDES)
 
 
 def of_family(model: str, pins: str, tokens: int | None = 8) -> tuple[VerifiedModel, Graph, Plan]:
@@ -190,49 +174,44 @@ def the(local: Graph, place: int | str, target: str, number: int = 0) -> Op:
 VALUE, GRADIENT = "the value that it makes", "the gradient that it passes back to "
 
 
-@pytest.mark.parametrize(
-    ("planned", "place", "target", "fault", "wrong", "ranks", "strategy"),
-    [
-        pytest.param(lambda: made(Mesh(tp=2)), 2, "reduce_scatter", "no_sum", VALUE, (0, 1),
-                     "tp: change of type P to S(0)", id="a sum forgotten forward"),
-        pytest.param(lambda: made(Mesh(dp_shard=2, tp=2), zero_stage=3, recompute="full"), 1, "gelu", "one_rank", VALUE, (3,),
-                     "tp: ", id="one rank"),
-        pytest.param(lambda: made(Mesh(tp=2)), 1, "all_gather", "no_gradient_sum", f"{GRADIENT}layer_norm_1", (0, 1),
-                     "tp: change of type S(0) to R", id="a sum forgotten backward"),
-        pytest.param(lambda: made(Mesh(pp=2, dp_replicate=2)), 3, "layer_norm", "gradient", f"{GRADIENT}add_11", (2, 3),
-                     "batch: ", id="the second stage, backward"),
-        pytest.param(with_ring, 2, "attention_ring", "value", VALUE, (0, 1), "cp: ring", id="a split sequence"),
-        pytest.param(with_ring, 1, "attention_ring", "gradient", GRADIENT, (0, 1), "cp: ring", id="a split sequence, backward"),
-        pytest.param(lambda: of_family(f"hf:mixtral?{_TEXT}&num_key_value_heads=2&num_local_experts=4&num_experts_per_tok=2", "tp=2"),
-                     "layers.0.mlp", "autopar.experts", "gradient", GRADIENT, (0, 1), "tp: ", id="Mixtral"),
-        pytest.param(lambda: of_family("hf:t5?num_layers=1&d_model=16&d_kv=8&num_heads=2&d_ff=32&vocab_size=32", "tp=2"),
-                     "decoder.block.0.layer.1", "scaled_dot_product_attention", "one_rank", VALUE, (1,), "tp: ", id="T5"),
-        pytest.param(lambda: of_family(f"hf:whisper?{_SPEECH}&d_model=16&max_source_positions=8&vocab_size=32&max_target_positions=8"
-                                       "&num_mel_bins=8", "dp_replicate=2"),
-                     "encoder", "aten.conv1d.default", "value", VALUE, (0, 1), "batch: ", id="Whisper"),
-        pytest.param(lambda: of_family("hf:resnet?embedding_size=4&hidden_sizes=[4,8]&depths=[1,1]&layer_type=basic&num_labels=5",
-                                       "dp_replicate=2 micro_batch=2", None),
-                     "stages.1", "batch_norm", "gradient", GRADIENT, (0, 1), "batch: ", id="ResNet"),
-    ],
-)  # fmt: skip
+def verified(workers: WorkerPool, subject: Subject, plan: Plan, graph: Graph, **how: Any) -> VerifyReport:
+    return verify(subject, plan, graph, pool=workers, run_timeout_s=300.0, **{"steps": 1, **how})
+
+
+@pytest.mark.parametrize(("planned", "place", "target", "fault", "wrong", "ranks", "strategy"), [
+    pytest.param(lambda: made(Mesh(tp=2)), 2, "reduce_scatter", "no_sum", VALUE, (0, 1),
+                 "tp: change of type P to S(0)", id="a sum forgotten forward"),
+    pytest.param(lambda: made(Mesh(dp_shard=2, tp=2), zero_stage=3, recompute="full"), 1, "gelu", "one_rank", VALUE, (3,),
+                 "tp: ", id="one rank"),
+    pytest.param(lambda: made(Mesh(tp=2)), 1, "all_gather", "no_gradient_sum", f"{GRADIENT}layer_norm_1", (0, 1),
+                 "tp: change of type S(0) to R", id="a sum forgotten backward"),
+    pytest.param(lambda: made(Mesh(pp=2, dp_replicate=2)), 3, "layer_norm", "gradient", f"{GRADIENT}add_11", (2, 3),
+                 "batch: ", id="the second stage, backward"),
+    pytest.param(with_ring, 2, "attention_ring", "value", VALUE, (0, 1), "cp: ring", id="a split sequence"),
+    pytest.param(with_ring, 1, "attention_ring", "gradient", GRADIENT, (0, 1), "cp: ring", id="a split sequence, backward"),
+    pytest.param(lambda: of_family(f"hf:mixtral?{_TEXT}&num_key_value_heads=2&num_local_experts=4&num_experts_per_tok=2", "tp=2"),
+                 "layers.0.mlp", "autopar.experts", "gradient", GRADIENT, (0, 1), "tp: ", id="Mixtral"),
+    pytest.param(lambda: of_family("hf:t5?num_layers=1&d_model=16&d_kv=8&num_heads=2&d_ff=32&vocab_size=32", "tp=2"),
+                 "decoder.block.0.layer.1", "scaled_dot_product_attention", "one_rank", VALUE, (1,), "tp: ", id="T5"),
+    pytest.param(lambda: of_family(f"hf:whisper?{_SPEECH}&d_model=16&max_source_positions=8&vocab_size=32&max_target_positions=8"
+                                   "&num_mel_bins=8", "dp_replicate=2"),
+                 "encoder", "aten.conv1d.default", "value", VALUE, (0, 1), "batch: ", id="Whisper"),
+    pytest.param(lambda: of_family("hf:resnet?embedding_size=4&hidden_sizes=[4,8]&depths=[1,1]&layer_type=basic&num_labels=5",
+                                   "dp_replicate=2 micro_batch=2", None),
+                 "stages.1", "batch_norm", "gradient", GRADIENT, (0, 1), "batch: ", id="ResNet"),
+])  # fmt: skip
 def test_a_planted_fault_is_found(
-    workers: WorkerPool,
-    planned: Callable[[], Any],
-    place: Any,
-    target: str,
-    fault: str,
-    wrong: str,
-    ranks: Any,
+    workers: WorkerPool, planned: Callable[[], Any], place: Any, target: str, fault: str, wrong: str, ranks: Any,
     strategy: str,
-) -> None:
+) -> None:  # fmt: skip
     """In a module it is in the last such operator; so it is where an all-gather is of activations."""
     subject, graph, plan = planned()
     local = local_graph(plan, graph)
     op = the(local, place, target, -1 if fault == "no_gradient_sum" or isinstance(place, str) else 0)
     block = local.block_of(op.name)
-    report = verify(Faulty(subject, Fault(op.name, fault)), plan, graph, steps=1, pool=workers, run_timeout_s=300.0)
+    report = verified(workers, Faulty(subject, (op.name, fault)), plan, graph)
     assert not report.passed
-    difference = found(report)
+    difference = report.bisection.difference
     assert (difference.block, difference.op, difference.target) == (block, op.name, op.target)
     assert difference.module == op.module
     assert difference.what.startswith(wrong)
@@ -250,10 +229,8 @@ def test_a_planted_fault_is_found(
 
 def test_a_forgotten_gradient_sum_is_no_operators_fault(workers: WorkerPool) -> None:
     subject, graph, plan = made(Mesh(tp=2), memory_price=0.01)
-    local = local_graph(plan, graph)
-    op = the(local, 2, "layer_norm")
-    report = verify(Faulty(subject, Fault(op.name, "sum")), plan, graph, steps=1, pool=workers, run_timeout_s=300.0)
-    difference = found(report)
+    op = the(local_graph(plan, graph), 2, "layer_norm")
+    difference = verified(workers, Faulty(subject, (op.name, "sum")), plan, graph).bisection.difference
     assert "the sum of the gradient of parameter transformer.h.1.ln_1." in difference.what
     assert "(over tp)" in difference.what
     assert (difference.block, difference.op) == (2, op.name)
@@ -261,7 +238,7 @@ def test_a_forgotten_gradient_sum_is_no_operators_fault(workers: WorkerPool) -> 
 
 def test_a_right_program_is_not_bisected(workers: WorkerPool) -> None:
     subject, graph, plan = made(Mesh(pp=2, tp=2))
-    report = verify(Faulty(subject, None), plan, graph, steps=1, pool=workers, run_timeout_s=300.0)
+    report = verified(workers, Faulty(subject, None), plan, graph)
     assert report.passed
     assert report.bisection is None
     assert "first difference" not in render_verification(report, plan)
@@ -269,7 +246,7 @@ def test_a_right_program_is_not_bisected(workers: WorkerPool) -> None:
 
 def test_nothing_is_found_where_nothing_differs(workers: WorkerPool) -> None:
     subject, graph, plan = made(Mesh(dp_shard=2), zero_stage=2)
-    report = verify(Faulty(subject, None), plan, graph, steps=2, pool=workers, run_timeout_s=300.0, find="always")
+    report = verified(workers, Faulty(subject, None), plan, graph, steps=2, find="always")
     assert report.bisection.difference is None
     assert report.bisection.steps == 2
     assert report.bisection.graph_loss < GRAPH_TOLERANCE
@@ -278,20 +255,13 @@ def test_nothing_is_found_where_nothing_differs(workers: WorkerPool) -> None:
     assert "in float64 no loss, gradient or parameter differs in 2 steps" in text
 
 
-def test_buffers_that_a_step_changes_are_those_of_the_step_before(workers: WorkerPool) -> None:
-    graph = REMEMBERING.trace(8, global_batch_size=8)
-    plan = estimated(graph, cluster="cpu:1x2", global_batch_size=8, pins=["tp=2"])
-    report = verify(REMEMBERING, plan, graph, steps=2, pool=workers, run_timeout_s=300.0, find="always")
-    assert report.bisection.difference is None
-
-
-@pytest.mark.parametrize("pin", ["dp_replicate=2", "tp=2"])
-def test_a_parameter_that_only_chooses_is_decayed_as_on_one_device(workers: WorkerPool, pin: str) -> None:
-    graph = CHOOSING.trace(8, global_batch_size=8)
+@pytest.mark.parametrize(
+    ("kind", "pin"), [("remembering", "tp=2"), ("choosing", "dp_replicate=2"), ("choosing", "tp=2")]
+)
+def test_no_difference_is_found_where_buffers_change_or_only_choose(workers: WorkerPool, kind: str, pin: str) -> None:
+    """Buffers that a step changes are those of the step before; a parameter that only chooses is decayed as on one device."""
+    subject = {"remembering": REMEMBERING, "choosing": CHOOSING}[kind]
+    graph = subject.trace(8, global_batch_size=8)
     plan = estimated(graph, cluster="cpu:1x2", global_batch_size=8, pins=[pin])
-    report = verify(CHOOSING, plan, graph, steps=2, pool=workers, run_timeout_s=300.0, find="always")
+    report = verified(workers, subject, plan, graph, steps=2, find="always")
     assert report.bisection.difference is None
-
-
-def found(report: VerifyReport) -> Any:
-    return report.bisection.difference

@@ -20,17 +20,11 @@ from tests.support.distributed.layouts import batches, on_ranks, planned, planne
 from tests.support.distributed.plans import estimated
 from tools.campaigns import checkpoints as campaign
 
-pytestmark = pytest.mark.distributed
 
-
-@pytest.mark.parametrize(
-    "route",
-    [
-        ("tp4, padded", "pp2 interleaved", "tp2 x dp2 ZeRO 3"),
-        ("dp3 ZeRO 3, optimizer on the host", "pp2 x dp2 ZeRO 1", "one rank", "HSDP 2 x 2"),
-    ],
-    ids=" to ".join,
-)
+@pytest.mark.parametrize("route", [
+    ("tp4, padded", "pp2 interleaved", "tp2 x dp2 ZeRO 3"),
+    ("dp3 ZeRO 3, optimizer on the host", "pp2 x dp2 ZeRO 1", "one rank", "HSDP 2 x 2"),
+], ids=" to ".join)  # fmt: skip
 def test_every_bit_is_the_same_under_another_plan(pool: WorkerPool, tmp_path: Path, route: tuple[str, ...]) -> None:
     """All pairs of eight plans: ``tools.campaigns.checkpoints``."""
     campaign.save(pool, route[0], tmp_path / "0")
@@ -64,9 +58,7 @@ def test_a_rank_that_is_killed_in_a_save_leaves_the_checkpoint_before(tmp_path: 
 
 def test_what_is_written_beside_steps_is_what_a_save_writes(pool: WorkerPool, tmp_path: Path) -> None:
     subject, plan, graph = planned("tp2 x dp2 ZeRO 3", "gpt2")
-    on_ranks(
-        pool, checkpoints.beside_and_at_once, subject, plan, graph, batches(subject, 3), str(tmp_path), timeout_s=300.0
-    )
+    on_ranks(pool, checkpoints.beside_and_at_once, subject, plan, graph, batches(subject, 3), str(tmp_path))
     found = {path.relative_to(tmp_path / "beside") for path in (tmp_path / "beside").glob("*/*")}
     assert len({path.parent for path in found}) == 3
     assert found == {path.relative_to(tmp_path / "at_once") for path in (tmp_path / "at_once").glob("*/*")}
@@ -164,9 +156,8 @@ def test_ranks_write_each_element_once_and_about_equally_many(pool: WorkerPool, 
     subject, plan, graph = planned(layout, "gpt2")
     on_ranks(pool, jobs.save_run, subject, plan, graph, batches(subject, 2), str(tmp_path / "run"))
     source = Folder(tmp_path / "run")
-    entries = [
-        entry for name, entry in source.tensors.items() if not name.startswith("state.")
-    ]  # each rank writes its own
+    # each rank writes its own state
+    entries = [entry for name, entry in source.tensors.items() if not name.startswith("state.")]
     stored = sum(prod(entry.shape) * entry.dtype.itemsize for entry in entries)
     written = [_written_bytes(source.path / name) for name in source._files]
     assert stored <= sum(written) < 1.05 * stored, "steps of an optimizer come more than once"

@@ -21,14 +21,9 @@ from tests.support.distributed.layouts import equals_one_device
 from tests.support.distributed.plans import estimated
 from tests.support.small_models import model_of
 
-pytestmark = pytest.mark.distributed
-
 
 class Normalised(nn.Module):
-    """Convolutions and batch norms; inputs are called as keywords of torch's pipelines.
-
-    No bias stands before a batch norm: its gradient would be zero but for rounding.
-    """
+    """Convolutions and batch norms, called by keywords of torch's pipelines; a bias before a norm has no gradient but rounding."""
 
     def __init__(self, bias: bool = False) -> None:
         super().__init__()
@@ -93,8 +88,8 @@ def planned(
 ) -> tuple[VerifiedModel, Plan, Graph]:
     subject = VerifiedModel(resolve_model(spec, sequence_length=length), masked=True)
     graph = subject.trace()
-    wanted = {"cluster": f"cpu:1x{ranks}", "global_batch_size": batch, "pins": pins.split()}
-    return subject, estimated(graph, **wanted), graph
+    plan = estimated(graph, cluster=f"cpu:1x{ranks}", global_batch_size=batch, pins=pins.split())
+    return subject, plan, graph
 
 
 CASES = {
@@ -104,16 +99,11 @@ CASES = {
     "batch norm in a pipeline": (f"{HERE}:normalised", "pp=2 dp_replicate=2"),
     "encoder and decoder": ("hf:t5?num_layers=1&d_model=16&d_kv=8&num_heads=2&d_ff=32&vocab_size=32", "pp=2 tp=2"),
     "skip connections over stages": ("tools.campaigns.handmade:unet", "pp=2 tp=2"),
-    "vision": (
-        "hf:convnext?hidden_sizes=[8,8]&depths=[1,1]&num_stages=2&image_size=16&num_labels=5",
-        "tp=2 dp_replicate=2",
-    ),
+    "vision": ("hf:convnext?hidden_sizes=[8,8]&depths=[1,1]&num_stages=2&image_size=16&num_labels=5", "tp=2 dp_replicate=2"),
     "tables of embeddings": ("tools.campaigns.handmade:recommender", "tp=4"),
-    "a stage without parameters": (
-        "tools.campaigns.handmade:recommender",
-        "pp=4 stage@bottom.*=0 stage@tables.*=1 stage@all=2 stage@top.*=3",
-    ),
-}
+    "a stage without parameters": ("tools.campaigns.handmade:recommender",
+                                   "pp=4 stage@bottom.*=0 stage@tables.*=1 stage@all=2 stage@top.*=3"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -121,15 +111,12 @@ def test_every_kind_of_architecture_equals_one_device(pool: WorkerPool, case: st
     equals_one_device(pool, *planned(*CASES[case], length=8 if case == "encoder and decoder" else None))
 
 
-@pytest.mark.parametrize(
-    ("spec", "pins", "layers"),
-    [
-        (GPT, "pp=2 virtual_stages=2", [0, 1, 1, 0]),
-        (GPT, "pp=2 virtual_stages=2 recompute=full", [0, 1, 1, 0]),
-        (LLAMA, "pp=2 stage@embed_tokens=0 stage@layers.0=1", [0, 2]),
-        (LLAMA, "pp=2 stage@layers.1=0 stage@lm_head=1", [2, 0]),
-    ],
-)
+@pytest.mark.parametrize(("spec", "pins", "layers"), [
+    (GPT, "pp=2 virtual_stages=2", [0, 1, 1, 0]),
+    (GPT, "pp=2 virtual_stages=2 recompute=full", [0, 1, 1, 0]),
+    (LLAMA, "pp=2 stage@embed_tokens=0 stage@layers.0=1", [0, 2]),
+    (LLAMA, "pp=2 stage@layers.1=0 stage@lm_head=1", [2, 0]),
+])  # fmt: skip
 def test_stages_without_a_layer_equal_one_device(pool: WorkerPool, spec: str, pins: str, layers: list[int]) -> None:
     """The first family's table of words is its head too, in other stages of other ranks."""
     subject, plan, graph = planned(spec, pins, length=16, ranks=2, batch=8)
@@ -162,10 +149,8 @@ def test_rounding_is_told_from_a_wrong_program(pool: WorkerPool, monkeypatch: py
 def test_a_program_that_is_wrong_in_float32_alone_is_wrong(pool: WorkerPool) -> None:
     """The graph has another epsilon than the model, which its trace in float64 does not have."""
     subject, _, graph = planned(f"{HERE}:normalised", "tp=2 dp_shard=2")
-    ops = tuple(
-        replace(op, args=tuple(0.1 if arg == 1e-5 else arg for arg in op.args)) if "batch_norm" in op.target else op
-        for op in graph.ops
-    )
+    other = lambda op: replace(op, args=tuple(0.1 if arg == 1e-5 else arg for arg in op.args))
+    ops = tuple(other(op) if "batch_norm" in op.target else op for op in graph.ops)
     assert ops != graph.ops
     wrong = replace(graph, ops=ops)
     plan = estimated(wrong, cluster="cpu:1x4", global_batch_size=16, pins=["tp=2", "dp_shard=2"])

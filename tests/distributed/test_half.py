@@ -19,8 +19,6 @@ from tests.support.distributed.mixtures import mixture
 from tests.support.distributed.plans import estimated
 from tests.support.distributed.subjects import HfSubject, Unpadded
 
-pytestmark = pytest.mark.distributed
-
 EPSILON = 2.0**-10
 FIXED = {"init_scale": 65536.0}
 SUBJECT = HfSubject("llama")
@@ -29,12 +27,8 @@ SUBJECT = HfSubject("llama")
 @cache
 def stepped(pool: WorkerPool, layout: str, called: bool = False) -> tuple[dict[str, Any], ...]:
     """What each rank finds in the two steps of :func:`one_device`."""
-    return on_ranks(
-        pool,
-        partial(scaled.steps, scaling=FIXED, called=called),
-        *planned(layout, "llama", precision=FP16),
-        batches(SUBJECT, 2),
-    )
+    job = partial(scaled.steps, scaling=FIXED, called=called)
+    return on_ranks(pool, job, *planned(layout, "llama", precision=FP16), batches(SUBJECT, 2))
 
 
 @cache
@@ -55,14 +49,11 @@ def moved(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: parameters[name] - p.detach() for name, p in SUBJECT.build().named_parameters()}
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        *("tp2", "tp2 x dp2 ZeRO 3"),
-        *("dp4", "dp4 ZeRO 2", "dp4 ZeRO 3", "HSDP 2x2"),
-        *("pp2 x dp2 ZeRO 1", "pp2 two virtual stages", "pp2 x dp2 ZeRO 3 made again"),
-    ],
-)
+@pytest.mark.parametrize("layout", [
+    *("tp2", "tp2 x dp2 ZeRO 3"),
+    *("dp4", "dp4 ZeRO 2", "dp4 ZeRO 3", "HSDP 2x2"),
+    *("pp2 x dp2 ZeRO 1", "pp2 two virtual stages", "pp2 x dp2 ZeRO 3 made again"),
+])  # fmt: skip
 def test_equals_one_device_with_the_same_casts_and_scale(pool: WorkerPool, layout: str) -> None:
     """One device is off float32 by 1.6 epsilons here. A plan rounds elsewhere: it is off by no more than twice that, and so
     the two are 5 apart at most, gradients and what momentum makes of them; losses are sums in float32."""
@@ -130,16 +121,12 @@ def test_a_checkpoint_without_a_scale_is_loaded(pool: WorkerPool, tmp_path: Path
         assert loss == pytest.approx(wanted, rel=EPSILON)
 
 
-@pytest.mark.parametrize(
-    ("subject", "pins"),
-    [
-        (Unpadded("llama"), "cp=2 dp_shard=2 zero=3 cp_attention=ring micro_batch=4"),
-        (Unpadded("llama"), "cp=2 tp=2 cp_attention=ulysses micro_batch=4"),
-        (mixture(), "ep=2 dp_replicate=4"),
-        (mixture(), "ep=4 ep_data=2 tp=2"),
-    ],
-    ids=["ring", "ulysses", "ep over data", "ep over both"],
-)
+@pytest.mark.parametrize(("subject", "pins"), [
+    (Unpadded("llama"), "cp=2 dp_shard=2 zero=3 cp_attention=ring micro_batch=4"),
+    (Unpadded("llama"), "cp=2 tp=2 cp_attention=ulysses micro_batch=4"),
+    (mixture(), "ep=2 dp_replicate=4"),
+    (mixture(), "ep=4 ep_data=2 tp=2"),
+], ids=["ring", "ulysses", "ep over data", "ep over both"])  # fmt: skip
 def test_split_sequences_and_experts(pool: WorkerPool, subject: Any, pins: str) -> None:
     """The loss of the mixture alone is in float16, whose gradient 65536 is none."""
     data, scaling = [subject.make_batch(16, seed=0)], {"init_scale": 1024.0}

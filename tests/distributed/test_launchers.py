@@ -3,21 +3,20 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support.distributed import fit_script
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 STEPS = 12
 
 
-def run(
-    folder: Path, *pins: str, faults: str = "", ranks: int = 2, restarts: int = 0
-) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *pins: str, faults: str = "", ranks: int = 2, restarts: int = 0) -> Any:
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
         *(f"--max-restarts={restarts}", fit_script.__file__, str(folder), *pins),
@@ -78,6 +77,7 @@ MEETS = """
 import sys
 import torch
 from pathlib import Path
+from typing import Any
 from autopar.runtime.job import start
 
 start("cpu")
@@ -88,9 +88,7 @@ Path(f"{sys.argv[1]}{torch.distributed.get_rank()}").write_text(str(number.item(
 """What each rank has after a sum over all."""
 
 
-def start(
-    script: str, folder: Path, *command: str, torchrun: str = TORCHRUN, **environment: str
-) -> subprocess.Popen[str]:
+def start(script: str, folder: Path, *command: str, torchrun: str = TORCHRUN, **environment: str) -> Any:
     """A launcher's script with torchrun of this Python, and Slurm's commands as far as the script needs them."""
     programs = {
         "torchrun": torchrun,
@@ -103,9 +101,8 @@ def start(
         (folder / name).chmod(0o755)
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
     found = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent), "PATH": path} | environment
-    return subprocess.Popen(
-        ["bash", str(EXAMPLES / script), *command], env=found, cwd=EXAMPLES.parent, stderr=subprocess.PIPE, text=True
-    )
+    program = ["bash", str(EXAMPLES / script), *command]
+    return subprocess.Popen(program, env=found, cwd=EXAMPLES.parent, stderr=subprocess.PIPE, text=True)
 
 
 def test_several_nodes_meet(tmp_path: Path) -> None:

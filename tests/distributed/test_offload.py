@@ -16,15 +16,13 @@ from tests.support.distributed.plans import estimated
 from tests.support.distributed.subjects import SEQUENCE
 from tests.support.step_traffic import stages_of
 
-pytestmark = pytest.mark.distributed
-
 CLUSTER = with_device(Cluster.parse("cpu:1x4"), host=replace(HOST, memory_bytes=10**9))
 """CPU ranks that take part of their memory for a host's."""
 
 
-@pytest.mark.parametrize(
-    "layout", ["dp4", "dp4 ZeRO 2", "tp2 x dp2 ZeRO 3", "pp2 x dp2 ZeRO 1", "pp2 two virtual stages"]
-)
+@pytest.mark.parametrize("layout", [
+    "dp4", "dp4 ZeRO 2", "tp2 x dp2 ZeRO 3", "pp2 x dp2 ZeRO 1", "pp2 two virtual stages",
+])  # fmt: skip
 def test_steps_on_the_host_are_those_of_one_device(pool: WorkerPool, layout: str) -> None:
     subject, plan, graph = planned(layout, "llama")
     clips_as_one_device(pool, subject, replace(plan, offload=("optimizer",)), graph)
@@ -61,13 +59,10 @@ def test_bytes_on_the_host_are_those_predicted(pool: WorkerPool, pins: str) -> N
         assert (predicted.host, predicted.optimizer) == (largest, 0)
 
 
-@pytest.mark.parametrize(
-    ("layout", "dropout"),
-    [
-        ("tp2 x dp2 ZeRO 3", 0.0), ("tp2 x dp2 whole parameters", 0.2), ("pp2 two virtual stages", 0.0),
-        ("dp2 ZeRO 3 recomputed", 0.2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("layout", "dropout"), [
+    ("tp2 x dp2 ZeRO 3", 0.0), ("tp2 x dp2 whole parameters", 0.2), ("pp2 two virtual stages", 0.0),
+    ("dp2 ZeRO 3 recomputed", 0.2),
+])  # fmt: skip
 def test_blocks_that_keep_on_the_host_train_the_same(pool: WorkerPool, layout: str, dropout: float) -> None:
     subject, plan, graph = planned(layout, "gpt2", dropout=dropout)
     moved = replace(plan, blocks=tuple(replace(b, offload=b.index != 1) for b in plan.blocks))
@@ -77,15 +72,12 @@ def test_blocks_that_keep_on_the_host_train_the_same(pool: WorkerPool, layout: s
     assert all(torch.equal(value, there["parameters"][name]) for name, value in here["parameters"].items())
 
 
-@pytest.mark.parametrize(
-    "pins",
-    [
-        "dp_replicate=2 tp=2 offload=activations@h.* recompute=none",
-        "dp_shard=4 zero=3 offload=activations@h.1 recompute=none",
-        "dp_shard=2 tp=2 zero=2 offload=activations recompute=full",
-        "pp=2 dp_shard=2 zero=1 offload=activations recompute=full",
-    ],
-)
+@pytest.mark.parametrize("pins", [
+    "dp_replicate=2 tp=2 offload=activations@h.* recompute=none",
+    "dp_shard=4 zero=3 offload=activations@h.1 recompute=none",
+    "dp_shard=2 tp=2 zero=2 offload=activations recompute=full",
+    "pp=2 dp_shard=2 zero=1 offload=activations recompute=full",
+])  # fmt: skip
 def test_bytes_that_move_are_those_predicted(pool: WorkerPool, pins: str) -> None:
     subject, graph = traced("gpt2")
     wish = [*pins.split(), "num_micro_batches=2", "offload!=optimizer"]

@@ -21,29 +21,23 @@ from tests.support.distributed import returning
 from tests.support.distributed.layouts import LAYOUTS, on_batch, on_ranks
 from tests.support.distributed.plans import estimated, make_plan
 from tests.support.distributed.returning import Returning, plain
+from tests.support.said import refuses
 from tests.support.zoo import description
 
-pytestmark = pytest.mark.distributed
-
 PINS = {
-    "tp2": ["tp=2"],
-    "tp4 lengthened": ["tp=4", "tokens.weight=tp:S(0)"],
+    "tp2": ["tp=2"], "tp4 lengthened": ["tp=4", "tokens.weight=tp:S(0)"],
     "dp4 ZeRO 3": ["dp_shard=4", "zero=3", "micro_batch=1"],
     "dp2 x tp2": ["dp_shard=2", "tp=2", "zero=3", "micro_batch=2"],
-    "pp2 x dp2": ["pp=2", "dp_replicate=2", "micro_batch=1"],
-    "pp2 x tp2": ["pp=2", "tp=2", "micro_batch=2"],
-    "pp4": ["pp=4", "micro_batch=1"],
-    "cp2": ["cp=2", "cp_attention=gather", "micro_batch=4"],
+    "pp2 x dp2": ["pp=2", "dp_replicate=2", "micro_batch=1"], "pp2 x tp2": ["pp=2", "tp=2", "micro_batch=2"],
+    "pp4": ["pp=4", "micro_batch=1"], "cp2": ["cp=2", "cp_attention=gather", "micro_batch=4"],
     "cp2 x dp2 ring": ["cp=2", "dp_shard=2", "cp_attention=ring", "micro_batch=2"],
     "dp2 recomputed": ["dp_replicate=2", "recompute=full", "micro_batch=2"],
     "dp2 made again": ["dp_shard=2", "recompute=selective", "micro_batch=2"],
-}
+}  # fmt: skip
 MODELS = {
-    "gpt2": description("gpt2"),
-    "llama": description("llama").replace("vocab_size=96", "vocab_size=97"),
-    "t5": description("t5", 1),
-    "bert": description("bert", 1),
-}
+    "gpt2": description("gpt2"), "llama": description("llama").replace("vocab_size=96", "vocab_size=97"),
+    "t5": description("t5", 1), "bert": description("bert", 1),
+}  # fmt: skip
 
 
 @cache
@@ -62,11 +56,8 @@ def planned(kind: str, layout: str) -> tuple[Any, Plan, Graph]:
     return subject, estimated(graph, cluster=f"cpu:1x{world}", global_batch_size=8, pins=pins), graph
 
 
-SPLIT = ["tp2", "tp2 x dp2 ZeRO 3", "pp2 x tp2"]
-"""Where memory is dear: logits are parts of a sum, or split by vocabulary."""
-
-
 def split(kind: str, layout: str) -> tuple[Any, Plan, Graph]:
+    """Where memory is dear: logits are parts of a sum, or split by vocabulary."""
     subject, graph = traced(kind)
     mesh, options = LAYOUTS[layout]
     return subject, make_plan(graph, mesh, global_batch_size=8, micro_batch_size=2, **options), graph
@@ -125,7 +116,7 @@ def test_outputs_are_those_of_one_device(pool: WorkerPool, kind: str, layout: st
     check(pool, *planned(kind, layout), *sizes, own=kind == "pair")
 
 
-@pytest.mark.parametrize("layout", SPLIT)
+@pytest.mark.parametrize("layout", ["tp2", "tp2 x dp2 ZeRO 3", "pp2 x tp2"])
 @pytest.mark.parametrize(("kind", "type_on_tp"), [("metrics", "P"), ("gpt2", "S(2)")])
 def test_parts_of_logits_are_joined(pool: WorkerPool, kind: str, type_on_tp: str, layout: str) -> None:
     subject, plan, graph = split(kind, layout)
@@ -152,25 +143,19 @@ def test_other_outputs_of_a_training_call_say_what_they_are_not(pool: WorkerPool
         assert said["read"].startswith("The output more.accuracy is computed from complete values")
         assert said["stacked"].startswith("The output more.guess is computed from complete values")
         assert said["shown"] == "<more.accuracy: not computed in training, par.predict(batch) has it>"
-        assert said["added"].startswith(
-            "The output logits of par(**batch) was made a part of a loss, but only the plan's"
-        )
+        added = "The output logits of par(**batch) was made a part of a loss, but only the plan's"
+        assert said["added"].startswith(added)
         assert said["inputs"] is False
 
 
-def test_outputs_where_a_function_makes_the_loss(pool: WorkerPool) -> None:
+def test_outputs_where_a_function_makes_the_loss_and_of_experts_over_data_ranks(pool: WorkerPool) -> None:
     subject, plan, graph = planned("scores", "pp2 x dp2")
     batch = subject.make_batch(8, seed=1)
-    logits = wanted(subject, {"idx": batch["idx"]})
     for (found,) in on_ranks(pool, returning.predicted, subject, plan, graph, [batch]):
-        assert_same(found["called"], logits, "called")
-
-
-def test_outputs_of_experts_over_data_ranks(pool: WorkerPool) -> None:
+        assert_same(found["called"], wanted(subject, {"idx": batch["idx"]}), "called")
     subject, graph = traced("experts")
     plan = estimated(graph, cluster="cpu:1x2", global_batch_size=8, pins=["dp_shard=2", "ep=2", "micro_batch=2"])
     assert plan.mesh.ep_data == 2
-    batch = subject.make_batch(8, seed=1)
     expected = wanted(subject, batch)
     for (found,) in on_ranks(pool, returning.predicted, subject, plan, graph, [batch]):
         for name in ("loss", "logits"):
@@ -179,10 +164,9 @@ def test_outputs_of_experts_over_data_ranks(pool: WorkerPool) -> None:
 
 def test_one_stage_is_needed_for_a_loss_with_gradients(pool: WorkerPool) -> None:
     subject, plan, graph = planned("pair", "pp2 x dp2")
-    batch = subject.make_batch(8, seed=1)
-    with pytest.raises(Exception, match=r"by autopar\.integrations\.loss\.step_loss\(par, batch\)\. par\.predict"):
-        on_ranks(pool, returning.called, subject, plan, graph, batch)
-    assert loss_of(subject.build()(**batch)).requires_grad
+    said = r"by autopar\.integrations\.loss\.step_loss\(par, batch\)\. par\.predict"
+    refuses(Exception, said, on_batch, pool, returning.called, subject, plan, graph)
+    assert loss_of(subject.build()(**subject.make_batch(8, seed=1))).requires_grad
 
 
 def test_outputs_of_unequal_shares(pool: WorkerPool) -> None:

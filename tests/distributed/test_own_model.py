@@ -18,8 +18,7 @@ from autopar.verification.rank_pool import WorkerPool
 from tests.support.distributed.layouts import equals_one_device
 from tests.support.distributed.plans import estimated
 from tests.support.distributed.subjects import OwnSubject
-
-pytestmark = pytest.mark.distributed
+from tests.support.said import refuses
 
 
 class Tagger(nn.Module):
@@ -46,10 +45,6 @@ class Restless(Tagger):
 
 def tagging_loss(output: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
     return functional.cross_entropy(output["logits"].flatten(0, 1), batch["tags"].flatten(), ignore_index=-100)
-
-
-def doubled(output: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
-    return 2.0 * tagging_loss(output, batch)
 
 
 def distance(output: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
@@ -117,46 +112,35 @@ def test_a_function_that_builds_it_does_as_well_and_a_plan_in_a_file(tmp_path: P
 
 
 def test_a_model_that_draws_noise_of_its_own_is_not_compared() -> None:
-    plan = planned(Restless())
-    with pytest.raises(VerificationError, match="random"):
-        autopar.verify(Restless(), plan, **GIVEN)
+    refuses(VerificationError, "random", autopar.verify, Restless(), planned(Restless()), **GIVEN)
 
 
-def lambda_in(model: nn.Module) -> nn.Module:
+def with_a_lambda() -> nn.Module:
+    model = dropping()
     model.activation = lambda x: x
     return model
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (lambda: lambda_in(dropping()), "cannot be sent to the processes"),
-        (lambda: dropping().to("meta"), "on the meta device"),
-        (lambda: "dropping", "A str is no model"),
-        (lambda: examples, "The function examples returns a tuple"),
-    ],
-)
+@pytest.mark.parametrize(("model", "message"), [
+    (with_a_lambda, "cannot be sent to the processes"),
+    (lambda: dropping().to("meta"), "on the meta device"), (lambda: "dropping", "A str is no model"),
+    (lambda: examples, "The function examples returns a tuple"),
+])  # fmt: skip
 def test_what_cannot_be_verified_is_said(model: Callable[[], Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        autopar.verify(model(), planned(), **GIVEN)
+    refuses(UsageError, message, autopar.verify, model(), planned(), **GIVEN)
 
 
-def test_one_sample_does_not_stand_for_those_of_two_ranks() -> None:
+def test_a_plan_that_examples_processes_or_the_model_do_not_fit_is_refused() -> None:
     one = tuple(torch.utils._pytree.tree_map_only(torch.Tensor, lambda value: value[:1], examples()))
-    with pytest.raises(UsageError, match="One example is too few for 2 data ranks"):
-        autopar.verify(dropping(), planned(pins=["dp_shard=2"]), example_inputs=one, loss_fn=distance)
-
-
-def test_a_plan_with_more_ranks_than_processes_are_started_is_refused() -> None:
-    with pytest.raises(UsageError, match="has 64 ranks, and verify starts at most 32"):
-        autopar.verify(dropping(), planned(cluster="cpu:8x8", global_batch_size=64, pins=["dp_shard=64"]), **GIVEN)
-
-
-def test_a_plan_of_another_model_is_refused() -> None:
-    plan = planned()
+    plan, two = planned(), planned(pins=["dp_shard=2"])
+    many = planned(cluster="cpu:8x8", global_batch_size=64, pins=["dp_shard=64"])
     other = replace(plan, model=replace(plan.model, fingerprint="0" * 16))
-    with pytest.raises(PlanError):
-        autopar.verify(dropping(), other, **GIVEN)
+    for kind, said, given, options in (
+        (UsageError, "One example is too few for 2 data ranks", two, {"example_inputs": one}),
+        (UsageError, "has 64 ranks, and verify starts at most 32", many, {}),
+        (PlanError, "Tagger", other, {}),
+    ):
+        refuses(kind, said, autopar.verify, dropping(), given, **GIVEN | options)
 
 
 @pytest.mark.parametrize("pins", [["tp=2", "dp_shard=2"], ["dp_shard=4", "zero=3"]], ids=["tp2 x dp2", "dp4 ZeRO 3"])
@@ -174,7 +158,7 @@ def test_a_plan_for_a_loss_beside_the_model_is_verified(pool: WorkerPool, pins: 
 
 def test_another_loss_is_found_out(pool: WorkerPool) -> None:
     subject = TAGGERS[torch.float32]
-    graph = subject.trace(loss_fn=doubled)
+    graph = subject.trace(loss_fn=lambda output, batch: 2.0 * tagging_loss(output, batch))
     plan = estimated(graph, cluster="cpu:1x2", global_batch_size=8, pins=["tp=2"])
     report = verify(subject, plan, graph, steps=2, pool=pool, run_timeout_s=300.0, loss_fn=tagging_loss, find="never")
     assert not report.passed

@@ -34,9 +34,6 @@ from tests.support.distributed.plans import estimated
 from tests.support.distributed.subjects import graph_of
 from tests.support.step_traffic import Collective, stages_of, traffic
 
-pytestmark = pytest.mark.distributed
-
-
 Recorded = tuple[str, tuple[int, ...], int]
 """Kind, ranks of the group (of a send: of the group that it stands in), bytes: of the whole tensor; of one rank's part
 for all-to-all and sends."""
@@ -62,9 +59,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.found: Counter[Recorded] = Counter()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         name = func.name()
         if name.startswith(("c10d::", "_c10d_functional::", "_c10d_functional_autograd::")):
             self._note(name.partition("::")[2].partition(".")[0], func, args)
@@ -119,45 +114,25 @@ def one_step(parallel: ParallelModel, batch: Mapping[str, Tensor]) -> dict[Recor
 GLOBAL_BATCH = 16
 
 CASES: list[tuple[str, str, dict[str, Any]]] = [
-    ("llama", "dp4", {}),
-    ("gpt2", "dp4 ZeRO 1", {}),
-    ("llama", "dp4 ZeRO 2", {}),
-    ("llama", "dp4 ZeRO 3", {}),
-    ("llama-untied", "HSDP 2x2", {}),
-    ("gpt2", "HSDP 2x2 ZeRO 2", {"precision": BF16}),
-    ("llama", "tp2 whole parameters", {}),
-    ("gpt2", "tp2 x dp2", {}),
-    ("llama", "tp2 x dp2 whole parameters", {}),
-    ("gpt2", "tp2 x dp2 ZeRO 1", {}),
-    ("llama", "tp2 x dp2 ZeRO 3", {}),
-    ("gpt2", "pp2 x dp2", {}),
-    ("llama", "pp2 x dp2 ZeRO 1", {}),
-    ("gpt2", "pp2 x dp2 ZeRO 3", {}),
-    ("llama-untied", "pp2 x dp2 ZeRO 3", {"schedule": "GPipe"}),
-    ("llama", "pp2 x tp2", {}),
-    ("gpt2", "pp4", {}),
-    ("llama", "pp2 GPipe", {}),
-    ("gpt2", "pp2 two virtual stages", {}),
-    ("llama", "dp2 ZeRO 3 recomputed", {}),
-    ("gpt2", "tp2 recomputed", {}),
-    ("llama", "pp2 x dp2 ZeRO 3 made again", {}),
-]
+    ("llama", "dp4", {}), ("gpt2", "dp4 ZeRO 1", {}), ("llama", "dp4 ZeRO 2", {}), ("llama", "dp4 ZeRO 3", {}),
+    ("llama-untied", "HSDP 2x2", {}), ("gpt2", "HSDP 2x2 ZeRO 2", {"precision": BF16}),
+    ("llama", "tp2 whole parameters", {}), ("gpt2", "tp2 x dp2", {}), ("llama", "tp2 x dp2 whole parameters", {}),
+    ("gpt2", "tp2 x dp2 ZeRO 1", {}), ("llama", "tp2 x dp2 ZeRO 3", {}), ("gpt2", "pp2 x dp2", {}),
+    ("llama", "pp2 x dp2 ZeRO 1", {}), ("gpt2", "pp2 x dp2 ZeRO 3", {}),
+    ("llama-untied", "pp2 x dp2 ZeRO 3", {"schedule": "GPipe"}), ("llama", "pp2 x tp2", {}), ("gpt2", "pp4", {}),
+    ("llama", "pp2 GPipe", {}), ("gpt2", "pp2 two virtual stages", {}), ("llama", "dp2 ZeRO 3 recomputed", {}),
+    ("gpt2", "tp2 recomputed", {}), ("llama", "pp2 x dp2 ZeRO 3 made again", {}),
+]  # fmt: skip
 
 
 def step_of(plan: Plan, graph: Graph, *, clips: bool) -> Step:
     local = lower(plan, graph).graph
     return Step(
-        mesh=plan.mesh,
-        schedule=plan.schedule,
-        num_micro_batches=plan.num_micro_batches,
-        zero_stage=plan.zero_stage,
-        global_batch_size=plan.global_batch_size,
-        flops_per_sample=plan.model.flops_per_sample,
-        tokens_per_sample=plan.model.tokens_per_sample,
-        totals=tuple(local.spec(ref).num_bytes for ref in local.sums),
-        clips=clips,
-        bucket_bytes=plan.bucket_bytes,
-    )
+        mesh=plan.mesh, schedule=plan.schedule, num_micro_batches=plan.num_micro_batches, zero_stage=plan.zero_stage,
+        global_batch_size=plan.global_batch_size, flops_per_sample=plan.model.flops_per_sample,
+        tokens_per_sample=plan.model.tokens_per_sample, totals=tuple(local.spec(ref).num_bytes for ref in local.sums),
+        clips=clips, bucket_bytes=plan.bucket_bytes,
+    )  # fmt: skip
 
 
 def as_recorded(found: Counter[Collective], mesh: Mesh, rank: int) -> dict[Recorded, int]:
@@ -183,9 +158,7 @@ def compare(pool: WorkerPool, kind: str, plan: Plan, graph: Graph) -> None:
         assert expected == row
 
 
-def as_gathered(
-    expected: dict[Recorded, int], row: dict[Recorded, int]
-) -> tuple[dict[Recorded, int], dict[Recorded, int]]:
+def as_gathered(expected: dict[Recorded, int], row: dict[Recorded, int]) -> tuple[dict[Recorded, int], ...]:
     """Without all-to-alls, and what runs in their place: a gather forward, the sum of its gradients backward."""
     exchanges = Counter[tuple[tuple[int, ...], int]]()
     for (kind, ranks, num_bytes), count in expected.items():
@@ -235,14 +208,11 @@ def test_the_prices_are_those_of_the_plan() -> None:
     assert again.memory == plan.predicted.memory
 
 
-@pytest.mark.parametrize(
-    ("pins", "size"),
-    [
-        ("dp_replicate=4 zero=0 num_micro_batches=2", 1),
-        ("dp_replicate=2 tp=2 zero=0", 20_000),
-        ("pp=2 dp_replicate=2 zero=0 num_micro_batches=2", 50_000),
-    ],
-)
+@pytest.mark.parametrize(("pins", "size"), [
+    ("dp_replicate=4 zero=0 num_micro_batches=2", 1),
+    ("dp_replicate=2 tp=2 zero=0", 20_000),
+    ("pp=2 dp_replicate=2 zero=0 num_micro_batches=2", 50_000),
+])  # fmt: skip
 def test_buckets_have_the_size_of_the_plan(pool: WorkerPool, pins: str, size: int) -> None:
     _, graph = traced("gpt2")
     usual, other = (
@@ -270,23 +240,20 @@ def check_states(pool: WorkerPool, subject: Any, graph: Graph, plan: Plan, *, sh
             assert times * max(row[key] for row in ranks) == getattr(predicted, key), key
 
 
-@pytest.mark.parametrize(
-    ("kind", "pins", "shards"),
-    [
-        ("gpt2", "dp_replicate=2 tp=2 zero=0 num_micro_batches=2", 1),
-        ("llama-untied", "tp=4 num_micro_batches=2", 1),
-        ("gpt2", "pp=2 tp=2 num_micro_batches=2", 1),
-        ("llama-untied", "dp_shard=4 zero=1 num_micro_batches=1", 1),
-        ("gpt2", "dp_shard=4 zero=2 num_micro_batches=2", 1),
-        ("gpt2", "dp_shard=2 tp=2 zero=3 num_micro_batches=2", 1),
-        ("llama-untied", "dp_shard=2 dp_replicate=2 zero=3 num_micro_batches=2", 1),
-        ("gpt2", "dp_shard=2 cp=2 zero=2 num_micro_batches=2", 1),
-        # whole gradients accumulate
-        ("gpt2", "pp=2 dp_shard=2 zero=3 num_micro_batches=4", 2),
-        ("llama-untied", "pp=2 dp_shard=2 zero=1 num_micro_batches=2", 2),
-        ("llama-untied", "dp_shard=2 tp=2 zero=1 num_micro_batches=2", 2),
-    ],
-)
+@pytest.mark.parametrize(("kind", "pins", "shards"), [
+    ("gpt2", "dp_replicate=2 tp=2 zero=0 num_micro_batches=2", 1),
+    ("llama-untied", "tp=4 num_micro_batches=2", 1),
+    ("gpt2", "pp=2 tp=2 num_micro_batches=2", 1),
+    ("llama-untied", "dp_shard=4 zero=1 num_micro_batches=1", 1),
+    ("gpt2", "dp_shard=4 zero=2 num_micro_batches=2", 1),
+    ("gpt2", "dp_shard=2 tp=2 zero=3 num_micro_batches=2", 1),
+    ("llama-untied", "dp_shard=2 dp_replicate=2 zero=3 num_micro_batches=2", 1),
+    ("gpt2", "dp_shard=2 cp=2 zero=2 num_micro_batches=2", 1),
+    # whole gradients accumulate
+    ("gpt2", "pp=2 dp_shard=2 zero=3 num_micro_batches=4", 2),
+    ("llama-untied", "pp=2 dp_shard=2 zero=1 num_micro_batches=2", 2),
+    ("llama-untied", "dp_shard=2 tp=2 zero=1 num_micro_batches=2", 2),
+])  # fmt: skip
 def test_states_are_those_predicted(pool: WorkerPool, kind: str, pins: str, shards: int) -> None:
     subject, graph = traced(kind)
     plan = estimated(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=pins.split())
@@ -309,15 +276,10 @@ def test_states_of_other_optimizers(pool: WorkerPool, optimizer: str) -> None:
     assert max(row["optimizer"] for row in rows) == plan.predicted.memory[0].optimizer
 
 
-@pytest.mark.parametrize(
-    "pins",
-    [
-        "ep=2 dp_replicate=4",
-        "ep=4 dp_shard=4 zero=3",
-        "ep=4 dp_replicate=2 dp_shard=2 zero=2",
-        "ep=4 ep_data=2 tp=2 num_micro_batches=1",
-    ],
-)
+@pytest.mark.parametrize("pins", [
+    "ep=2 dp_replicate=4", "ep=4 dp_shard=4 zero=3", "ep=4 dp_replicate=2 dp_shard=2 zero=2",
+    "ep=4 ep_data=2 tp=2 num_micro_batches=1",
+])  # fmt: skip
 def test_states_of_experts_over_data_ranks(pool: WorkerPool, pins: str) -> None:
     subject, graph = mixture(), graph_of(mixture())
     plan = estimated(graph, cluster="cpu:1x4", global_batch_size=8, pins=pins.split())
@@ -329,14 +291,11 @@ FREE = with_free_links(Cluster.parse("cpu:1x4"))
 """So that ``tp`` splits something of so small a model."""
 
 
-@pytest.mark.parametrize(
-    ("pins", "called", "present"),
-    [
-        ("dp_replicate=2 tp=2 num_micro_batches=2", False, {TENSOR, DATA, OPTIMIZER}),
-        ("pp=2 dp_shard=2 zero=1 num_micro_batches=2", False, {PIPELINE, DATA, OPTIMIZER}),
-        ("tp=4 num_micro_batches=1", True, {TENSOR, OPTIMIZER}),
-    ],
-)
+@pytest.mark.parametrize(("pins", "called", "present"), [
+    ("dp_replicate=2 tp=2 num_micro_batches=2", False, {TENSOR, DATA, OPTIMIZER}),
+    ("pp=2 dp_shard=2 zero=1 num_micro_batches=2", False, {PIPELINE, DATA, OPTIMIZER}),
+    ("tp=4 num_micro_batches=1", True, {TENSOR, OPTIMIZER}),
+])  # fmt: skip
 def test_categories_and_warnings(pool: WorkerPool, tmp_path: Path, pins: str, called: bool, present: set[str]) -> None:
     subject, graph = traced("gpt2")
     plan = estimated(graph, cluster=FREE, global_batch_size=8, pins=pins.split())

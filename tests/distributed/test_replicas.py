@@ -13,8 +13,6 @@ from tests.support.distributed.layouts import on_batch, on_ranks, planned
 from tests.support.distributed.oddities import MASKED, SAMPLES, TOKENS, WIDTH
 from tests.support.distributed.plans import estimated
 
-pytestmark = pytest.mark.distributed
-
 LAYOUTS = ["dp4", "tp2 whole parameters", "tp2 x dp2 whole parameters", "HSDP 2x2", "tp2 x dp2 ZeRO 1", "pp2 x dp2"]
 
 
@@ -41,17 +39,13 @@ def test_equal_copies_are_left_alone(pool: WorkerPool, caplog: pytest.LogCapture
             assert rank["said"] == []
 
 
-@pytest.mark.parametrize(
-    "pins",
-    [
-        ["tp=2", "dp_replicate=2", "table.weight=tp:S(1)"],
-        ["tp=2", "dp_replicate=2", "table.weight=tp:I", "num_micro_batches=2"],
-        ["cp=2", "tp=2", "cp_attention=gather", "table.weight=tp:S(1)", "num_micro_batches=2"],
-        ["cp=4", "cp_attention=ulysses"],
-        ["cp=2", "dp_shard=2", "cp_attention=ring"],
-    ],
-    ids=["shards", "replicas", "cp and shards", "ulysses", "ring"],
-)
+@pytest.mark.parametrize("pins", [
+    ["tp=2", "dp_replicate=2", "table.weight=tp:S(1)"],
+    ["tp=2", "dp_replicate=2", "table.weight=tp:I", "num_micro_batches=2"],
+    ["cp=2", "tp=2", "cp_attention=gather", "table.weight=tp:S(1)", "num_micro_batches=2"],
+    ["cp=4", "cp_attention=ulysses"],
+    ["cp=2", "dp_shard=2", "cp_attention=ring"],
+], ids=["shards", "replicas", "cp and shards", "ulysses", "ring"])  # fmt: skip
 def test_streams_differ_on_shards_and_are_equal_on_replicas_and_in_recompute(pool: WorkerPool, pins: list[str]) -> None:
     graph, batch = MASKED.trace(), MASKED.make_batch(SAMPLES, seed=0)
     found: dict[str, list[Any]] = {}

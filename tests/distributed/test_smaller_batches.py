@@ -21,14 +21,11 @@ from tests.support.distributed.plans import estimated, make_plan
 from tests.support.distributed.subjects import HfSubject, graph_of
 from tests.support.parallel import gradients, state, train_step
 
-pytestmark = pytest.mark.distributed
-
-
 Batch = Mapping[str, Tensor]
 
 
 def stepped(
-    model: nn.Module, steps: Sequence[Batch], rests: Sequence[Batch], *, rate: float = 0.1, called: bool = False
+    model: nn.Module, steps: Sequence[Batch], rests: Sequence[Batch], rate: float = 0.1, called: bool = False
 ) -> dict[str, Any]:
     """Steps of gradient descent, and then what ``eval()`` makes of ``rests``, by ranks or by one device; what is refused is its error.
 
@@ -87,9 +84,7 @@ def check(pool: WorkerPool, kind: str, plan: Plan, called: bool = False) -> None
             assert_close(mine[1], theirs[1], 1e-4, place=f"{size} samples")
 
 
-CASES = [
-    (layout, kind) for layout in MICRO_BATCHES for kind in SUBJECTS if kind == "gpt2" or LAYOUTS[layout][0].pp == 1
-]
+CASES = [(name, kind) for name in MICRO_BATCHES for kind in SUBJECTS if kind == "gpt2" or LAYOUTS[name][0].pp == 1]
 """The other model is one block, which makes no stages."""
 
 
@@ -128,8 +123,12 @@ def traced(kind: type[nn.Module]) -> Graph:
     return MEETING[kind].trace(samples=8, precision="fp64", global_batch_size=8)
 
 
-def compared(pool: WorkerPool, kind: type[nn.Module], layout: str, too_many: tuple[int, ...]) -> None:
-    """Ranks find the same as one device but for the steps of ``too_many`` samples."""
+@pytest.mark.parametrize(("kind", "layout"), [
+    *((Residual, layout) for layout in MEETING_LAYOUTS), (Routed, "dp4 ZeRO 3 recomputed"), (Routed, "tp2 x dp2"),
+])  # fmt: skip
+def test_smaller_batches_of_samples_that_meet_equal_one_device(pool: WorkerPool, kind: Any, layout: str) -> None:
+    """Batch norms, and losses of means, in steps and evaluations; but for the steps of so many samples as are refused."""
+    too_many = (1,) if "dp4" in layout else (1, 7)
     subject, graph = MEETING[kind], traced(kind)
     plan = estimated(graph, cluster="cpu:1x4", global_batch_size=8, precision="fp64", pins=MEETING_LAYOUTS[layout])
     steps = [subject.make_batch(size, seed=seed + 1) for seed, size in enumerate(STEPS)]
@@ -146,13 +145,3 @@ def compared(pool: WorkerPool, kind: type[nn.Module], layout: str, too_many: tup
                 assert size in too_many and kind is Routed, rest
             else:
                 assert_close(rest, one, 1e-9, place=f"{size} samples")
-
-
-@pytest.mark.parametrize("layout", MEETING_LAYOUTS)
-def test_batch_norms_of_smaller_batches_and_evaluations_equal_one_device(pool: WorkerPool, layout: str) -> None:
-    compared(pool, Residual, layout, (1,) if "dp4" in layout else (1, 7))
-
-
-@pytest.mark.parametrize("layout", ["dp4 ZeRO 3 recomputed", "tp2 x dp2"])
-def test_losses_of_means_over_smaller_batches_equal_one_device(pool: WorkerPool, layout: str) -> None:
-    compared(pool, Routed, layout, (1,) if "dp4" in layout else (1, 7))

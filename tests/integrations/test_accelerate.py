@@ -22,14 +22,9 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def loop(
-    accelerator: Any,
-    model: nn.Module,
-    loader: Any,
-    *,
-    epochs: int = 2,
-    save_after: tuple[int, str] | None = None,
+    accelerator: Any, model: nn.Module, loader: Any, *, epochs: int = 2, save_after: tuple[int, str] | None = None,
     resume: str | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=12)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)

@@ -1,10 +1,19 @@
 import json
 import math
+import re
+import runpy
+import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
+import autopar
+from autopar.runtime.job import PLAN
 from autopar.verification.rank_pool import WorkerPool
+from tests.support.close import assert_close
+from tests.support.distributed.plans import estimated
 from tests.support.scripts import run_script
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -38,3 +47,76 @@ def test_loops_of_other_libraries_on_two_ranks(pair: WorkerPool, tmp_path: Path,
     losses = json.loads(record.read_text())["losses"]
     assert len(losses) >= 3
     assert all(map(math.isfinite, losses))
+
+
+# --- the script of nanoGPT
+
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "train_nanogpt.py"
+MARKED = re.compile(r"^(?P<indent> *)\S.*  # autopar(?:, was: (?P<was>.*))?$", re.MULTILINE)
+SMALL = ("--layers=2", "--hidden=32", "--dropout=0", "--steps=6")
+
+
+def without_autopar(text: str) -> str:
+    return MARKED.sub(lambda found: found["indent"] + found["was"] if found["was"] else "", text)
+
+
+def record(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "record.json").read_text())
+
+
+class Plans:
+    """Of the small model, by their pins; each is planned once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.example = folder, runpy.run_path(str(SCRIPT))
+        model = self.example["GPT"](2, 32, 4, 0.0)
+        batch = self.example["make_batch"](0)
+        self.graph = autopar.trace(model, example_inputs=batch, loss_fn=lambda out, _: out[1])
+
+    def file(self, pins: str) -> Path:
+        path = self.folder / f"{pins}.json"
+        if not path.exists():
+            plan = estimated(self.graph, cluster="cpu:1x2", global_batch_size=8, pins=pins.split())
+            plan.save(path)
+        return path
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> Plans:
+    return Plans(tmp_path_factory.mktemp("plans"))
+
+
+def parallel(pair: WorkerPool, folder: Path, plan: Path, *more: str) -> dict[str, Any]:
+    pair.run(run_script, str(SCRIPT), [*more, *SMALL, f"--folder={folder}"], {PLAN: str(plan)}, timeout_s=300.0)
+    return record(folder)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("alone")
+    script = folder / "train.py"
+    script.write_text(without_autopar(SCRIPT.read_text()))
+    with mock.patch.object(sys, "argv", [str(script), *SMALL, f"--folder={folder}"]):
+        runpy.run_path(str(script), run_name="__main__")
+    return record(folder)
+
+
+def test_few_lines_make_it_parallel() -> None:
+    text = SCRIPT.read_text()
+    assert 5 <= len(MARKED.findall(text)) <= 10
+    rest = without_autopar(text)
+    assert "autopar" not in rest.split('"""', 2)[2]
+    compile(rest, "train.py", "exec")
+
+
+@pytest.mark.parametrize(("first", "second"), [("dp=2 zero=3", "pp=2"), ("tp=2", "dp=2 zero=3")])
+def test_it_trains_as_alone(
+    pair: WorkerPool, alone: Any, plans: Plans, tmp_path: Path, first: str, second: str
+) -> None:
+    """Losses and norms of gradients, with a checkpoint in the middle that another plan goes on from."""
+    steps = parallel(pair, tmp_path, plans.file(first), "--stop=3")["steps"]
+    found = parallel(pair, tmp_path, plans.file(second))
+    assert len(steps) == 3
+    assert_close([*steps, *found["steps"]], alone["steps"], 2e-5)
+    assert_close(found["validation"], alone["validation"], 2e-5)

@@ -58,15 +58,9 @@ class Steps(transformers.TrainerCallback):
 
 
 def trained(
-    trainer_class: Any,
-    model: Any,
-    folder: str,
-    changes: dict[str, Any],
-    *,
-    metrics: bool,
-    stop_after: int | None = None,
-    resume: bool = False,
-) -> dict[str, Any]:
+    trainer_class: Any, model: Any, folder: str, changes: dict[str, Any], *, metrics: bool,
+    stop_after: int | None = None, resume: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     steps = Steps(stop_after)
     trainer = trainer_class(
         model=model, args=arguments(folder, **changes), train_dataset=Texts(), eval_dataset=Texts(13, seed=12),

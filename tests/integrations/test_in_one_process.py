@@ -14,23 +14,16 @@ from autopar.integrations import hf
 from autopar.integrations.accelerate import Accelerator
 from autopar.integrations.loss import parts_are_explained, step_loss
 from tests.support.parallel import gradients
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"loss": self.down(self.up(x).tanh()).square().mean()}
-
+from tests.support.said import refuses
+from tests.support.small_models import model_of
 
 BATCHES = [{"x": torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))} for seed in range(3)]
 
 
 def pair(**options: Any) -> tuple[nn.Module, autopar.ParallelModel]:
     torch.manual_seed(0)
-    model = Model()
+    forward = lambda self, x: {"loss": self.down(self.up(x).tanh()).square().mean()}
+    model = model_of(forward, up=nn.Linear(4, 8), down=nn.Linear(8, 1))
     return model, autopar.parallelize(model, cluster="cpu:1x1", example_inputs=BATCHES[0], **options)
 
 
@@ -65,22 +58,19 @@ def test_backward_is_called_once() -> None:
     _, par = pair()
     loss = step_loss(par, BATCHES[0])
     loss.backward(retain_graph=True)
-    with pytest.raises(UsageError, match="A second backward"):
-        loss.backward()
+    refuses(UsageError, "A second backward", loss.backward)
 
 
 def test_a_loss_in_fp16_is_given_to_the_scaler() -> None:
     """Which takes what comes for its own loss: gradients are scaled once."""
     model, par = pair(precision="fp16")
-    with pytest.raises(UsageError, match=r"Write scaler = par\.grad_scaler\(\) before the first step"):
-        step_loss(par, BATCHES[0])
+    refuses(UsageError, r"Write scaler = par\.grad_scaler\(\) before the first step", step_loss, par, BATCHES[0])
     scaler = par.grad_scaler(init_scale=1024.0)
     with pytest.raises(UsageError, match="a loss that the scaler of this model has not scaled"):
         step_loss(par, BATCHES[0]).backward()
     scaler.scale(step_loss(par, BATCHES[1]) / 2).backward()
     optimizer = torch.optim.SGD(par.parameters(), lr=0.1)
-    with pytest.raises(UsageError, match="still times the scale"):
-        par.clip_grad_norm_(1.0)
+    refuses(UsageError, "still times the scale", par.clip_grad_norm_, 1.0)
     scaler.unscale_(optimizer)
     (step_loss(model, BATCHES[1]) / 2).backward()
     for name, value in gradients(model).items():
@@ -104,8 +94,7 @@ def test_gradients_that_would_not_be_those_of_all_ranks_are_refused(called: bool
     parameters = list(par.parameters())
     with pytest.raises(UsageError, match=r"gradient of gradients \(create_graph=True\) is not supported"):
         loss().backward(create_graph=True)
-    with pytest.raises(UsageError, match=r"torch\.autograd\.grad or backward\(inputs=\.\.\.\)"):
-        torch.autograd.grad(loss(), parameters)
+    refuses(UsageError, r"torch\.autograd\.grad or backward\(inputs=\.\.\.\)", torch.autograd.grad, loss(), parameters)
     penalty = sum((p.abs().sum() for p in parameters), torch.zeros(()))
     with pytest.raises(UsageError, match="The loss was added to a DTensor, as a penalty"):
         (loss() + penalty).backward()
@@ -119,21 +108,15 @@ def test_resuming_takes_the_last_numbered_checkpoint_that_is_complete(tmp_path: 
     assert hf._last_complete(tmp_path) == str(tmp_path / "checkpoint-10")
 
 
-@pytest.mark.parametrize(
-    ("extra", "problem"),
-    [
-        (None, "was not written by accelerator.save_state"),
-        ({"epoch": 1}, "was not written by accelerator.save_state"),
-        ({"step": 3, "custom": [{}, {}]}, "number of objects registered for checkpointing"),
-    ],
-)
+@pytest.mark.parametrize(("extra", "problem"), [
+    (None, "was not written by accelerator.save_state"),
+    ({"epoch": 1}, "was not written by accelerator.save_state"),
+    ({"step": 3, "custom": [{}, {}]}, "number of objects registered for checkpointing"),
+])  # fmt: skip
 def test_a_checkpoint_of_another_loop_is_refused_by_name(extra: Any, problem: str) -> None:
     model = SimpleNamespace(load=lambda *_, **__: extra)
-    loop = SimpleNamespace(
-        parallel_model=model, _optimizer=lambda: None, _other_states=dict, _custom_objects=[], step=0
-    )
-    with pytest.raises(UsageError, match=problem):
-        Accelerator.load_state(loop, "folder")
+    loop = SimpleNamespace(parallel_model=model, _optimizer=lambda: 0, _other_states=dict, _custom_objects=[], step=0)
+    refuses(UsageError, problem, Accelerator.load_state, loop, "folder")
     assert loop.step == 0
 
 

@@ -71,11 +71,9 @@ def trained(lit: Lit, folder: str, *, epochs: int = 2, resume: str | None = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the number of workers, and others of Lightning's advice
         trainer.fit(
-            lit,
-            DataLoader(Texts(), batch_size=BATCH),
-            DataLoader(Texts(13, seed=12), batch_size=BATCH),
+            lit, DataLoader(Texts(), batch_size=BATCH), DataLoader(Texts(13, seed=12), batch_size=BATCH),
             ckpt_path=resume,
-        )
+        )  # fmt: skip
     return {"seen": lit.seen, "validated": lit.validated, "logged": trainer.callback_metrics["train_loss"].item()}
 
 
@@ -158,10 +156,9 @@ def test_it_goes_on_under_another_plan(pair: WorkerPool, graph: Graph, tmp_path:
 
 def test_what_would_go_wrong_is_refused(pair: WorkerPool, graph: Graph, tmp_path: Path) -> None:
     for texts in pair.run(refused, plan_of("tp2", graph), graph, str(tmp_path), timeout_s=300.0):
-        assert texts[0].startswith(
-            "The LightningModule has no parallel model. Write in configure_model of the LightningModule: "
-        )
-        assert texts[1].startswith(
-            "The LightningModule has parameters outside of the parallel model (other.weight, other.bias)"
-        )
-        assert texts[2].startswith("A LightningModule with several optimizers is not supported.")
+        for text, start in zip(texts, (
+            "The LightningModule has no parallel model. Write in configure_model of the LightningModule: ",
+            "The LightningModule has parameters outside of the parallel model (other.weight, other.bias)",
+            "A LightningModule with several optimizers is not supported.",
+        ), strict=True):  # fmt: skip
+            assert text.startswith(start)

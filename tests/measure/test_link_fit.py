@@ -68,9 +68,8 @@ def test_known_links_are_found_again_and_survive_their_file(true: Cluster, tmp_p
         assert found.bandwidth_bytes_per_s == pytest.approx(known.bandwidth_bytes_per_s, rel=0.02)
     (tmp_path / "links.toml").write_text(tomli_w.dumps(asdict(links)), encoding="utf-8")
     by_option = Cluster.parse(f"cpu:2x2?links={tmp_path}/links.toml")
-    (tmp_path / "cluster.toml").write_text(
-        'links = "links.toml"\n[[group]]\ndevice = "cpu"\nnum_nodes = 2\ndevices_per_node = 2\n', encoding="utf-8"
-    )
+    text = 'links = "links.toml"\n[[group]]\ndevice = "cpu"\nnum_nodes = 2\ndevices_per_node = 2\n'
+    (tmp_path / "cluster.toml").write_text(text, encoding="utf-8")
     by_file = Cluster.load(tmp_path / "cluster.toml")
     assert by_file.library == by_option.library
     assert by_file.library.measured == links.measured

@@ -9,6 +9,7 @@ from autopar.errors import UsageError
 from autopar.hardware.read import load_profile
 from autopar.measure import operators as ops
 from autopar.measure.profiles import device_of
+from tests.support.said import refuses
 
 CPU = torch.device("cpu")
 
@@ -28,17 +29,14 @@ MISSING = call("aten.no_such_operator.default", [tensor(2)], tensor(2))
 HUGE = call("aten.gelu.default", [tensor(2**40)], tensor(2**40))
 
 
-@pytest.mark.parametrize(
-    ("one", "backward"),
-    [
-        (LINEAR, True),
-        (call("aten.relu.default", [tensor(64, grad=False)], tensor(64, grad=False)), False),
-        (call("aten.embedding.default", [tensor(32, 4), IDS], tensor(2, 8, 4)), True),
-        (call("autopar.cross_entropy_sum", [tensor(2, 8, 5), IDS, -100, 0.0], tensor()), True),
-        (call("autopar.cross_entropy_vocabulary", [tensor(2, 8, 5), IDS, "tp", -100, 0.0, 10], tensor()), True),
-        (call("autopar.dropout", [tensor(64), 0.1], tensor(64)), True),
-    ],
-)
+@pytest.mark.parametrize(("one", "backward"), [
+    (LINEAR, True),
+    (call("aten.relu.default", [tensor(64, grad=False)], tensor(64, grad=False)), False),
+    (call("aten.embedding.default", [tensor(32, 4), IDS], tensor(2, 8, 4)), True),
+    (call("autopar.cross_entropy_sum", [tensor(2, 8, 5), IDS, -100, 0.0], tensor()), True),
+    (call("autopar.cross_entropy_vocabulary", [tensor(2, 8, 5), IDS, "tp", -100, 0.0, 10], tensor()), True),
+    (call("autopar.dropout", [tensor(64), 0.1], tensor(64)), True),
+])  # fmt: skip
 def test_an_operator_is_timed_forward_and_backward(one: str, backward: bool) -> None:
     with ops.one_rank(CPU):
         found = ops.time_call(one, CPU)
@@ -76,15 +74,13 @@ def test_a_second_run_continues_where_the_first_was_stopped(tmp_path: Path, monk
     second.measure([LINEAR, MISSING, GELU], CPU)
     assert timed == [LINEAR, MISSING, MISSING, GELU]
     assert list(second.times) == [LINEAR, MISSING, GELU]
-    with pytest.raises(UsageError, match="device of this file of operator times does not match"):
-        ops.OperatorFile(path, "elsewhere")
+    refuses(UsageError, "device of this file of operator times does not match", ops.OperatorFile, path, "elsewhere")
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "times.json"
     path.write_text("{", encoding="utf-8")
-    with pytest.raises(UsageError, match=str(path)):
-        ops.OperatorFile(path, "here")
+    refuses(UsageError, str(path), ops.OperatorFile, path, "here")
 
 
 def test_operators_of_a_cpu_are_timed_in_one_thread() -> None:

@@ -3,43 +3,34 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import autopar
 from autopar.cli.options import split_pins
 from autopar.errors import UsageError
 from autopar.pins.on_modules import pins_of
 from autopar.plan.plan import Plan
+from tests.support.said import refuses
+from tests.support.small_models import model_of
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
+def residual() -> nn.Module:
+    forward = lambda self, x: x + self.down(torch.relu(self.up(x)))
+    return model_of(forward, up=nn.Linear(8, 16), down=nn.Linear(16, 8))
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
+def layered() -> nn.Module:
+    layers = nn.Sequential(*(residual() for _ in range(4)))
+    return model_of(lambda self, x: self.layers(x).square().mean(), layers=layers)
 
 
-def planned(net: Net, *pins: str) -> Plan:
-    return autopar.search(
-        net, example_inputs=[torch.randn(8, 8)], cluster="cpu:1x4", global_batch_size=8, pins=pins, trials=8
-    )
+def planned(net: nn.Module, *pins: str) -> Plan:
+    asked = {"example_inputs": [torch.randn(8, 8)], "cluster": "cpu:1x4", "global_batch_size": 8, "trials": 8}
+    return autopar.search(net, pins=pins, **asked)
 
 
 def test_a_search_holds_to_the_pins_of_modules() -> None:
-    net = Net()
+    net = layered()
     autopar.pin(net.layers[1], recompute="full", stage=0)
     autopar.pin(net.layers[2], stage=0, parameters={"*.weight": "tp:I"})
     plan = planned(net, "pp=2", "tp=2")
@@ -57,14 +48,14 @@ def test_a_search_holds_to_the_pins_of_modules() -> None:
 
 
 def test_pins_of_the_call_win_over_those_of_modules() -> None:
-    net = Net()
+    net = layered()
     autopar.pin(net.layers[1], recompute="full")
     plan = planned(net, "recompute=none@layers.1", "pp=1")
     assert {block.recompute for block in plan.blocks if block.label == "layers.1"} == {"none"}
 
 
 def test_copies_keep_pins_and_a_later_pin_wins() -> None:
-    net = Net()
+    net = layered()
     assert autopar.pin(net.layers[3], recompute="full") is net.layers[3]
     autopar.pin(net.layers[3], recompute="none", stage=1)
     autopar.pin(net, recompute="full")
@@ -74,42 +65,35 @@ def test_copies_keep_pins_and_a_later_pin_wins() -> None:
 
 
 def test_a_module_is_pinned_opaque() -> None:
-    net = Net()
+    net = layered()
     autopar.pin(net.layers[2], opaque=True)
     plan = planned(net, "pp=1")
     assert plan.opaque == ("layers.2",)
     assert any("layers.2" in note for note in plan.notes)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({}, "Nothing is pinned"),
-        ({"recompute": "some"}, "Unknown recompute 'some'.*'none', 'selective' or 'full'"),
-        ({"stage": -1}, "The stage is -1.*counted from 0"),
-        ({"opaque": "no"}, "opaque is 'no'. Write opaque=True"),
-        ({"parameters": {3: "tp:I"}}, "The parameters are {3: 'tp:I'}"),
-        ({"parameters": "weight"}, "The parameters are 'weight'. Write for example parameters="),
-        ({"parameters": {"wieght": "tp:I"}}, "No parameter .* matches 'wieght'.*up.weight"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "said"), [
+    ({}, "Nothing is pinned"),
+    ({"recompute": "some"}, "Unknown recompute 'some'.*'none', 'selective' or 'full'"),
+    ({"stage": -1}, "The stage is -1.*counted from 0"),
+    ({"opaque": "no"}, "opaque is 'no'. Write opaque=True"),
+    ({"parameters": {3: "tp:I"}}, "The parameters are {3: 'tp:I'}"),
+    ({"parameters": "weight"}, "The parameters are 'weight'. Write for example parameters="),
+    ({"parameters": {"wieght": "tp:I"}}, "No parameter .* matches 'wieght'.*up.weight"),
+])  # fmt: skip
 def test_what_is_no_pin_is_refused_at_once(wrong: dict[str, object], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        autopar.pin(Block(), **wrong)
-    with pytest.raises(UsageError, match="'0' is no module"):
-        autopar.pin("0", stage=1)
+    refuses(UsageError, said, autopar.pin, residual(), **wrong)
+    refuses(UsageError, "'0' is no module", autopar.pin, "0", stage=1)
 
 
 def test_the_whole_model_has_no_stage() -> None:
-    with pytest.raises(UsageError, match="The complete model cannot be pinned"):
-        planned(autopar.pin(Net(), stage=0))
+    refuses(UsageError, "The complete model cannot be pinned", planned, autopar.pin(layered(), stage=0))
 
 
 def test_a_module_inside_of_a_block_names_the_blocks() -> None:
-    net = Net()
+    net = layered()
     autopar.pin(net.layers[0].up, recompute="full")
-    with pytest.raises(UsageError, match=r"No block .*layers\.0\.up.*layers\.1"):
-        planned(net)
+    refuses(UsageError, r"No block .*layers\.0\.up.*layers\.1", planned, net)
 
 
 def test_pins_are_read_from_a_file(tmp_path: Path) -> None:
@@ -118,8 +102,6 @@ def test_pins_are_read_from_a_file(tmp_path: Path) -> None:
     assert split_pins(["pp=2", f"@{path}"]) == ["pp=2", "tp=2", "recompute=full@layers.0-1", "zero<=1"]
     path.write_text("tp=2\n", encoding="utf-8-sig")
     assert split_pins([f"@{path}"]) == ["tp=2"], "an editor's mark of the encoding is no part of a pin"
-    with pytest.raises(UsageError, match="Give --pin @FILE"):
-        split_pins([f"@{tmp_path / 'none.txt'}"])
+    refuses(UsageError, "Give --pin @FILE", split_pins, [f"@{tmp_path / 'none.txt'}"])
     path.write_text("tp=2\nzero\n")
-    with pytest.raises(UsageError, match=r"pins.txt, line 2: The pin 'zero' is not of the form"):
-        split_pins([f"@{path}"])
+    refuses(UsageError, r"pins.txt, line 2: The pin 'zero' is not of the form", split_pins, [f"@{path}"])

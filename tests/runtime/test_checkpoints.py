@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from tests.support.damage import KINDS, Touch, damage
 from tests.support.distributed.checkpoints import Position
 from tests.support.distributed.plans import make_plan
 from tests.support.parallel import halve, on_rank
-from tests.support.said import said
+from tests.support.said import refuses, said
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -100,20 +101,18 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 def test_the_state_dict_is_complete_and_so_is_a_checkpoint(tmp_path: Path) -> None:
     par, optimizer = trained()
-    mine = Net()
+    mine, other = Net(), Net()
     assert list(par.full_state_dict()) == list(mine.state_dict())
     mine.load_state_dict(par.full_state_dict())
     assert mine.steps == 1
     par.save(tmp_path / "run", optimizer)
-    other = Net()
     with torch.no_grad():
         for tensor in (*other.parameters(), other.shift, other.note):
             tensor.mul_(2)
-    loaded = build(other)
+    loaded, again = build(other), build(other)
     loaded.load(tmp_path / "run", torch.optim.AdamW(loaded.parameters()))
     assert same(loaded.full_state_dict(), par.full_state_dict())
     assert torch.equal(other.shift, 2 * Net().shift), "the user's model is as it was"
-    again = build(other)
     again.load_state_dict(par.full_state_dict())
     assert same(again.full_state_dict(), par.full_state_dict())
     assert loaded.train_step(batch(5)).item() == par.train_step(batch(5)).item(), "steps read buffers as loaded"
@@ -150,24 +149,18 @@ def _advance(scheduler: Any) -> None:
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_schedulers_go_on(tmp_path: Path, kind: str) -> None:
-    found = []
+    def rates_of(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[float]:
+        return [(optimizer.step(), _advance(scheduler), optimizer.param_groups[0]["lr"])[-1] for _ in range(steps)]
+
+    found = list[list[float]]()
     for loads in (False, True):
         par = build()
         optimizer = torch.optim.SGD(par.parameters(), lr=0.1, momentum=0.9)
         scheduler = SCHEDULERS[kind](optimizer)
-        if loads:
-            par.load(tmp_path / "run", optimizer, scheduler=scheduler)
-        else:
-            for _ in range(2):
-                optimizer.step()
-                _advance(scheduler)
-            par.save(tmp_path / "run", optimizer, scheduler=scheduler)
-        after = []
-        for _ in range(4):
-            optimizer.step()
-            _advance(scheduler)
-            after.append(optimizer.param_groups[0]["lr"])
-        found.append(after)
+        if not loads:
+            rates_of(optimizer, scheduler, 2)
+        (par.load if loads else par.save)(tmp_path / "run", optimizer, scheduler=scheduler)
+        found.append(rates_of(optimizer, scheduler, 4))
     assert found[0] == found[1]
     assert len(set(found[0])) > 1
 
@@ -183,25 +176,27 @@ def test_loaders_and_extras_come_back_as_they_were(tmp_path: Path) -> None:
     found = Position()
     assert par.load(tmp_path, dataloader=found) == extra
     assert found.state.keys() == state.keys()
-    assert torch.equal(found.state.pop("order"), state.pop("order"))
-    assert torch.equal(found.state.pop("none"), state.pop("none"))
+    for name in ("order", "none"):
+        assert torch.equal(found.state.pop(name), state.pop(name))
     array = found.state.pop("array")
     assert isinstance(array, np.ndarray)
     assert array.tolist() == state.pop("array").tolist()
     assert found.state == state
-    with pytest.raises(UsageError, match=r"cannot hold the function in the state of the dataloader\.f\[1\]"):
-        par.save(tmp_path, dataloader=Position({"f": [1, same]}))
-    with pytest.raises(UsageError, match="The scheduler is a int, which has no state_dict"):
-        par.save(tmp_path, scheduler=3)
-    with pytest.raises(PlanError, match=r"has no state of a scheduler.*without scheduler="):
-        par.load(tmp_path, scheduler=Position())
+    wrong = Position({"f": [1, same]})
+    refuses(
+        UsageError,
+        r"cannot hold the function in the state of the dataloader\.f\[1\]",
+        par.save,
+        tmp_path,
+        dataloader=wrong,
+    )
+    refuses(UsageError, "The scheduler is a int, which has no state_dict", par.save, tmp_path, scheduler=3)
+    refuses(PlanError, "has no state of a scheduler.*without scheduler=", par.load, tmp_path, scheduler=Position())
     assert par.load(tmp_path) == extra
 
 
 def test_generators_go_on(tmp_path: Path) -> None:
-    def draw() -> tuple[float, float, float]:
-        return random.random(), np.random.rand(), torch.rand(()).item()
-
+    draw = lambda: (random.random(), np.random.rand(), torch.rand(()).item())
     par = build()
     par.save(tmp_path)
     wanted = draw()
@@ -254,18 +249,15 @@ def test_no_file_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     par.load(tmp_path / "run", optimizer)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ('"format":"autopar checkpoint"', '"format":"autopar checkpoints"'),
-        ('"version":1', '"version":2'),
-        ("data-0-00000.safetensors", "../data-0-00000.safetensor"),
-        ('"float32"', '"nn"'),
-        ('"seed":3', '"sead":3'),
-        (",[[0,", ",[[7,"),
-        (",[[0,", ",[[0,-"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new"), [
+    ('"format":"autopar checkpoint"', '"format":"autopar checkpoints"'),
+    ('"version":1', '"version":2'),
+    ("data-0-00000.safetensors", "../data-0-00000.safetensor"),
+    ('"float32"', '"nn"'),
+    ('"seed":3', '"sead":3'),
+    (",[[0,", ",[[7,"),
+    (",[[0,", ",[[0,-"),
+])  # fmt: skip
 def test_an_index_that_is_forged_with_its_checksum_is_refused(tmp_path: Path, old: str, new: str) -> None:
     par, _ = trained()
     par.save(tmp_path)
@@ -275,8 +267,7 @@ def test_an_index_that_is_forged_with_its_checksum_is_refused(tmp_path: Path, ol
 
     text = text.replace(old, new)
     (tmp_path / NAME).write_text(f'{{"sha256": "{sha256(text.encode()).hexdigest()}",\n{text}')
-    with pytest.raises(CheckpointError, match="Cannot read the checkpoint"):
-        par.load(tmp_path)
+    refuses(CheckpointError, "Cannot read the checkpoint", par.load, tmp_path)
 
 
 def test_a_state_that_nobody_wrote_is_refused() -> None:
@@ -284,10 +275,9 @@ def test_a_state_that_nobody_wrote_is_refused() -> None:
         checkpoint_index.decode_state({"$eval": "1"}, lambda name: torch.ones(1))
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.bfloat16, torch.bool, torch.int8, torch.complex64, torch.float8_e4m3fn]
-)
-def test_large_tensors_are_read_by_chunks(tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["float64", "bfloat16", "bool", "int8", "complex64", "float8_e4m3fn"])
+def test_large_tensors_are_read_by_chunks(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dtype = getattr(torch, kind)
     monkeypatch.setattr("autopar.runtime.checkpoint.checkpoint_index.CHUNK_BYTES", 256)
     value = (torch.randn(37, 5) * 3).to(dtype)
     part = chunk_files.Part(name="x", whole=(37, 5), offset=(0, 0), value=value)
@@ -306,8 +296,7 @@ def test_large_tensors_are_read_by_chunks(tmp_path: Path, dtype: torch.dtype, mo
     reader = chunk_files.Folder(tmp_path)
     if dtype.itemsize > 1:
         list(reader.rows("x", piece, 0, each))  # another chunk is damaged
-    with pytest.raises(CheckpointError, match=r"x is not what was written \(rows \d+ to 36 of"):
-        list(reader.rows("x", piece, 30, 37))
+    refuses(CheckpointError, r"x is not what was written \(rows \d+ to 36 of", list, reader.rows("x", piece, 30, 37))
 
 
 class Killed(BaseException):
@@ -372,17 +361,14 @@ def test_the_newest_are_kept_and_found(tmp_path: Path, caplog: pytest.LogCapture
     assert again.extra == {"n": 2}
     assert "step-00000004 is damaged" in caplog.text
     (tmp_path / "runs" / "step-00000003" / NAME).unlink()
-    with pytest.raises(CheckpointError, match=r"damaged.*No checkpoint in .* can be loaded"):
-        Checkpoints(tmp_path / "runs").load(loaded)
-    with pytest.raises(UsageError, match=r"asynchronous is 'no'\. Write asynchronous=True or asynchronous=False"):
-        Checkpoints(tmp_path, asynchronous="no")
+    last = Checkpoints(tmp_path / "runs")
+    refuses(CheckpointError, r"damaged.*No checkpoint in .* can be loaded", last.load, loaded)
+    refuses(UsageError, "The model of a checkpoint is a int", last.save, 3)
+    said = r"asynchronous is 'no'\. Write asynchronous=True or asynchronous=False"
+    refuses(UsageError, said, Checkpoints, tmp_path, asynchronous="no")
     for keep in (0, 1.5, "a", True):
-        with pytest.raises(UsageError, match=f"The number keep is {keep!r}"):
-            Checkpoints(tmp_path, keep=keep)
-    with pytest.raises(UsageError, match="root takes a path, but got 3"):
-        Checkpoints(3)
-    with pytest.raises(UsageError, match=r"The model of a checkpoint is a int"):
-        Checkpoints(tmp_path).save(3)
+        refuses(UsageError, f"The number keep is {keep!r}", Checkpoints, tmp_path, keep=keep)
+    refuses(UsageError, "root takes a path, but got 3", Checkpoints, 3)
 
 
 def test_what_is_written_beside_training_is_what_a_save_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,15 +385,12 @@ def test_what_is_written_beside_training_is_what_a_save_writes(tmp_path: Path, m
     for path in one.iterdir():
         assert path.read_bytes() == (other / path.name).read_bytes(), path.name
 
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patched:
+        full = mock.Mock(side_effect=OSError(28, "No space left on device"))
         patched.setattr("autopar.runtime.checkpoint.write.commit", full)
         beside.save(par, optimizer)
         refusal = r"Cannot write the checkpoint .* no space left on device\. Make room there.*checkpoint that was"
-        with pytest.raises(UsageError, match=refusal):
-            beside.save(par, optimizer)
+        refuses(UsageError, refusal, beside.save, par, optimizer)
     assert beside.latest() == other
     beside.save(par, optimizer)
     beside.wait()
@@ -420,10 +403,8 @@ def test_a_checkpoint_of_torch_is_named(tmp_path: Path) -> None:
     par, _ = trained(2)
     save({"model": par}, checkpoint_id=tmp_path)
     loaded = build()
-    with pytest.raises(
-        CheckpointError, match=r"\.metadata, which torch.distributed.checkpoint writes.*load\({\"model\": par}"
-    ):
-        loaded.load(tmp_path)
+    said = r"\.metadata, which torch.distributed.checkpoint writes.*load\({\"model\": par}"
+    refuses(CheckpointError, said, loaded.load, tmp_path)
     assert loaded.step_count == 0
     load({"model": loaded}, checkpoint_id=tmp_path)  # as the error says
     assert loaded.step_count == 2

@@ -31,11 +31,9 @@ def test_the_same_bits_have_one_number_wherever_they_lie(dtype: torch.dtype, len
 
 
 @given(
-    dtype=st.sampled_from(DTYPES),
-    rows=st.integers(1, 9),
-    columns=st.integers(1, 3000),
+    dtype=st.sampled_from(DTYPES), rows=st.integers(1, 9), columns=st.integers(1, 3000),
     places=st.tuples(st.integers(0, 2**30), st.integers(0, 2**30)),
-)
+)  # fmt: skip
 def test_what_is_changed_has_another(dtype: torch.dtype, rows: int, columns: int, places: tuple[int, int]) -> None:
     value = random(dtype, rows * columns)
     before = number(value)
@@ -50,9 +48,12 @@ def test_what_is_changed_has_another(dtype: torch.dtype, rows: int, columns: int
     assert (number(turned) == before) == torch.equal(turned, value)
 
 
-def test_numbers_differ_by_their_signs_and_zeros() -> None:
+def test_numbers_differ_by_signs_zeros_and_imaginary_parts() -> None:
     value = random(torch.float32, 5000)
     assert len({number(value), number(-value), number(value.sort().values), number(value * 0), number(-value * 0)}) == 5
+    # imaginary parts, which torch leaves out of a cast with a warning
+    turns = torch.polar(torch.ones(4), torch.arange(4.0))
+    assert number(turns) != number(turns.conj()) == number(turns.conj().resolve_conj())
 
 
 def test_numbers_do_not_depend_on_what_stands_beside() -> None:

@@ -21,6 +21,7 @@ from autopar.runtime.job import fresh
 from autopar.runtime.parallel_model import ParallelModel
 from tests.support.close import assert_close
 from tests.support.parallel import alone, on_rank
+from tests.support.said import refuses
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -185,28 +186,24 @@ def test_sigterm_saves_and_ends_with_a_word(tmp_path: Path, caplog: pytest.LogCa
     assert autopar.Checkpoints(tmp_path).latest() == tmp_path / "step-00000001"
 
 
-@pytest.mark.parametrize(
-    ("data", "options", "text"),
-    [
-        (batches(), {"steps": 0}, r"The number steps is 0\. Give a whole number, at least 1"),
-        (batches(), {"steps": "9"}, "The number steps is '9'"),
-        (batches(), {"max_norm": "1"}, "The max_norm is '1'"),
-        (batches(), {"max_norm": -1}, "The max_norm is -1"),
-        (batches(), {"scheduler": 3}, "The scheduler of fit is a int"),
-        (batches(), {"checkpoints": "runs"}, "The checkpoints of fit is a str. Give autopar.Checkpoints"),
-        (batches(), {"on_step": 3}, "The on_step of fit is a int"),
-        (3, {}, "The batches of fit is a int"),
-        (batches(), {"save_every": 0}, "save_every is 0"),
-        (batches(), {"accumulate": -1}, "accumulate is -1"),
-        (batches(), {"on_non_finite": "raise"}, "on_non_finite.*'raise'.*stop, skip or ignore"),
-        ([], {}, "There is no batch to train on"),
-        (iter(batches(2)), {"steps": 3}, "no batch to train on. Give batches that can be gone through more than once"),
-    ],
-)
+@pytest.mark.parametrize(("data", "options", "text"), [
+    (batches(), {"steps": 0}, r"The number steps is 0\. Give a whole number, at least 1"),
+    (batches(), {"steps": "9"}, "The number steps is '9'"),
+    (batches(), {"max_norm": "1"}, "The max_norm is '1'"),
+    (batches(), {"max_norm": -1}, "The max_norm is -1"),
+    (batches(), {"scheduler": 3}, "The scheduler of fit is a int"),
+    (batches(), {"checkpoints": "runs"}, "The checkpoints of fit is a str. Give autopar.Checkpoints"),
+    (batches(), {"on_step": 3}, "The on_step of fit is a int"),
+    (3, {}, "The batches of fit is a int"),
+    (batches(), {"save_every": 0}, "save_every is 0"),
+    (batches(), {"accumulate": -1}, "accumulate is -1"),
+    (batches(), {"on_non_finite": "raise"}, "on_non_finite.*'raise'.*stop, skip or ignore"),
+    ([], {}, "There is no batch to train on"),
+    (iter(batches(2)), {"steps": 3}, "no batch to train on. Give batches that can be gone through more than once"),
+])  # fmt: skip
 def test_what_cannot_be_trained_with_is_refused(data: Any, options: dict[str, Any], text: str) -> None:
     par, optimizer, _ = job()
-    with pytest.raises(UsageError, match=text):
-        autopar.fit(par, optimizer, data, **{"steps": 1, **options})
+    refuses(UsageError, text, autopar.fit, par, optimizer, data, **{"steps": 1, **options})
 
 
 def test_a_model_and_an_optimizer_that_do_not_belong_together_are_refused() -> None:
@@ -219,8 +216,7 @@ def test_a_model_and_an_optimizer_that_do_not_belong_together_are_refused() -> N
         (par, torch.optim.SGD(Net().parameters()), None, "The optimizer has no parameter of this model"),
         (par, optimizer, plateau, r"ReduceLROnPlateau. Give one whose step\(\) takes nothing"),
     ):
-        with pytest.raises(UsageError, match=text):
-            autopar.fit(model, other, batches(), steps=1, scheduler=scheduler)
+        refuses(UsageError, text, autopar.fit, model, other, batches(), steps=1, scheduler=scheduler)
 
 
 def test_out_of_memory_says_what_was_planned_and_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,8 +238,7 @@ def test_out_of_memory_says_what_was_planned_and_what_there_is(monkeypatch: pyte
     assert text.endswith("Search a plan that needs less: pin recompute=full or micro_batch=1.")
     monkeypatch.undo()
     monkeypatch.setattr(torch.optim.AdamW, "step", fails)
-    with pytest.raises(OutOfMemoryError, match="ran out of memory"):
-        autopar.fit(par, optimizer, batches(), steps=2)
+    refuses(OutOfMemoryError, "ran out of memory", autopar.fit, par, optimizer, batches(), steps=2)
 
 
 def test_starts_of_a_job_share_nothing_in_its_store() -> None:
@@ -255,8 +250,7 @@ def test_starts_of_a_job_share_nothing_in_its_store() -> None:
             found = list(threads.map(meet, reversed(range(size)), [size] * size))
         found[0].set("place", str(number))
         assert {one.get("place").decode() for one in found} == {str(number)}
-    with pytest.raises(RankFailedError, match="Some rank did not come"):
-        fresh(PrefixStore("alone", store), 0, 2, timeout_s=0.1)
+    refuses(RankFailedError, "Some rank did not come", fresh, PrefixStore("alone", store), 0, 2, timeout_s=0.1)
 
 
 def test_checkpoints_of_a_loop_of_ones_own_are_told_from_those_of_fit(tmp_path: Path) -> None:

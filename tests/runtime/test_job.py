@@ -32,22 +32,19 @@ from autopar.runtime.job import (
 from autopar.runtime.launch import _wait_for
 from tests.support.cli_runner import Run, run_fixture
 from tests.support.example_plans import llama_plan
-from tests.support.said import said
+from tests.support.said import refuses, said
 
 GROUPS = (RankGroup(start=0, stop=2, device="a100-sxm4-40gb"), RankGroup(start=2, stop=4, device="h100-sxm5-80gb"))
 A100, H100 = "NVIDIA A100-SXM4-40GB", "NVIDIA H100 80GB HBM3"
 
 
-@pytest.mark.parametrize(
-    ("names", "fits"),
-    [
-        ([A100, A100, H100, H100], True),
-        (["one", "one", "other", "other"], True),  # devices without a shipped profile: nothing is known
-        ([H100, H100, A100, A100], False),
-        ([A100, H100, A100, H100], False),
-        (["one", "other", H100, H100], False),
-    ],
-)
+@pytest.mark.parametrize(("names", "fits"), [
+    ([A100, A100, H100, H100], True),
+    (["one", "one", "other", "other"], True),  # devices without a shipped profile: nothing is known
+    ([H100, H100, A100, A100], False),
+    ([A100, H100, A100, H100], False),
+    (["one", "other", H100, H100], False),
+])  # fmt: skip
 def test_nodes_in_another_order_than_the_plans_are_refused_with_the_remedy(names: list[str], fits: bool) -> None:
     with nullcontext() if fits else pytest.raises(RuntimeMismatchError, match="--node-rank"):
         check_groups(GROUPS, names)
@@ -70,8 +67,7 @@ def test_a_launcher_that_speaks_as_torchrun_does_is_believed(monkeypatch: pytest
         stop()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR")
-    with pytest.raises(RuntimeMismatchError, match=r"only some of RANK, WORLD_SIZE.*MASTER_ADDR expected.*torchrun"):
-        start("cpu")
+    refuses(RuntimeMismatchError, r"only some of RANK, WORLD_SIZE.*MASTER_ADDR expected.*torchrun", start, "cpu")
     assert not dist.is_initialized()
 
 
@@ -134,17 +130,14 @@ def test_two_ranks_on_one_gpu_are_refused_on_all_ranks() -> None:
     assert "LOCAL_RANK" in text
 
 
-@pytest.mark.parametrize(
-    ("device_type", "config", "said"),
-    [
-        ("cuda", "cpu:gloo,cuda:nccl", ""),
-        ("cuda", "cuda:nccl", ""),
-        ("cpu", "cpu:gloo,cuda:gloo", ""),
-        ("cuda", "cpu:gloo,cuda:gloo", r"on cuda \(its backend is gloo\)\. Call init_process_group\(.nccl.\)"),
-        ("cuda", "cpu:gloo", r"on cuda \(its backends are cpu:gloo\)\. Call init_process_group\(.nccl.\)"),
-        ("cpu", "cuda:nccl", r"on cpu \(its backends are cuda:nccl\)\. Call init_process_group\(.gloo.\)"),
-    ],
-)
+@pytest.mark.parametrize(("device_type", "config", "said"), [
+    ("cuda", "cpu:gloo,cuda:nccl", ""),
+    ("cuda", "cuda:nccl", ""),
+    ("cpu", "cpu:gloo,cuda:gloo", ""),
+    ("cuda", "cpu:gloo,cuda:gloo", r"on cuda \(its backend is gloo\)\. Call init_process_group\(.nccl.\)"),
+    ("cuda", "cpu:gloo", r"on cuda \(its backends are cpu:gloo\)\. Call init_process_group\(.nccl.\)"),
+    ("cpu", "cuda:nccl", r"on cpu \(its backends are cuda:nccl\)\. Call init_process_group\(.gloo.\)"),
+])  # fmt: skip
 def test_a_group_that_does_not_carry_the_devices_tensors_is_refused(device_type: str, config: str, said: str) -> None:
     with pytest.raises(RuntimeMismatchError, match=said) if said else nullcontext():
         check_backend(device_type, config)
@@ -155,8 +148,7 @@ def test_a_plan_is_waited_for_until_it_is_there_or_rank_0_is_gone() -> None:
     threading.Timer(0.5, store.set, ("made", "")).start()
     _wait_for(store)
     gone = mock.Mock(check=mock.Mock(side_effect=dist.DistNetworkError("Connection closed by peer")))
-    with pytest.raises(RankFailedError, match=r"Rank 0 ended before it had a plan: Connection closed"):
-        _wait_for(gone)
+    refuses(RankFailedError, r"Rank 0 ended before it had a plan: Connection closed", _wait_for, gone)
 
 
 POLL_S = 0.02
@@ -164,23 +156,11 @@ PATIENCE_S = 20.0
 """Of tests whose outcome does not depend on it: it is what they wait before they fail."""
 
 
-class Device:
-    """Work of calls: done once it is told so."""
-
-    def __init__(self) -> None:
-        self.is_done = False
-
-    def mark(self) -> Callable[[], bool]:
-        self.is_done = False
-        return lambda: self.is_done
-
-
 class Pair:
-    """The alarms of two ranks of one job in this process."""
+    """The alarms of two ranks of one job in this process, whose device has done the work of calls once it is told so."""
 
     def __init__(self) -> None:
-        store, self.device, self.ended = HashStore(), Device(), list[str]()
-        self.has_ended = threading.Event()
+        store, self.is_done, self.ended, self.has_ended = HashStore(), False, list[str](), threading.Event()
 
         def end(alarm: Alarm, said: str) -> None:
             self.ended.append(said)
@@ -191,10 +171,14 @@ class Pair:
             mock.patch("autopar.runtime.failure_watch.own_store", return_value=PrefixStore("job", store)),
             mock.patch("autopar.runtime.failure_watch.dist.get_backend", return_value="nccl"),
         ):
-            options: Any = {"poll_s": POLL_S, "grace_s": POLL_S, "launched": self.device.mark}
+            options: Any = {"poll_s": POLL_S, "grace_s": POLL_S, "launched": self.mark}
             self.alarms = [Alarm(rank, 2, **options) for rank in range(2)]
         for alarm in self.alarms:
             mock.patch.object(alarm, "_end", lambda said, alarm=alarm: end(alarm, said)).start()
+
+    def mark(self) -> Callable[[], bool]:
+        self.is_done = False
+        return lambda: self.is_done
 
     def call(self, rank: int, what: str = "train_step", *, fails: bool = False) -> None:
         with self.alarms[rank].watched(what):
@@ -216,23 +200,20 @@ def pair() -> Iterator[Pair]:
 def test_a_rank_whose_device_waits_is_ended_with_what_the_other_said(pair: Pair, ahead: int) -> None:
     for _ in range(ahead):
         pair.call(1)  # returns, and its work waits for rank 0
-    with pytest.raises(ValueError, match="no such token"):
-        pair.call(0, fails=True)
+    refuses(ValueError, "no such token", pair.call, 0, fails=True)
     assert pair.has_ended.wait(PATIENCE_S)
     assert pair.ended == ["rank 0: ValueError: no such token"]
 
 
 def test_a_rank_that_works_by_itself_is_told_by_its_next_call(pair: Pair) -> None:
     pair.call(1)
-    pair.device.is_done = True
-    with pytest.raises(ValueError, match="no such token"):
-        pair.call(0, fails=True)
+    pair.is_done = True
+    refuses(ValueError, "no such token", pair.call, 0, fails=True)
     end = time.monotonic() + PATIENCE_S
     while not pair.alarms[1]._failure and time.monotonic() < end:
         time.sleep(POLL_S)
     assert not pair.ended
-    with pytest.raises(RankFailedError, match="rank 0: ValueError: no such token"):
-        pair.call(1)
+    refuses(RankFailedError, "rank 0: ValueError: no such token", pair.call, 1)
 
 
 def test_a_device_that_waits_for_another_call_says_which(pair: Pair) -> None:
@@ -282,18 +263,14 @@ def test_one_machine_takes_all_ranks_and_several_meet() -> None:
     assert command(plan, ["train.py"], max_restarts=3)[-3:] == ["--nproc-per-node=16", "--max-restarts=3", "train.py"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"nodes": 3, "rendezvous": "first:29500"}, "16 ranks do not divide among 3 machines"),
-        ({"nodes": 2}, "2 machines need a place to meet"),
-        ({"nodes": 2, "rendezvous": "first"}, "'first' is no place to meet"),
-        ({"rendezvous": "first:29500"}, "One machine alone meets nobody"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"nodes": 3, "rendezvous": "first:29500"}, "16 ranks do not divide among 3 machines"),
+    ({"nodes": 2}, "2 machines need a place to meet"),
+    ({"nodes": 2, "rendezvous": "first"}, "'first' is no place to meet"),
+    ({"rendezvous": "first:29500"}, "One machine alone meets nobody"),
+])  # fmt: skip
 def test_ranks_that_do_not_divide_or_meet_are_refused(options: dict[str, object], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        command(llama_plan(), ["train.py"], **options)
+    refuses(UsageError, message, command, llama_plan(), ["train.py"], **options)
 
 
 def test_a_script_that_is_not_there_is_named(run: Run) -> None:

@@ -209,9 +209,8 @@ def test_loss_and_gradients_are_the_same(meshes: Any, kind: str) -> None:
             with on_meshes(meshes):
                 outputs = module(*inputs)
             torch.manual_seed(0)
-            torch.autograd.backward(
-                [x for x in outputs if x.requires_grad], [torch.rand_like(x) for x in outputs if x.requires_grad]
-            )
+            learnt = [x for x in outputs if x.requires_grad]
+            torch.autograd.backward(learnt, [torch.rand_like(x) for x in learnt])
             leaves = [x for x in (*inputs, *module.parameters()) if isinstance(x, Tensor) and x.requires_grad]
             found.append([*outputs, *(x.grad for x in leaves)])
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

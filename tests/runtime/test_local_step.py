@@ -79,10 +79,6 @@ def test_a_step_is_that_on_dtensors(kind: Any, on_host: bool) -> None:
             assert same(torch.as_tensor(value), torch.as_tensor(others[name])), name
 
 
-class _OwnAdamW(torch.optim.AdamW):
-    pass
-
-
 def test_rprop_which_does_not_step_on_dtensors_steps_on_plain_tensors() -> None:
     found, _, _ = trained(partial(torch.optim.Rprop, lr=0.1), local=True)
     plain = [nn.Parameter(p.to_local().detach().clone()) for p in parameters()]
@@ -97,21 +93,22 @@ def test_rprop_which_does_not_step_on_dtensors_steps_on_plain_tensors() -> None:
 def test_what_might_notice_steps_as_before(how: str) -> None:
     held = parameters()
     steps = LocalSteps(held[:2] if how == "other parameters" else held)
-    kinds: dict[str, Any] = {"derived": _OwnAdamW}
-    optimizer = kinds.get(how, torch.optim.AdamW)(held)
+    own = type("OwnAdamW", (torch.optim.AdamW,), {})
+    optimizer: Any = (own if how == "derived" else torch.optim.AdamW)(held)
+    given = [lambda: torch.zeros(())] if how == "closure" else []
     seen: list[Any] = []
     if how == "hook":
         optimizer.register_step_pre_hook(lambda o, *_: seen.append(o.param_groups[0]["params"][0]))
     look = optimizer._optimizer_step_code
     refuses = LocalSteps(held[:2] if how == "other parameters" else held, on_host=True)
     with pytest.raises(UsageError, match=r"\w*AdamW cannot step .*[Pp]in offload=none"):
-        optimizer.step(*([lambda: torch.zeros(())] if how == "closure" else []))
+        optimizer.step(*given)
     refuses.remove()
     seen.clear()
     optimizer._optimizer_step_code = lambda: (seen.append(optimizer.param_groups[0]["params"][0]), look())
     for p in held:
         p.grad = torch.ones_like(p)
-    optimizer.step(*([lambda: torch.zeros(())] if how == "closure" else []))
+    optimizer.step(*given)
     steps.remove()
     assert seen
     assert all(p is held[0] for p in seen)
@@ -180,12 +177,10 @@ def test_parameters_go_down_only_where_they_were_written(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch.Tensor, "copy_", counted)
     writes: list[Callable[[], object]] = [
-        lambda: None,
-        lambda: None,
-        lambda: held[1].data.add_(1.0),
+        lambda: None, lambda: None, lambda: held[1].data.add_(1.0),
         lambda: held[0]._local_tensor.data.copy_(held[0]._local_tensor.flip(0).clone()),
         lambda: held[2]._local_tensor.detach().mul_(2.0),
-    ]
+    ]  # fmt: skip
     found = []
     for write in writes:
         write()
@@ -202,10 +197,8 @@ def test_one_kernel_steps_on_the_host_unless_the_user_says_how(given: dict[str, 
     steps = LocalSteps(held, on_host=True, threads=2)
     optimizer = torch.optim.AdamW(held, lr=0.1, **given)
     own, threads = optimizer._optimizer_step_code, torch.get_num_threads()
-    optimizer._optimizer_step_code = lambda: (
-        seen.append((optimizer.param_groups[0]["fused"], torch.get_num_threads())),
-        own(),
-    )
+    look = lambda: seen.append((optimizer.param_groups[0]["fused"], torch.get_num_threads()))
+    optimizer._optimizer_step_code = lambda: (look(), own())
     step(optimizer, held)
     steps.remove()
     assert seen == [(given.get("fused") if given else True, max(threads, 2))]

@@ -22,6 +22,7 @@ from autopar.runtime.parallel_model import ParallelModel
 from autopar.verification.reference import adamw, loss_of
 from tests.support.distributed.subjects import graph_of
 from tests.support.parallel import SMALL, alone, small
+from tests.support.said import refuses
 from tests.support.small_models import model_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -98,49 +99,36 @@ def test_modes(parallel: ParallelModel, batch: Batch) -> None:
     assert parallel.step_count == 1
 
 
-@pytest.mark.parametrize(
-    "same",
-    [
-        lambda m: m.to("cpu"), lambda m: m.to(torch.device("cpu"), torch.float32), lambda m: m.to(dtype=torch.float32),
-        lambda m: m.cpu(), lambda m: m.float(),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("same", [
+    lambda m: m.to("cpu"), lambda m: m.to(torch.device("cpu"), torch.float32), lambda m: m.to(dtype=torch.float32),
+    lambda m: m.cpu(), lambda m: m.float(),
+])  # fmt: skip
 def test_a_move_to_the_same_place_is_none(parallel: ParallelModel, same: Callable[[nn.Module], nn.Module]) -> None:
     assert same(parallel) is parallel
     around = Around(parallel)
     assert same(around) is around
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        lambda m: m.to("meta"), lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.bfloat16(),
-        lambda m: m.double(), lambda m: m.type(torch.float64), lambda m: m.to_empty(device="cpu"),
-        pytest.param(lambda m: m.cuda(), marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it is a move then")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("other", [
+    lambda m: m.to("meta"), lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.bfloat16(),
+    lambda m: m.double(), lambda m: m.type(torch.float64), lambda m: m.to_empty(device="cpu"),
+    pytest.param(lambda m: m.cuda(), marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it is a move then")),
+])  # fmt: skip
 def test_moves_and_casts_are_refused(parallel: ParallelModel, other: Callable[[nn.Module], nn.Module]) -> None:
     for module in (parallel, Around(parallel)):
-        with pytest.raises(UsageError, match=r"cannot be moved, cast or replaced: its plan has them in float32 on cpu"):
-            other(module)
+        refuses(UsageError, r"cannot be moved, cast or replaced: its plan has them in float32 on cpu", other, module)
 
 
 def around_it(wrap: Callable[[nn.Module], object]) -> Callable[[nn.Module], object]:
     return lambda module: wrap(Around(module))
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        DistributedDataParallel, fully_shard, around_it(fully_shard), FullyShardedDataParallel,
-        around_it(FullyShardedDataParallel), replicate,
-    ],
-)  # fmt: skip
-def test_wrappers_are_refused_and_leave_the_model_as_it_was(
-    parallel: ParallelModel, batch: Batch, wrap: Callable[[nn.Module], object]
-) -> None:
-    with pytest.raises(UsageError, match=r"cannot be wrapped in .*: its plan has distributed parameters .* already"):
-        wrap(parallel)
+@pytest.mark.parametrize("wrap", [
+    DistributedDataParallel, fully_shard, around_it(fully_shard), FullyShardedDataParallel,
+    around_it(FullyShardedDataParallel), replicate,
+])  # fmt: skip
+def test_wrappers_are_refused_and_leave_the_model_as_it_was(parallel: ParallelModel, batch: Batch, wrap: Any) -> None:
+    refuses(UsageError, r"cannot be wrapped in .*: its plan has distributed parameters .* already", wrap, parallel)
     assert type(parallel) is ParallelModel
     assert parallel.train_step(batch).item() == pytest.approx(loss_of(SMALL.build()(**batch)).item(), rel=1e-6)
 
@@ -156,8 +144,7 @@ def test_what_the_model_has_is_told_where_it_is_now() -> None:
 
 def test_what_cannot_be_is_refused_in_one_sentence(parallel: ParallelModel) -> None:
     for take in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(UsageError, match=r"cannot be copied, pickled.*par\.save\(DIR, optimizer\)"):
-            take(parallel)
+        refuses(UsageError, r"cannot be copied, pickled.*par\.save\(DIR, optimizer\)", take, parallel)
     with pytest.raises(UsageError, match=r"no layers that apply\(\.\.\.\) could reach.*before autopar\.parallelize"):
         parallel.apply(lambda module: None)
     with pytest.raises(UsageError, match=r"A backward hook on a parallel model is not supported"):
@@ -166,15 +153,14 @@ def test_what_cannot_be_is_refused_in_one_sentence(parallel: ParallelModel) -> N
         with pytest.raises(UsageError, match=r"cannot be put into a parallel model as par\.head"):
             parallel.head = value
     for add in (parallel.add_module, parallel.register_parameter):
-        with pytest.raises(UsageError, match=r"A Linear cannot be put into a parallel model as par\.head"):
-            add("head", nn.Linear(1, 1))
+        refuses(UsageError, r"A Linear cannot be put into a parallel model as par\.head", add, "head", nn.Linear(1, 1))
     for norm in ("1", None, -1.0, math.nan, True, torch.ones(3), parallel.parameters()):
         with pytest.raises(UsageError, match=re.escape(f"The max_norm is {norm!r}. Write for example max_norm=1.0")):
             parallel.clip_grad_norm_(norm, 2.0)
     with pytest.raises(UsageError, match=r"A clipping by norm_type=inf is not supported"):
         parallel.clip_grad_norm_(1.0, norm_type=math.inf)
-    with pytest.raises(AttributeError, match=r"no attribute 'generate'\. Instead: put par\.full_state_dict\(\)"):
-        parallel.generate()
+    said = r"no attribute 'generate'\. Instead: put par\.full_state_dict\(\)"
+    refuses(AttributeError, said, getattr, parallel, "generate")
     assert not hasattr(parallel, "anything")
     with pytest.raises(UsageError, match=r"is a DTensor already\. Pass the model before it is made parallel"):
         api.trace(parallel, example_inputs=SMALL.make_batch(2, seed=0))
@@ -233,8 +219,6 @@ def test_a_state_dict_that_does_not_fit_is_refused_by_name(parallel: ParallelMod
         ({**state, "transformer.wpe.weight": weight, "other": weight}, r'Unexpected key.*"other"'),
         ({**state, "transformer.wpe.weight": torch.ones(3, 3)}, r"wpe\.weight: it has shape \(3, 3\), not"),
     ):
-        with pytest.raises(RuntimeError, match=message):
-            parallel.load_state_dict(changed)
+        refuses(RuntimeError, message, parallel.load_state_dict, changed)
     parallel.load_state_dict(state, strict=False)
-    with pytest.raises(RuntimeError, match="leave assign out"):
-        parallel.load_state_dict(parallel.state_dict(), assign=True)
+    refuses(RuntimeError, "leave assign out", parallel.load_state_dict, parallel.state_dict(), assign=True)

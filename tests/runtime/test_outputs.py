@@ -15,6 +15,7 @@ from autopar.tracing.trace import trace
 from tests.support.close import assert_close
 from tests.support.distributed.returning import Result, Returning
 from tests.support.parallel import alone
+from tests.support.said import refuses
 from tests.support.small_models import model_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -41,9 +42,7 @@ def test_a_call_in_eval_is_a_call_of_the_model() -> None:
     for way in (lambda m, b: m(**b), lambda m, b: m(b["idx"], b["targets"])):
         found, wanted = way(parallel, batch()), way(model, batch())
         assert type(found) is Result
-        assert_close(
-            (found.loss, found.logits, *found.more["states"]), (wanted.loss, wanted.logits, *wanted.more["states"])
-        )
+        assert_close(*((one.loss, one.logits, *one.more["states"]) for one in (found, wanted)))
         assert found.more["samples"] == 8
         assert found.more["accuracy"].item() == pytest.approx(wanted.more["accuracy"].item())
         assert not found.loss.requires_grad
@@ -98,19 +97,16 @@ def test_where_a_function_makes_the_loss_a_call_gives_it_in_training_and_the_out
     found = parallel(idx=given["idx"])
     assert_close(found["logits"], model.eval()(idx=given["idx"])["logits"])
     assert parallel(**given).keys() == {"logits"}
-    assert parallel.evaluate(given).item() == pytest.approx(
-        functional.cross_entropy(found["logits"].flatten(0, 1), given["targets"].flatten(), ignore_index=-1).item()
-    )
+    by_hand = functional.cross_entropy(found["logits"].flatten(0, 1), given["targets"].flatten(), ignore_index=-1)
+    assert parallel.evaluate(given).item() == pytest.approx(by_hand.item())
 
 
 def test_a_batch_by_position_has_the_names_of_forward() -> None:
     parallel, _ = build("pair")
     given = batch()
     for call in (lambda: parallel(*given.values(), given["idx"]), lambda: parallel(given["idx"], idx=given["idx"])):
-        with pytest.raises(UsageError, match=r"inputs were given by position\. Expected at most .*: idx, targets, got"):
-            call()
-    with pytest.raises(UsageError, match=r"The batch was given as a dict without a name.*par\(\*\*batch\)"):
-        parallel(given)
+        refuses(UsageError, r"inputs were given by position\. Expected at most .*: idx, targets, got", call)
+    refuses(UsageError, r"The batch was given as a dict without a name.*par\(\*\*batch\)", parallel, given)
 
 
 def _noise(self: Any, x: Tensor) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Models that mix dtypes, as buffers in float32 and torch.zeros do, and the scaler of float16: torch's own numbers, and what is refused."""
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from tests.support.distributed import scaled
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.subjects import HfSubject
 from tests.support.parallel import alone, on_rank
+from tests.support.said import refuses
 from tests.support.small_models import evaluate, model_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -45,9 +46,8 @@ def test_the_scale_falls_and_grows_as_torchs() -> None:
     """From a scale that overflows in float16 by itself, down to one that does not, and up again."""
     data = [SUBJECT.make_batch(8, seed=seed) for seed in range(10)]
     scaling = {"init_scale": 2.0**25, "growth_interval": 2, "growth_factor": 8.0, "backoff_factor": 0.125}
-    found, wanted = (
-        run(data, scaling=scaling) for run in (partial(scaled.steps, build()), partial(scaled.alone, SUBJECT.build()))
-    )
+    found = scaled.steps(build(), data, scaling=scaling)
+    wanted = scaled.alone(SUBJECT.build(), data, scaling=scaling)
     assert found["states"] == wanted["states"]
     scales = [state["scale"] for state in found["states"]]
     changes = [b / a for a, b in pairwise(scales)]
@@ -60,8 +60,7 @@ def test_gradients_that_are_still_scaled_are_not_stepped_by_or_clipped() -> None
     with pytest.raises(UsageError, match=r"most gradients would be zero.* scaler = par\.grad_scaler\(\) before"):
         parallel.train_step(batch)
     scaler, optimizer = parallel.grad_scaler(), scaled.sgd(parallel.parameters())
-    with pytest.raises(UsageError, match="second scaler"):
-        parallel.grad_scaler()
+    refuses(UsageError, "second scaler", parallel.grad_scaler)
     with pytest.raises(
         UsageError,
         match=r"the scaler of this model has not scaled.*scaler\.scale\(loss\)\.backward\(\), where loss is that of par",
@@ -69,16 +68,11 @@ def test_gradients_that_are_still_scaled_are_not_stepped_by_or_clipped() -> None
         torch.amp.GradScaler("cpu").scale(parallel(**batch).loss).backward()
     before = parallel.full_state_dict()
     loss = parallel.train_step(batch)
-    with pytest.raises(UsageError, match=r"has been scaled already.*Leave scaler\.scale\(loss\)\.backward\(\) out"):
-        scaler.scale(loss)
-    with pytest.raises(
-        UsageError, match=r"would step by the gradients of the scaled loss.*Call scaler\.step\(optimizer\)"
-    ):
-        optimizer.step()
-    with pytest.raises(
-        UsageError, match=r"still times the scale of the loss.*Call scaler\.unscale_\(optimizer\) before"
-    ):
-        parallel.clip_grad_norm_(1.0)
+    refuses(UsageError, r"has been scaled already.*Leave scaler\.scale\(loss\)\.backward\(\) out", scaler.scale, loss)
+    said = r"would step by the gradients of the scaled loss.*Call scaler\.step\(optimizer\)"
+    refuses(UsageError, said, optimizer.step)
+    message = r"still times the scale of the loss.*Call scaler\.unscale_\(optimizer\) before"
+    refuses(UsageError, message, parallel.clip_grad_norm_, 1.0)
     assert all(torch.equal(p, before[name]) for name, p in parallel.full_state_dict().items())
     scaler.unscale_(optimizer)
     parallel.clip_grad_norm_(1.0)
@@ -114,8 +108,7 @@ def test_a_load_that_is_refused_leaves_the_optimizer_as_it_was(tmp_path: Path) -
     parallel.save(tmp_path / "saved")
     parallel.train_step(batch)
     before = [p.grad for p in parallel.parameters()]
-    with pytest.raises(UsageError, match="would step by the gradients of the scaled loss"):
-        parallel.load(tmp_path / "saved", optimizer)
+    refuses(UsageError, "would step by the gradients of the scaled loss", parallel.load, tmp_path / "saved", optimizer)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25]
     assert all(p.grad is grad for p, grad in zip(parallel.parameters(), before, strict=True))
 

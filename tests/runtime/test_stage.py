@@ -21,9 +21,7 @@ DTYPES = (
 
 def passed(*values: Tensor, returns: int | None = None) -> tuple[Passed, ...]:
     return tuple(
-        Passed(
-            shape=tuple(x.shape), dtype=x.dtype, requires_grad=x.requires_grad, returns=x.requires_grad or i == returns
-        )
+        Passed(tuple(x.shape), dtype=x.dtype, requires_grad=x.requires_grad, returns=x.requires_grad or i == returns)
         for i, x in enumerate(values)
     )
 

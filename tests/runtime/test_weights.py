@@ -16,6 +16,7 @@ from autopar.runtime.launch import launch
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.weights import FileWeights, initialise, local_index
 from tests.support.close import assert_close
+from tests.support.said import refuses
 from tests.support.small_models import model_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -55,8 +56,7 @@ def test_state_of_the_random_generator_is_kept() -> None:
 
 
 def test_a_module_without_initialiser_is_named() -> None:
-    with pytest.raises(UsageError, match=r"1\.1\.scale: A Model .*reset_parameters"):
-        initialise(on_meta(), "1.1", seed=0)
+    refuses(UsageError, r"1\.1\.scale: A Model .*reset_parameters", initialise, on_meta(), "1.1", seed=0)
 
 
 def test_initialisers_of_parents_see_the_names_of_their_children() -> None:
@@ -96,8 +96,7 @@ def test_integers_that_an_initialiser_leaves_out_are_found() -> None:
     with torch.device("meta"):
         whole, partial = Choice(), Choice(first=1)
     assert initialise(whole, "", 0).order.tolist() == [2, 0, 1]
-    with pytest.raises(UsageError, match=r"order: A Choice on meta has no initialiser"):
-        initialise(partial, "", 0)
+    refuses(UsageError, r"order: A Choice on meta has no initialiser", initialise, partial, "", 0)
 
 
 class Head(nn.Module):
@@ -160,36 +159,28 @@ def test_buffers_that_the_files_lack_are_the_models(tmp_path: Path) -> None:
     assert parallel(tmp_path).train_step(BATCH).item() == pytest.approx(expected(**BATCH).item(), rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"table__weight": torch.zeros(20, 16)}, r"table\.weight\. Expected \(16, 16\) of float32, got \(20, 16\)"),
-        ({"table__weight": torch.zeros(10, 16)}, r"got \(10, 16\) of float32"),
-        ({"table__weight": torch.zeros(16, 16, dtype=torch.int8)}, r"got \(16, 16\) of int8"),
-        ({"head__scale": torch.ones(3)}, r"head\.scale\. Expected \(1,\) of float32, got \(3,\)"),
-        ({"table__weight": None}, r"No parameter 'table\.weight' in the files"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"table__weight": torch.zeros(20, 16)}, r"table\.weight\. Expected \(16, 16\) of float32, got \(20, 16\)"),
+    ({"table__weight": torch.zeros(10, 16)}, r"got \(10, 16\) of float32"),
+    ({"table__weight": torch.zeros(16, 16, dtype=torch.int8)}, r"got \(16, 16\) of int8"),
+    ({"head__scale": torch.ones(3)}, r"head\.scale\. Expected \(1,\) of float32, got \(3,\)"),
+    ({"table__weight": None}, r"No parameter 'table\.weight' in the files"),
+])  # fmt: skip
 def test_weights_of_another_model_are_refused(tmp_path: Path, changes: dict[str, Tensor | None], said: str) -> None:
     saved(tmp_path, **changes)
-    with pytest.raises(UsageError, match=said):
-        parallel(tmp_path)
+    refuses(UsageError, said, parallel, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("model.safetensors", "garbage"),
-        ("model.safetensors.index.json", "{"),
-        ("model.safetensors.index.json", "{}"),
-        pytest.param("model.safetensors.index.json", 100_000 * "[", id="nested"),
-        ("model.safetensors.index.json", '{"weight_map": {"table.weight": "none.safetensors"}}'),
-    ],
-)
+@pytest.mark.parametrize(("name", "text"), [
+    ("model.safetensors", "garbage"),
+    ("model.safetensors.index.json", "{"),
+    ("model.safetensors.index.json", "{}"),
+    pytest.param("model.safetensors.index.json", 100_000 * "[", id="nested"),
+    ("model.safetensors.index.json", '{"weight_map": {"table.weight": "none.safetensors"}}'),
+])  # fmt: skip
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
-    with pytest.raises(UsageError, match=r"Cannot read the weights .*safetensors.*: "):
-        parallel(tmp_path)
+    refuses(UsageError, r"Cannot read the weights .*safetensors.*: ", parallel, tmp_path)
 
 
 def test_names_without_the_prefix_of_a_head_are_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -203,5 +194,4 @@ def test_names_without_the_prefix_of_a_head_are_found(tmp_path: Path, caplog: py
 
 def test_a_tensor_is_not_taken_for_one_of_another_module(tmp_path: Path) -> None:
     saved(tmp_path, head__norm__weight=None, norm__weight=torch.ones(16))
-    with pytest.raises(UsageError, match=r"No parameter 'head\.norm\.weight'"):
-        parallel(tmp_path)
+    refuses(UsageError, r"No parameter 'head\.norm\.weight'", parallel, tmp_path)

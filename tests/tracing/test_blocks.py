@@ -161,35 +161,18 @@ def test_encoder_and_decoder_are_both_found() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(
-    body=st.lists(st.sampled_from(["relu", "tanh", "exp"]), min_size=1, max_size=5),
-    count=st.integers(2, 6),
-    before=st.integers(0, 3),
-    after=st.integers(0, 3),
-)
+    body=st.lists(st.sampled_from(["relu", "tanh", "exp"]), min_size=1, max_size=5), count=st.integers(2, 6),
+    before=st.integers(0, 3), after=st.integers(0, 3),
+)  # fmt: skip
 def test_blocks_partition_and_repeats_are_found(body: list[str], count: int, before: int, after: int) -> None:
-    ops: list[Op] = []
-    specs = {Ref("x"): SPEC}
-    parameters: set[str] = set()
-
-    def add(target: str, weight: bool) -> None:
-        source = Ref(ops[-1].name) if ops else Ref("x")
-        name = f"v{len(ops)}"
-        args: tuple[Ref, ...] = (source,)
-        if weight:
-            parameters.add(f"w{len(ops)}")
-            specs[Ref(f"w{len(ops)}")] = SPEC
-            args = (source, Ref(f"w{len(ops)}"))
-        ops.append(Op(name=name, target=f"aten.{target}.default", args=args, outputs=(SPEC,)))
-        specs[Ref(name)] = SPEC
-
-    for _ in range(before):
-        add("neg", False)
-    for _ in range(count):
-        add("mul", True)
-        for target in body:
-            add(target, False)
-    for _ in range(after):
-        add("sin", False)
+    ops, specs, parameters = list[Op](), {Ref("x"): SPEC}, set[str]()
+    for number, target in enumerate(["neg"] * before + ["mul", *body] * count + ["sin"] * after):
+        args: tuple[Ref, ...] = (Ref(ops[-1].name) if ops else Ref("x"),)
+        if target == "mul":
+            parameters.add(f"w{number}")
+            args += (Ref(f"w{number}"),)
+        ops.append(Op(name=f"v{number}", target=f"aten.{target}.default", args=args, outputs=(SPEC,)))
+        specs |= dict.fromkeys((Ref(f"v{number}"), *args), SPEC)
     blocks = find_blocks(ops, specs, frozenset(parameters), Ref(ops[-1].name))
     assert [b.start for b in blocks] == [0, *(b.stop for b in blocks[:-1])]
     assert blocks[-1].stop == len(ops)

@@ -139,15 +139,12 @@ def _replaced(module: nn.Module, y: Tensor) -> Tensor:
     return used
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
-        _written_through_a_view, _shifted, _returned_by_the_write, _read_before_and_after, _one_of_two_results,
-        _of_shared_memory, _of_parts, _of_a_view_made_without_gradient, _of_another_dtype,
-        _of_shared_memory_without_gradient, _itself_through_a_dropout_of_nothing, _in_inference_mode,
-        _read_through_data, _replaced, _complex_parts,
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("write", [
+    _written_through_a_view, _shifted, _returned_by_the_write, _read_before_and_after, _one_of_two_results,
+    _of_shared_memory, _of_parts, _of_a_view_made_without_gradient, _of_another_dtype,
+    _of_shared_memory_without_gradient, _itself_through_a_dropout_of_nothing, _in_inference_mode,
+    _read_through_data, _replaced, _complex_parts,
+])  # fmt: skip
 def test_in_place_operators_mean_what_they_mean_on_one_device(write: Write) -> None:
     same_as_the_model(writing(write).double(), {"x": torch.randn(6, 4, dtype=torch.float64)}, steps=2)
 
@@ -258,22 +255,19 @@ def _seen(module: nn.Module, y: Tensor) -> Tensor:
     return y * module.kept
 
 
-@pytest.mark.parametrize(
-    ("write", "message"),
-    [
-        (_clamped, "The parameter linear.weight is written to in forward"),
-        (_normed, r"test_buffers.py:\d+: Forward assigns to .data of a tensor"),
-        (_follows, r"test_buffers.py:\d+: Forward assigns to .data of a tensor.*copy_"),
-        (_frozen_for_a_while, r"test_buffers.py:\d+: Forward changes requires_grad of a parameter"),
-        (_in_halves("cpu"), r"test_buffers.py:\d+: A torch.autocast inside of forward"),
-        (_in_halves("cuda"), r"test_buffers.py:\d+: A torch.autocast inside of forward"),
-        (_silently, "writes in place to mul, which has a gradient"),
-        (_through_einsum_of_a_buffer, "to what aten.einsum.default returns, which is the memory of b_model_kept"),
-        (_through_einsum_without_gradient, "writes in place to what aten.einsum.default returns"),
-        (_list_of_one, "aten.meshgrid.indexing returns a list of one tensor"),
-        (_seen, "A number in the model depends on the batch size"),
-    ],
-)
+@pytest.mark.parametrize(("write", "message"), [
+    (_clamped, "The parameter linear.weight is written to in forward"),
+    (_normed, r"test_buffers.py:\d+: Forward assigns to .data of a tensor"),
+    (_follows, r"test_buffers.py:\d+: Forward assigns to .data of a tensor.*copy_"),
+    (_frozen_for_a_while, r"test_buffers.py:\d+: Forward changes requires_grad of a parameter"),
+    (_in_halves("cpu"), r"test_buffers.py:\d+: A torch.autocast inside of forward"),
+    (_in_halves("cuda"), r"test_buffers.py:\d+: A torch.autocast inside of forward"),
+    (_silently, "writes in place to mul, which has a gradient"),
+    (_through_einsum_of_a_buffer, "to what aten.einsum.default returns, which is the memory of b_model_kept"),
+    (_through_einsum_without_gradient, "writes in place to what aten.einsum.default returns"),
+    (_list_of_one, "aten.meshgrid.indexing returns a list of one tensor"),
+    (_seen, "A number in the model depends on the batch size"),
+])  # fmt: skip
 def test_what_would_train_otherwise_than_on_one_device_is_refused(write: Write, message: str) -> None:
     with pytest.raises(TraceError, match=message) as caught:
         trace(writing(write), (torch.randn(2, 4),))

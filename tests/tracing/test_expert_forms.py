@@ -11,13 +11,11 @@ from autopar.tracing.model_with_loss import _form, swap_experts
 from tests.support.close import assert_close
 
 FORMS = {
-    "mixtral.MixtralExperts": "silu",
-    "nemotron_h.NemotronHExperts": "relu2",
-    "aria.AriaExperts": "silu is_transposed",
+    "mixtral.MixtralExperts": "silu", "nemotron_h.NemotronHExperts": "relu2", "aria.AriaExperts": "silu is_transposed",
     "gpt_oss.GptOssExperts": "silu alpha=1.702 limit=7.0 shift=1.0 is_transposed is_interleaved",
     "deepseek_v4.DeepseekV4Experts": "silu limit=7.0",
     "minimax_m3_vl.MiniMaxM3VLExperts": "silu alpha=1.702 limit=7.0 shift=1.0",
-}
+}  # fmt: skip
 
 
 ASKED = {"alpha": 1.702, "limit": 7.0, "mlp_hidden_act": "relu2", "act": "silu", "impl": "eager", "experts": 4}
@@ -68,14 +66,11 @@ def test_the_operator_computes_what_the_module_does(name: str) -> None:
     check_swapped(experts, lambda x, w: (experts(x, indices, w),), hidden, weights)
 
 
-@pytest.mark.parametrize(
-    "gate",
-    [
-        lambda self, x: self.act_fn(x[..., :8]).clamp(max=self.limit) * x[..., 8:],
-        lambda self, x: (self.act_fn(x[..., :8].float()) * x[..., 8:].float()).to(x.dtype),
-        lambda self, x: self.act_fn(x[..., 8:]) * x[..., :8],  # halves the other way round
-    ],
-)
+@pytest.mark.parametrize("gate", [
+    lambda self, x: self.act_fn(x[..., :8]).clamp(max=self.limit) * x[..., 8:],
+    lambda self, x: (self.act_fn(x[..., :8].float()) * x[..., 8:].float()).to(x.dtype),
+    lambda self, x: self.act_fn(x[..., 8:]) * x[..., :8],  # halves the other way round
+])  # fmt: skip
 def test_gates_of_other_forms_stay_as_they_are_written(gate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     experts: Any = made("mixtral.MixtralExperts")
     experts.limit = 7.0

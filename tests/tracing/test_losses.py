@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,20 +15,16 @@ from autopar.plan.mesh import P
 from autopar.planner.sharding.input_axes import mixes_samples, samples_apart, solve_batch
 from autopar.rules.missing import complete
 from autopar.tracing.trace import trace
-from tests.support.small_models import evaluate, same_as_the_model
+from tests.support.lower.against_model import check
+from tests.support.small_models import evaluate, model_of, same_as_the_model
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class Model(nn.Module):
-    """Logits [4, 3, 5] for classes [4, 3] and reals [4, 3, 5]."""
-
-    def __init__(self, loss: Loss) -> None:
-        super().__init__()
-        self.head, self.loss = nn.Linear(6, 5, dtype=torch.float64), loss
-
-    def forward(self, x: Tensor, classes: Tensor, reals: Tensor) -> Tensor:
-        return self.loss(self.head(x), classes, reals)
+def of(loss: Loss) -> nn.Module:
+    """Of logits [4, 3, 5] for classes [4, 3] and reals [4, 3, 5]."""
+    head = nn.Linear(6, 5, dtype=torch.float64)
+    return model_of(lambda self, x, classes, reals: loss(self.head(x), classes, reals), head=head)
 
 
 def batch(samples: int = 4) -> dict[str, Tensor]:
@@ -74,9 +71,7 @@ APART: dict[str, Loss] = {
     "the sum of logarithms of a softmax": lambda y, c, t: F.nll_loss(
         y.softmax(-1).log().transpose(1, 2), _ignoring(c), reduction="sum"
     ),
-    "weighted sum of logarithms": lambda y, c, t: F.nll_loss(
-        y.transpose(1, 2).log_softmax(1), c, WEIGHTS, reduction="sum"
-    ),
+    "weighted logarithms": lambda y, c, t: F.nll_loss(y.transpose(1, 2).log_softmax(1), c, WEIGHTS, reduction="sum"),
     "a scaled mean and numbers": lambda y, c, t: 2.0 - 2 * ((y * t).mean() / 3 - 1) + F.mse_loss(y, t),
     "variances": lambda y, c, t: F.gaussian_nll_loss(y, t, F.softplus(y) + 0.1),
     "distributions": lambda y, c, t: kl_divergence(
@@ -98,14 +93,10 @@ APART: dict[str, Loss] = {
     "of selected reals": lambda y, c, t: _selected_pairs(F.smooth_l1_loss, y, t, t > 0, beta=0.5),
     "the sum of selected rows": lambda y, c, t: _selected_pairs(F.mse_loss, y, t, c > 1, reduction="sum"),
     "a mean of what is selected": lambda y, c, t: (y - t).square()[c > 1].mean() + (y * t).masked_select(t > 0).sum(),
-    "a ratio of sums over samples, and numbers": lambda y, c, t: (
-        1.0 - (2.0 - (y - t).square().sum() / t.square().sum())
-    ),
+    "a ratio of sums, and numbers": lambda y, c, t: 1.0 - (2.0 - (y - t).square().sum() / t.square().sum()),
     "counts": lambda y, c, t: F.poisson_nll_loss(y, c[..., None].expand_as(y), full=True, reduction="sum"),
     "hinges": lambda y, c, t: F.hinge_embedding_loss(y, t.sign(), margin=2.0),
-    "cosines": lambda y, c, t: F.cosine_embedding_loss(
-        y.flatten(0, 1), t.flatten(0, 1), (c.flatten() > 1) * 2 - 1, 0.2
-    ),
+    "cosine": lambda y, c, t: F.cosine_embedding_loss(y.flatten(0, 1), t.flatten(0, 1), (c.flatten() > 1) * 2 - 1, 0.2),
     "divergences": lambda y, c, t: F.kl_div(y.log_softmax(-1), t.log_softmax(-1), log_target=True, reduction="sum"),
     "margins": lambda y, c, t: F.multi_margin_loss(y.flatten(0, 1), c.flatten(), p=2, weight=WEIGHTS),
     "margins of labels": lambda y, c, t: F.multilabel_margin_loss(
@@ -116,7 +107,7 @@ APART: dict[str, Loss] = {
 
 @pytest.mark.parametrize("name", APART)
 def test_a_loss_is_a_sum_over_samples(name: str) -> None:
-    graph = same_as_the_model(Model(APART[name]), batch())
+    graph = same_as_the_model(of(APART[name]), batch())
     complete(graph)
     typing = solve_batch(compact(graph))
     assert typing.strategies[graph.loss.name].outputs[graph.loss.index] == P
@@ -139,17 +130,17 @@ REFUSED: dict[str, Loss] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_uses_of_what_is_selected_run_as_written_and_unknown_reductions_are_refused(name: str) -> None:
     if "median" not in name:
-        (note,) = trace(Model(REFUSED[name]), (), batch()).notes
+        (note,) = trace(of(REFUSED[name]), (), batch()).notes
         assert "the whole model" in note and "depends on the values of tensors" in note
         return
     said = "depends on the values of tensors" if name.startswith("a") else "median is not a valid value for reduction"
     with pytest.raises(TraceError, match=said):
-        trace(Model(REFUSED[name]), (), batch())
+        trace(of(REFUSED[name]), (), batch())
 
 
 def test_a_mean_of_what_is_selected_is_summed_in_single_precision() -> None:
     given = {key: value.half() if value.is_floating_point() else value for key, value in batch().items()}
-    graph = trace(Model(lambda y, c, t: (y * 50)[c > 1].mean()).half(), (), given)
+    graph = trace(of(lambda y, c, t: (y * 50)[c > 1].mean()).half(), (), given)
     (total,) = [op for op in graph.ops if op.target == "aten.sum.default"]
     assert total.spec.dtype == torch.float32
 
@@ -166,7 +157,7 @@ def test_targets_that_lengths_part_elsewhere_give_no_loss() -> None:
     def loss(y: Tensor, c: Tensor, t: Tensor) -> Tensor:
         return F.ctc_loss(_frames(y), c[c > 0], torch.full((len(c),), 12), (c > 0).sum(1).roll(1), reduction="sum")
 
-    model, given = Model(loss), batch()
+    model, given = of(loss), batch()
     assert model(**given).isfinite()
     assert evaluate(trace(model, (), given), given, dict(model.named_parameters()), {}).isnan()
 
@@ -182,12 +173,10 @@ WEIGHTED: dict[str, Loss] = {
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float64, 1e-6)], ids=str)
 @pytest.mark.parametrize("name", WEIGHTED)
-def test_weights_in_single_precision_fit_other_logits(
-    name: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_in_single_fit_other_logits(name: str, dtype: Any, tolerance: float, monkeypatch: Any) -> None:
     """They are buffers as a rule, which stay as they are; fake tensors take the pair, kernels do not."""
     given = {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch().items()}
-    model = Model(WEIGHTED[name])
+    model = of(WEIGHTED[name])
     expected = model(**batch())
     wanted = torch.autograd.grad(expected, list(model.parameters()))
     model = model.to(dtype)
@@ -201,12 +190,12 @@ def test_weights_in_single_precision_fit_other_logits(
 
 
 def test_what_torch_checks_is_said_to_be_left_out() -> None:
-    graph = trace(Model(APART["variances"]), (), batch())
+    graph = trace(of(APART["variances"]), (), batch())
     assert any("are not made in the program" in note and "test_losses.py:" in note for note in graph.notes)
 
 
 def test_a_loss_of_more_elements_than_two_samples_have_is_traced_at_the_global_batch() -> None:
-    model = Model(lambda y, c, t: F.cross_entropy(y.flatten(0, 1), c.flatten(), reduction="none").topk(10)[0].mean())
+    model = of(lambda y, c, t: F.cross_entropy(y.flatten(0, 1), c.flatten(), reduction="none").topk(10)[0].mean())
     tried: list[int] = []
 
     def trace_at(samples: int | None) -> Graph:
@@ -220,7 +209,15 @@ def test_a_loss_of_more_elements_than_two_samples_have_is_traced_at_the_global_b
 
 
 def test_a_norm_over_all_dims_has_a_rule() -> None:
-    graph = for_batch(
-        lambda n: trace(Model(lambda y, c, t: y.norm() + F.mse_loss(y, t)), (), batch(n or 4)), 4, samples_apart
-    )
-    assert graph.mixing
+    model = of(lambda y, c, t: y.norm() + F.mse_loss(y, t))
+    assert for_batch(lambda n: trace(model, (), batch(n or 4)), 4, samples_apart).mixing
+
+
+def test_a_table_whose_logits_are_cut_along_the_sequence_is_padded_for_a_split() -> None:
+    def forward(self: Any, ids: Tensor) -> Tensor:
+        logits = self.head(self.table(ids))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    model = model_of(forward, table=nn.Embedding(9, 8), head=nn.Linear(8, 9, bias=False))
+    plan = check(model, {"ids": torch.randint(0, 9, (4, 6))}, ["tp=2", "head.weight=tp:S(0)"])
+    assert {(entry.parameter, entry.length) for entry in plan.padding} == {("table.weight", 10), ("head.weight", 10)}

@@ -34,11 +34,9 @@ def _statistics(self: Any, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     early = functional.layer_norm(features.view(-1, 2, 4), (4,)).view(-1, 8)
     logits = self.out(features.flatten(1))
     return {
-        "loss": functional.cross_entropy(logits, y),
-        "early": early,
-        "shares": functional.softmax(logits, -1),
+        "loss": functional.cross_entropy(logits, y), "early": early, "shares": functional.softmax(logits, -1),
         "unit": functional.normalize(features, dim=-1),
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *OWN, "statistics"])
@@ -80,26 +78,15 @@ def _odd(self: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
     h = self.inner(x)
     loss = (h - y).square().mean()
     return {
-        "loss": loss,
-        "h": h,
-        "same": h,
-        "point": Point(h.relu(), "here"),
-        "count": x.shape[0],
-        "half": x.shape[0] / 2,
-        "name": "odd",
-        "object": object(),
-        "unused": self.unused(h),
-        "noise": torch.rand_like(h),
-        "error": (h.detach() - y).abs().sum() / x.shape[0],
-        "past_key_values": (h, h),
-        "given": x,
-    }
+        "loss": loss, "h": h, "same": h, "point": Point(h.relu(), "here"), "count": x.shape[0], "half": x.shape[0] / 2,
+        "name": "odd", "object": object(), "unused": self.unused(h), "noise": torch.rand_like(h),
+        "error": (h.detach() - y).abs().sum() / x.shape[0], "past_key_values": (h, h), "given": x,
+    }  # fmt: skip
 
 
 def test_what_is_kept_of_a_structure() -> None:
-    odd = outputs_of(
-        model_of(_odd, inner=nn.Linear(4, 4), unused=nn.Linear(4, 2)), x=torch.randn(2, 4), y=torch.randn(2, 4)
-    )
+    model = model_of(_odd, inner=nn.Linear(4, 4), unused=nn.Linear(4, 2))
+    odd = outputs_of(model, x=torch.randn(2, 4), y=torch.randn(2, 4))
     places = dict(zip(odd.structure.names, odd.structure.items, strict=True))
     assert places["loss"].kind == "loss"
     assert places["same"].index == places["h"].index

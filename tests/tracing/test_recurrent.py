@@ -29,15 +29,12 @@ def recurrent(kind: str, **options: Any) -> nn.Module:
     return model_of(_read_whole, net=getattr(nn, kind)(6, 8, num_layers=3, dropout=0.5, **options))
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("LSTM", {"batch_first": True, "bidirectional": True}),
-        ("LSTM", {"proj_size": 4}),
-        ("GRU", {"bidirectional": True}),
-        ("RNN", {"bias": False}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "options"), [
+    ("LSTM", {"batch_first": True, "bidirectional": True}),
+    ("LSTM", {"proj_size": 4}),
+    ("GRU", {"bidirectional": True}),
+    ("RNN", {"bias": False}),
+])  # fmt: skip
 def test_dropout_between_layers_is_that_of_all_others(kind: str, options: dict[str, Any]) -> None:
     model, x = recurrent(kind, **options), torch.randn(4, 4, 6)
     graph = trace(model, (x,))
@@ -68,16 +65,11 @@ def bags(**options: Any) -> nn.Module:
 _IDS = torch.randint(0, 32, (4, 6), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"mode": "sum"},
-        {"mode": "mean", "padding_idx": int(_IDS[0, 0])},
-        {"mode": "max", "padding_idx": int(_IDS[0, 0]) - 32},
-        {"mode": "mean", "scale_grad_by_freq": True},
-        {"mode": "sum", "sparse": True},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"mode": "sum"}, {"mode": "mean", "padding_idx": int(_IDS[0, 0])},
+    {"mode": "max", "padding_idx": int(_IDS[0, 0]) - 32}, {"mode": "mean", "scale_grad_by_freq": True},
+    {"mode": "sum", "sparse": True},
+])  # fmt: skip
 def test_bags_of_one_length_are_split_by_samples(options: dict[str, Any]) -> None:
     graph = trace(bags(**options), (_IDS,))
     (op,) = [op for op in graph.ops if "bag" in op.target]
@@ -122,16 +114,11 @@ def _traced(change: Callable[[Tensor], Tensor]) -> Graph:
     return trace(_changing(change), (torch.zeros(4, 6),))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda x: x.div(0.5) * torch.floor(torch.rand((x.shape[0], 1), dtype=x.dtype) + 0.5),
-        lambda x: x + torch.randn_like(x),
-        lambda x: x * torch.empty_like(x).uniform_(0.5, 1.5),
-        lambda x: F.dropout1d(x[:, None], 0.5)[:, 0],
-        lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
-    ],
-)
+@pytest.mark.parametrize("change", [
+    lambda x: x.div(0.5) * torch.floor(torch.rand((x.shape[0], 1), dtype=x.dtype) + 0.5),
+    lambda x: x + torch.randn_like(x), lambda x: x * torch.empty_like(x).uniform_(0.5, 1.5),
+    lambda x: F.dropout1d(x[:, None], 0.5)[:, 0], lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
+])  # fmt: skip
 def test_noise_is_split_with_the_samples_and_drawn_by_salt(change: Callable[[Tensor], Tensor]) -> None:
     graph = _traced(change)
     drawn = [op for op in graph.ops if draws_random(op.target)]
@@ -166,9 +153,7 @@ def test_a_mask_of_windows_is_split_with_the_samples_that_it_is_repeated_for() -
     expanded = lambda times: mask[None].expand(times, -1, -1, -1).reshape(-1, 2, 2)
     repeated = lambda times: mask.repeat(times, 1, 1)
     for repeat in (expanded, repeated):
-        model = _changing(
-            lambda x, repeat=repeat: (x.view(-1, 2, 1) + repeat(len(x)).sum(-1, keepdim=True)).view(x.shape)
-        )
+        model = _changing(lambda x, more=repeat: (x.view(-1, 2, 1) + more(len(x)).sum(-1, keepdim=True)).view(x.shape))
         graph = trace(model, (torch.zeros(4, 6),))
         typing = solve_batch(compact(graph))
         local = shard(graph, typing, global_batch_size=4, micro_batch_size=1)

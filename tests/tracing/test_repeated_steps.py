@@ -18,6 +18,7 @@ from autopar.tracing import repeated_steps
 from autopar.tracing.sample_counts import CountError
 from autopar.tracing.trace import trace
 from tests.support.lower import unusual as u
+from tests.support.said import refuses
 from tests.support.small_models import model_of
 
 COUNT = {"steps": 0}
@@ -38,21 +39,17 @@ def up_globally(module: Any) -> int:
     return COUNT["steps"]
 
 
-@pytest.mark.parametrize(
-    ("state", "count", "named"),
-    [
-        (0, up, "forward sets inner.state"),
-        (types.SimpleNamespace(steps=0), up_in_object, "forward sets inner.state"),
-        (0, up_globally, "x . count"),
-        (iter(range(1, 100)), lambda module: next(module.state), "x . count"),
-        (random.Random(0), lambda module: module.state.random(), "x . count"),
-    ],
-)
+@pytest.mark.parametrize(("state", "count", "named"), [
+    (0, up, "forward sets inner.state"),
+    (types.SimpleNamespace(steps=0), up_in_object, "forward sets inner.state"),
+    (0, up_globally, "x . count"),
+    (iter(range(1, 100)), lambda module: next(module.state), "x . count"),
+    (random.Random(0), lambda module: module.state.random(), "x . count"),
+])  # fmt: skip
 def test_a_number_that_changes_by_steps_is_refused(state: Any, count: Callable[[Any], Any], named: str) -> None:
     model = u.Around(lambda: model_of(lambda self, x: x * count(self), state=state))
     said = rf"test_repeated_steps.py:\d+: A second step does not run.*mul.*{named}.*register_buffer"
-    with pytest.raises(TraceError, match=said):
-        trace(model, (), u.batch())
+    refuses(TraceError, said, trace, model, (), u.batch())
 
 
 def lucky(draws: Callable[[], bool], decides: bool = True) -> u.Around:
@@ -60,20 +57,11 @@ def lucky(draws: Callable[[], bool], decides: bool = True) -> u.Around:
     return u.Around(lambda: model_of(lambda self, x: x.tanh() if draws() and decides else x))
 
 
-@pytest.mark.parametrize(
-    "draws",
-    [
-        lambda: random.random() < 1e-7,
-        lambda: random.random() > 1 - 1e-9,
-        lambda: 0.4 < random.random() < 0.65,
-        lambda: random.randint(0, 3) == 1,
-        lambda: random.choice("abc") == "c",
-        lambda: random.random() < random.random(),
-        lambda: np.random.rand() < 1e-7,
-        lambda: np.random.uniform(0.0, 2.0) > 1.999,
-        lambda: np.random.randint(4) == 2,
-    ],
-)
+@pytest.mark.parametrize("draws", [
+    lambda: random.random() < 1e-7, lambda: random.random() > 1 - 1e-9, lambda: 0.4 < random.random() < 0.65,
+    lambda: random.randint(0, 3) == 1, lambda: random.choice("abc") == "c", lambda: random.random() < random.random(),
+    lambda: np.random.rand() < 1e-7, lambda: np.random.uniform(0.0, 2.0) > 1.999, lambda: np.random.randint(4) == 2,
+])  # fmt: skip
 def test_a_branch_that_is_seldom_taken_is_refused_where_it_is_drawn(draws: Callable[[], bool]) -> None:
     random.seed(3)
     np.random.seed(3)
@@ -140,8 +128,7 @@ def _warmer(self: Any, x: Tensor) -> Tensor:
 )
 def test_a_tensor_of_an_earlier_step_is_refused(forward: Callable[..., Tensor], kept: Tensor | None) -> None:
     said = r"test_repeated_steps.py:\d+: .*reads what an earlier step has computed.*self.*buffer"
-    with pytest.raises(TraceError, match=said):
-        trace(u.Around(lambda: model_of(forward, kept=kept)), (), u.batch())
+    refuses(TraceError, said, trace, u.Around(lambda: model_of(forward, kept=kept)), (), u.batch())
 
 
 def _warm_up(self: Any, x: Tensor) -> Tensor:
@@ -199,8 +186,7 @@ def test_caches_and_buffers_are_no_fault(forward: Callable[..., Tensor]) -> None
 
 def test_a_table_of_a_buffer_that_changes_is_refused() -> None:
     inner = lambda: model_of(_cached_of_a_counter, table=None, steps=nn.Buffer(torch.zeros(())))
-    with pytest.raises(TraceError, match="reads what an earlier step has computed"):
-        trace(u.Around(inner), (), u.batch())
+    refuses(TraceError, "reads what an earlier step has computed", trace, u.Around(inner), (), u.batch())
 
 
 # --- numbers that count samples
@@ -240,8 +226,7 @@ def test_a_count_of_the_example_is_refused_and_other_numbers_cost_no_second_expo
         if exports == 1:
             assert trace(model, (batch,)).batch_size == 4
         else:
-            with pytest.raises(TraceError, match=r"test_repeated_steps\.py.*depends on the batch size"):
-                trace(model, (batch,))
+            refuses(TraceError, r"test_repeated_steps\.py.*depends on the batch size", trace, model, (batch,))
     assert export.call_count == exports
 
 
@@ -286,13 +271,10 @@ def test_a_model_of_one_batch_size_is_told_so() -> None:
         trace(deep(lambda x, n: x.view(2, 8).mean(0)), (torch.randn(2, 8), torch.zeros(2, dtype=torch.int64)))
 
 
-@pytest.mark.parametrize(
-    "statistic",
-    [
-        lambda x, n: (torch.ones(1, n) @ x).square().squeeze(0),
-        lambda x, n: x[torch.arange(n), 0].square().mean(0, keepdim=True).expand(8),
-    ],
-)
+@pytest.mark.parametrize("statistic", [
+    lambda x, n: (torch.ones(1, n) @ x).square().squeeze(0),
+    lambda x, n: x[torch.arange(n), 0].square().mean(0, keepdim=True).expand(8),
+])  # fmt: skip
 def test_constants_with_a_place_for_each_sample_pass(statistic: Statistic) -> None:
     assert trace(deep(statistic), (torch.randn(2, 8), torch.zeros(2, dtype=torch.int64))).batch_size == 2
 
@@ -314,14 +296,11 @@ def test_a_loop_over_samples_is_of_one_batch_size() -> None:
         trace(model_of(_unrolled, head=nn.Linear(8, 8)), (torch.randn(2, 8),))
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        lambda y: y[:2].square().mean(),
-        lambda y: y.view(2, -1).square().mean(1).sqrt().sum(),
-        lambda y: torch.cat((y, y.sin()), 1).view(-1, 4).view(2, -1).square().mean(1).sqrt().sum(),
-    ],
-)
+@pytest.mark.parametrize("code", [
+    lambda y: y[:2].square().mean(),
+    lambda y: y.view(2, -1).square().mean(1).sqrt().sum(),
+    lambda y: torch.cat((y, y.sin()), 1).view(-1, 4).view(2, -1).square().mean(1).sqrt().sum(),
+])  # fmt: skip
 def test_a_size_that_the_batch_of_a_trace_has_by_chance_counts_no_samples(code: Callable[[Tensor], Tensor]) -> None:
     model = model_of(lambda self, x: code(self.linear(x)), linear=nn.Linear(4, 4))
     graph = trace_model(model, {"x": torch.ones(2, 6, 4)}, FP32, global_batch_size=8, samples_apart=samples_apart)

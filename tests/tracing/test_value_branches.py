@@ -133,9 +133,8 @@ def test_chosen_limits_are_to_the_last_bit_those_of_the_model(dtype: torch.dtype
 @pytest.mark.parametrize("code", [of_transformers, of_t5])
 @pytest.mark.parametrize("pins", [["tp=2", "dp_replicate=2", "num_micro_batches=2"], ["dp_shard=2"]])
 def test_ranks_and_micro_batches_clamp_their_samples(code: Code, pins: list[str]) -> None:
-    plan = check(
-        u.Around(lambda: calling(code)), u.batch(), pins, precision="fp32"
-    )  # limits of float64 are infinite in it
+    model = u.Around(lambda: calling(code))
+    plan = check(model, u.batch(), pins, precision="fp32")  # limits of float64 are infinite in it
     assert not any(note.startswith(("opaque", "samples meet")) for note in plan.notes)
 
 
@@ -232,13 +231,10 @@ class other:  # noqa: N801  stands for a module
         return 2.0 * x
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        of_values, of_another, into_another, read_later, with_else, doing_more, by_method, twice_in_a_row, another_torch,
-        largest, lambda x: x * bool(torch.isfinite(x).all()),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("code", [
+    of_values, of_another, into_another, read_later, with_else, doing_more, by_method, twice_in_a_row, another_torch,
+    largest, lambda x: x * bool(torch.isfinite(x).all()),
+])  # fmt: skip
 def test_a_branch_that_does_anything_else_runs_as_it_is_written(code: Code) -> None:
     (note,) = trace(summed(code), (torch.ones(4, 3),)).notes
     assert note.startswith("opaque") and "inner" in note

@@ -90,9 +90,7 @@ class Call:
                     yield AutoparError.unsupported(first, instead=instead, where=where)
                 case _:
                     for wanted in self.texts(self.positional[1]):
-                        yield AutoparError(
-                            f"Wrong value of {VALUE}", expected=wanted, got=VALUE, fix="Change the value"
-                        )
+                        yield AutoparError(f"Wrong value of {VALUE}", expected=wanted, got=VALUE, fix="Change it")
 
 
 def calls() -> Iterator[Call]:
@@ -122,6 +120,12 @@ def every_call() -> tuple[Call, ...]:
     return tuple(calls())
 
 
+@cache
+def every_error() -> list[tuple[str, AutoparError]]:
+    """With its place, likewise."""
+    return [(call.place, error) for call in every_call() for error in call.errors()]
+
+
 def test_they_are_found() -> None:
     assert len(every_call()) > 300
     assert {call.helper for call in every_call()} == {"", *HELPERS, *VALUES}
@@ -146,18 +150,14 @@ def private_words(error: AutoparError) -> list[str]:
 
 @pytest.mark.parametrize("faults", [no_remedy, no_sentences, more_than_three_sentences, private_words])
 def test_each_says_what_to_do_in_plain_sentences(faults: Callable[[AutoparError], list[str]]) -> None:
-    errors_of = ((call.place, error) for call in every_call() for error in call.errors())
-    assert not {f"{place}: {text}" for place, error in errors_of for text in faults(error)}
+    assert not {f"{place}: {text}" for place, error in every_error() for text in faults(error)}
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        UsageError("No plan", where="here", expected="one", got=0, fix="Search one"),
-        UsageError("No plan", got="lost", fix="Search one"),
-        InternalError("No loss"),
-    ],
-)
+@pytest.mark.parametrize("error", [
+    UsageError("No plan", where="here", expected="one", got=0, fix="Search one"),
+    UsageError("No plan", got="lost", fix="Search one"),
+    InternalError("No loss"),
+])  # fmt: skip
 def test_an_error_crosses_processes_as_it_is(error: AutoparError) -> None:
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is type(error)

@@ -10,6 +10,7 @@ from autopar.planner.studies.study import open_storage
 from autopar.util.files import check_writable, write_text
 from autopar.util.toml import Table
 from tests.support.example_plans import single_plan
+from tests.support.said import refuses
 
 
 def test_a_file_is_replaced_as_a_whole_and_others_may_read_it(tmp_path: Path) -> None:
@@ -31,8 +32,7 @@ def test_what_cannot_be_written_is_said_and_leaves_nothing(tmp_path: Path, name:
     (tmp_path / "folder").mkdir()
     before = sorted(tmp_path.rglob("*"))
     for call in (lambda: check_writable(tmp_path / name), lambda: write_text(tmp_path / name, "text")):
-        with pytest.raises(UsageError, match=f"Cannot write .*{name}: {reason}.*Choose a path"):
-            call()
+        refuses(UsageError, f"Cannot write .*{name}: {reason}.*Choose a path", call)
         assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -46,19 +46,16 @@ def test_devices_streams_and_links_stay_what_they_are(tmp_path: Path) -> None:
     before = {path: path.lstat() for path in tmp_path.rglob("*")}
     for name in ("stream", "to_stream"):
         for call in (partial(check_writable, tmp_path / name), partial(write_text, tmp_path / name, "text")):
-            with pytest.raises(UsageError, match=f"Cannot write .*{name}: it is a device or a stream"):
-                call()
+            refuses(UsageError, f"Cannot write .*{name}: it is a device or a stream", call)
     assert {path: path.lstat() for path in tmp_path.rglob("*")} == before
-    with pytest.raises(UsageError, match="it is a device or a stream"):
-        check_writable(Path("/dev/stdout"))
+    refuses(UsageError, "it is a device or a stream", check_writable, Path("/dev/stdout"))
 
 
 def test_the_folder_itself_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for path in (Path(), Path("..")):
         for call in (partial(check_writable, path), partial(write_text, path, "text")):
-            with pytest.raises(UsageError, match="Cannot write"):
-                call()
+            refuses(UsageError, "Cannot write", call)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -31,10 +31,8 @@ def traced() -> Graph:
 def recorded() -> Iterator[tuple[Trail, Tape, Tape, dict[Ref, torch.Tensor]]]:
     """One rank's tape and one device's, of everything."""
     start("cpu")
-    batch = SUBJECT.make_batch(4, seed=0)
-    plan = replace(
-        make_plan(traced(), Mesh(), global_batch_size=4, micro_batch_size=2, recompute="full"), precision=FP64
-    )
+    batch, graph = SUBJECT.make_batch(4, seed=0), traced()
+    plan = replace(make_plan(graph, Mesh(), global_batch_size=4, micro_batch_size=2, recompute="full"), precision=FP64)
     trail = Trail(plan, traced())
     both = [trail.boundaries(), *(trail.inside(block.index) for block in trail.local.blocks)]
     here, there = (
@@ -99,15 +97,12 @@ def test_a_gradient_that_is_not_the_sum_of_what_was_passed(recorded: Any) -> Non
     assert (spot.kind, spot.place, spot.ref) == ("arrived", 0, ref)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "words"),
-    [
-        (lambda local, place, ref: local.is_parameter(ref) and place == 1, "the value of parameter transformer.h.0."),
-        (lambda local, place, ref: any(leaf.name == ref.name for leaf in local.inputs), "part of the input "),
-        (lambda local, place, ref: ref in local.sums, "a sum over the global batch"),
-        (lambda local, place, ref: place == 1 and local.producer(ref) in local.ops, "as it arrives"),
-    ],
-)
+@pytest.mark.parametrize(("wanted", "words"), [
+    (lambda local, place, ref: local.is_parameter(ref) and place == 1, "the value of parameter transformer.h.0."),
+    (lambda local, place, ref: any(leaf.name == ref.name for leaf in local.inputs), "part of the input "),
+    (lambda local, place, ref: ref in local.sums, "a sum over the global batch"),
+    (lambda local, place, ref: place == 1 and local.producer(ref) in local.ops, "as it arrives"),
+])  # fmt: skip
 def test_what_a_block_reads_is_compared(recorded: Any, wanted: Callable[[Graph, int, Ref], bool], words: str) -> None:
     trail, tape = recorded[0], recorded[1]
     key = next(key for key in tape.reads if wanted(trail.local, key[0], key[1]))
@@ -124,9 +119,7 @@ LAYOUT = ((BATCH, S(0)), ("cp", S(1)), ("tp", S(1)))
 
 def pieces(split: Split, whole: torch.Tensor, layout: Any) -> dict[tuple[int, int], torch.Tensor]:
     places = [(rank, number) for rank in range(8) for number in range(2)]  # one pipeline stage
-    return {
-        (rank, number): split.part(whole, layout, split.coordinate(rank, number)).clone() for rank, number in places
-    }
+    return {place: split.part(whole, layout, split.coordinate(*place)).clone() for place in places}
 
 
 def test_the_rank_that_is_wrong_is_named() -> None:
@@ -154,19 +147,16 @@ def test_summands_are_added_and_none_is_zero() -> None:
     assert (wrong.ranks, wrong.micro_batches) == ((1, 5), (0, 1))  # all summands of that part
 
 
-@pytest.mark.parametrize(
-    ("values", "whole", "how", "at_least"),
-    [
-        # what counts nothing may hold anything
-        ([1.0, float("nan")], [1.0, 1.0], {"counts": torch.tensor([1.0, 0.0])}, None),
-        ([1.0, float("nan")], [1.0, 1.0], {}, float("inf")),
-        # what should cancel may leave rounding
-        ([1e-13, 1e-13], [0.0, 0.0], {"scale": 1.0}, None),
-        ([1e-13, 1e-13], [0.0, 0.0], {"scale": 1e-3}, 0.0),
-        # what is all zero has no measure
-        ([1.0, 1.0], [0.0, 0.0], {}, float("inf")),
-    ],
-)
+@pytest.mark.parametrize(("values", "whole", "how", "at_least"), [
+    # what counts nothing may hold anything
+    ([1.0, float("nan")], [1.0, 1.0], {"counts": torch.tensor([1.0, 0.0])}, None),
+    ([1.0, float("nan")], [1.0, 1.0], {}, float("inf")),
+    # what should cancel may leave rounding
+    ([1e-13, 1e-13], [0.0, 0.0], {"scale": 1.0}, None),
+    ([1e-13, 1e-13], [0.0, 0.0], {"scale": 1e-3}, 0.0),
+    # what is all zero has no measure
+    ([1.0, 1.0], [0.0, 0.0], {}, float("inf")),
+])  # fmt: skip
 def test_what_differs_by_what_it_is_measured_by(values: Any, whole: Any, how: dict[str, Any], at_least: Any) -> None:
     found, wanted = (torch.tensor(some, dtype=torch.float64) for some in (values, whole))
     wrong = Split(Mesh(), 1, frozenset()).compare({(0, 0): found}, wanted, (), **how)

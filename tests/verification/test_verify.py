@@ -20,6 +20,7 @@ from autopar.verification.reference import Compared, traced_in_double, worst
 from autopar.verification.results import NUDGES, Confirmation, RankErrors, VerifyReport
 from tests.support.close import assert_close
 from tests.support.distributed.subjects import OwnSubject
+from tests.support.said import refuses
 from tests.support.small_models import evaluate, model_of
 
 
@@ -28,31 +29,24 @@ def row(**changes: object) -> RankErrors:
     return RankErrors(**{**values, "gradient_name": "g", "parameter_name": "p", **changes})
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"loss": 2e-5}, r"rank 1: The loss differs .* by 2\.00e-05, more than 1e-05"),
-        ({"gradient": 2e-4}, r"rank 1: gradients of the first step .* 2\.00e-04 \(in g\)"),
-        ({"parameter": float("inf")}, r"rank 1: parameters after 3 AdamW steps .*inf \(in p\)"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"loss": 2e-5}, r"rank 1: The loss differs .* by 2\.00e-05, more than 1e-05"),
+    ({"gradient": 2e-4}, r"rank 1: gradients of the first step .* 2\.00e-04 \(in g\)"),
+    ({"parameter": float("inf")}, r"rank 1: parameters after 3 AdamW steps .*inf \(in p\)"),
+])  # fmt: skip
 def test_what_exceeds_the_tolerance_is_named(changes: dict[str, float], message: str) -> None:
     report = VerifyReport(steps=3, reference_losses=(1.0,), rows=(row(rank=0), row(**changes)))
     assert not report.passed
-    with pytest.raises(VerificationError, match=message):
-        report.check()
+    refuses(VerificationError, message, report.check)
 
 
-@pytest.mark.parametrize(
-    ("found", "wanted", "name", "error"),
-    [
-        ({"a": 1.0}, {"a": 1.0, "b": 1.0}, "b", float("inf")),
-        ({"a": 1.0, "b": float("nan")}, {"a": 1.0, "b": 1.0}, "b", float("inf")),
-        ({"large": 100.1, "small": 0.101}, {"large": 100.0, "small": 0.1}, "small", 0.01),
-        # one that is nothing but rounding is measured against the others
-        ({"large": 1.0, "noise": 0.0}, {"large": 1.0, "noise": 1e-9}, "noise", 1e-3),
-    ],
-)
+@pytest.mark.parametrize(("found", "wanted", "name", "error"), [
+    ({"a": 1.0}, {"a": 1.0, "b": 1.0}, "b", float("inf")),
+    ({"a": 1.0, "b": float("nan")}, {"a": 1.0, "b": 1.0}, "b", float("inf")),
+    ({"large": 100.1, "small": 0.101}, {"large": 100.0, "small": 0.1}, "small", 0.01),
+    # one that is nothing but rounding is measured against the others
+    ({"large": 1.0, "noise": 0.0}, {"large": 1.0, "noise": 1e-9}, "noise", 1e-3),
+])  # fmt: skip
 def test_the_worst_tensor_is_the_one_with_the_largest_relative_error(
     found: dict[str, float], wanted: dict[str, float], name: str, error: float
 ) -> None:
@@ -64,44 +58,36 @@ def double(**changes: object) -> RankErrors:
     return row(**{"precision": "fp64", "gradient": 3e-13, **changes})
 
 
-@pytest.mark.parametrize(
-    ("rows", "alone", "verdict"),
-    [
-        ((double(),), {"gradient": 1e-3}, "rounding: the same plan agrees in float64 to 3e-13"),
-        ((double(gradient=2e-9),), {"gradient": 1e-3}, "wrong: .* in float64 too, by 2e-09"),
-        ((double(),), {"gradient": 1e-6}, "wrong in float32: .* by more than the rounding of one device"),
-        ((double(),), {"parameter": 1e-3}, "wrong in float32"),
-        ((), {"gradient": 1e-3}, "wrong: .*; float64 cannot tell: not run"),
-    ],
-)
+@pytest.mark.parametrize(("rows", "alone", "verdict"), [
+    ((double(),), {"gradient": 1e-3}, "rounding: the same plan agrees in float64 to 3e-13"),
+    ((double(gradient=2e-9),), {"gradient": 1e-3}, "wrong: .* in float64 too, by 2e-09"),
+    ((double(),), {"gradient": 1e-6}, "wrong in float32: .* by more than the rounding of one device"),
+    ((double(),), {"parameter": 1e-3}, "wrong in float32"),
+    ((), {"gradient": 1e-3}, "wrong: .*; float64 cannot tell: not run"),
+])  # fmt: skip
 def test_float64_tells_rounding_from_wrong(rows: tuple[RankErrors, ...], alone: dict[str, float], verdict: str) -> None:
     found = Confirmation(rows=rows, alone=row(**alone), why="" if rows else "not run")
     report = VerifyReport(steps=3, reference_losses=(1.0,), rows=(row(gradient=2e-3),), confirmation=found)
     assert re.match(verdict, report.verdict)
     assert report.passed == verdict.startswith("rounding")
     if not report.passed:
-        with pytest.raises(VerificationError, match=r"2\.00e-03 \(in g\)"):
-            report.check()
+        refuses(VerificationError, r"2\.00e-03 \(in g\)", report.check)
     else:
         report.check()
 
 
-@pytest.mark.parametrize(
-    ("graph_loss", "alone", "passed"), [(1e-7, 1e-3, True), (1e-7, 1e-6, False), (1e-4, 1e-3, False)]
-)
-def test_a_graph_in_float64_tells_where_the_model_has_other_operators_there(
-    graph_loss: float, alone: float, passed: bool
-) -> None:
+@pytest.mark.parametrize(("graph_loss", "alone", "right"), [
+    (1e-7, 1e-3, True), (1e-7, 1e-6, False), (1e-4, 1e-3, False),
+])  # fmt: skip
+def test_a_graph_in_float64_tells_where_the_model_has_others(graph_loss: float, alone: float, right: bool) -> None:
     """Positions that are computed in float64 and cast to float32: in float64 nothing is cast."""
     report = VerifyReport(
-        steps=3,
-        reference_losses=(1.0,),
-        rows=(row(gradient=2e-3),),
+        steps=3, reference_losses=(1.0,), rows=(row(gradient=2e-3),),
         confirmation=Confirmation(rows=(), alone=row(gradient=alone), why="other operators"),
         bisection=Bisection(difference=None, steps=3, graph_loss=graph_loss),
-    )
-    assert report.passed == passed
-    assert report.verdict.startswith("rounding: " if passed else "wrong: ")
+    )  # fmt: skip
+    assert report.passed == right
+    assert report.verdict.startswith("rounding: " if right else "wrong: ")
     assert not replace(report, bisection=None).passed
 
 
@@ -180,10 +166,8 @@ def test_a_model_that_fails_on_one_device_is_told_by_its_line() -> None:
     subject = OwnSubject(model, lambda size, _: {"ids": torch.full((size, 3), 7)})
     graph = trace(model(), (), subject.make_batch(2, seed=0))
     plan = autopar.search(graph, cluster="cpu:1x1", global_batch_size=2)
-    with pytest.raises(
-        VerificationError, match=r"test_verify\.py:\d+: One device alone cannot train .*IndexError.*fit the model"
-    ):
-        verify(subject, plan, graph, pool=None)
+    said = r"test_verify\.py:\d+: One device alone cannot train .*IndexError.*fit the model"
+    refuses(VerificationError, said, verify, subject, plan, graph, pool=None)
 
 
 def run_of(global_batch_size: int) -> _Run:
@@ -193,13 +177,11 @@ def run_of(global_batch_size: int) -> _Run:
 
 def test_a_model_that_draws_noise_of_its_own_is_no_reference() -> None:
     def run(noise: float) -> None:
-        run_of(4)._check_repeats(
-            OwnSubject(lambda: model_of(lambda self, x: (x + noise * torch.rand_like(x)).square().mean()), normal(3))
-        )
+        forward = lambda self, x: (x + noise * torch.rand_like(x)).square().mean()
+        run_of(4)._check_repeats(OwnSubject(lambda: model_of(forward), normal(3)))
 
     run(0.0)
-    with pytest.raises(VerificationError, match=r"One device gives two losses for one batch: .*Turn off what"):
-        run(0.1)
+    refuses(VerificationError, r"One device gives two losses for one batch: .*Turn off what", run, 0.1)
 
 
 KINKED = OwnSubject(

@@ -85,12 +85,10 @@ def damaged(par: ParallelModel, run: str, other: str, work: str, seeds: Sequence
         dist.all_gather_object(said, mine)
         found.append(
             Outcome(
-                kind=done[0][0],
-                what=done[0][1],
-                said=tuple(text for text, _ in said),
+                kind=done[0][0], what=done[0][1], said=tuple(text for text, _ in said),
                 is_right=all(ok for _, ok in said),
             )
-        )
+        )  # fmt: skip
         if not mine[0]:
             par.load(other, optimizer)
     return found

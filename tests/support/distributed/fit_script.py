@@ -57,14 +57,9 @@ def main(folder: Path, pins: list[str]) -> None:
     torch.manual_seed(0)
     data, steps = batches(), int(os.environ.get("FIT_STEPS", "12"))
     par = autopar.parallelize(
-        Net(float(os.environ.get("FIT_DROPOUT", "0.1"))),
-        cluster="cpu:1x2",
-        example_inputs=data[0],
-        global_batch_size=8,
-        pins=pins,
-        on_resize="replan",
-        collective_timeout_s=15.0,
-    )
+        Net(float(os.environ.get("FIT_DROPOUT", "0.1"))), cluster="cpu:1x2", example_inputs=data[0],
+        global_batch_size=8, pins=pins, on_resize="replan", collective_timeout_s=15.0,
+    )  # fmt: skip
     optimizer = torch.optim.AdamW(par.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2 * steps)
     (folder / f"process.{par.rank}").write_text(str(os.getpid()))

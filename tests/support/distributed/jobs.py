@@ -87,9 +87,8 @@ def in_different_calls(subject: HfSubject, plan: Plan, graph: Graph, batch: Batc
     """Each rank writes what it says of a call that the first makes alone: one that meets others, and one while they are in a step."""
     root, rank = Path(folder), dist.get_rank()
     parallel = _alarmed(subject, plan, graph, root / f"rank{rank}")
-    (root / f"met{rank}").write_text(
-        said(UsageError, parallel.evaluate, batch) if rank == 0 else said(UsageError, parallel.full_state_dict)
-    )
+    call = partial(parallel.evaluate, batch) if rank == 0 else parallel.full_state_dict
+    (root / f"met{rank}").write_text(said(UsageError, call))
     parallel.train_step(batch)
     with _written(root):
         parallel.evaluate(batch) if rank == 0 else parallel.train_step(batch)
@@ -224,9 +223,7 @@ def build(subject: HfSubject, plan: Plan, graph: Graph) -> ParallelModel:
     return on_rank(subject.build(), plan, graph)
 
 
-def train_beside_other_groups(
-    subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, num_groups: int
-) -> tuple[float, dict[str, Tensor]]:
+def train_beside_others(subject: Any, plan: Plan, graph: Graph, batch: Batch, num_groups: int) -> tuple[float, Any]:
     """A step's loss and gradients in a job that has as many groups already, by whose number later ones are named."""
     for _ in range(num_groups):
         dist.new_group()
@@ -327,9 +324,8 @@ def refused(parallel: ParallelModel, batch: Batch, kind: str) -> str:
     if kind == "clipping":
         parallel.train_step(batch)
         return said(AutoparError, torch.nn.utils.clip_grad_norm_, [p for p in parallel.parameters() if p.ndim > 1], 1.0)
-    return said(
-        AutoparError, lambda: getattr(torch.optim, kind)(parallel.parameters()).step(lambda: parallel.train_step(batch))
-    )
+    optimizer = getattr(torch.optim, kind)(parallel.parameters())
+    return said(AutoparError, optimizer.step, lambda: parallel.train_step(batch))
 
 
 def save_run(parallel: ParallelModel, batches: Sequence[Batch], folder: str) -> list[float]:
@@ -422,9 +418,7 @@ def launched_loss(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) ->
     return launch(subject.build(), lambda: (plan, graph), device_type="cpu").train_step(batch).item()
 
 
-def launched_from(
-    subject: HfSubject, plan: Plan, graph: Graph, source: str, folder: str | None = None
-) -> dict[str, Tensor]:
+def launched_from(subject: Any, plan: Plan, graph: Graph, source: str, folder: str | None = None) -> dict[str, Tensor]:
     """All parameters as a launched job has them: from rank-dependent models, from meta, from files."""
     if source == "meta":
         with torch.device("meta"):
@@ -484,10 +478,8 @@ def step_muon(matrices: list[Tensor], run: Callable[[Batch], object], batches: S
 
 
 OPTIMIZERS: dict[str, Any] = {
-    "adamw": adamw,
-    "adafactor": torch.optim.Adafactor,
-    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-}
+    "adamw": adamw, "adafactor": torch.optim.Adafactor, "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+}  # fmt: skip
 
 
 def held_bytes(parallel: ParallelModel, batch: Batch, optimizer_name: str = "adamw") -> dict[str, int]:
@@ -524,10 +516,8 @@ def moved_bytes(parallel: ParallelModel, batch: Batch) -> tuple[int, int, int]:
     parallel.train_step(batch)
     movers = [stage.mover for stage in parallel._assembly.stages if stage.mover is not None]
     return (
-        parallel._world.coordinate["pp"],
-        sum(m.offloaded_bytes for m in movers),
-        sum(m.reloaded_bytes for m in movers),
-    )
+        parallel._world.coordinate["pp"], sum(m.offloaded_bytes for m in movers), sum(m.reloaded_bytes for m in movers),
+    )  # fmt: skip
 
 
 def _gathered(parallel: ParallelModel) -> int:

@@ -13,6 +13,7 @@ from autopar.plan.mesh import Mesh
 from autopar.plan.plan import FP32, Plan, Precision, PrecisionName
 from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
+from autopar.verification.reference import loss_of
 from autopar.verification.results import VerifyReport
 from tests.support.close import assert_close
 from tests.support.distributed import jobs
@@ -22,45 +23,34 @@ from tests.support.distributed.subjects import HfSubject, Unpadded, graph_of
 CHEAP_MEMORY = {"memory_price": 0.01}
 """Then parameters stay whole where that saves communication, and their gradients are summed over tp."""
 LAYOUTS: dict[str, tuple[Mesh, dict[str, Any]]] = {
-    "dp4": (Mesh(dp_replicate=4), {}),
-    "dp4 ZeRO 1": (Mesh(dp_shard=4), {"zero_stage": 1}),
-    "dp4 ZeRO 2": (Mesh(dp_shard=4), {"zero_stage": 2}),
-    "dp4 ZeRO 3": (Mesh(dp_shard=4), {"zero_stage": 3}),
+    "dp4": (Mesh(dp_replicate=4), {}), "dp4 ZeRO 1": (Mesh(dp_shard=4), {"zero_stage": 1}),
+    "dp4 ZeRO 2": (Mesh(dp_shard=4), {"zero_stage": 2}), "dp4 ZeRO 3": (Mesh(dp_shard=4), {"zero_stage": 3}),
     "HSDP 2x2": (Mesh(dp_replicate=2, dp_shard=2), {"zero_stage": 3}),
-    "HSDP 2x2 ZeRO 2": (Mesh(dp_replicate=2, dp_shard=2), {"zero_stage": 2}),
-    "tp2": (Mesh(tp=2), {}),
-    "tp2 whole parameters": (Mesh(tp=2), CHEAP_MEMORY),
-    "tp4": (Mesh(tp=4), {}),
+    "HSDP 2x2 ZeRO 2": (Mesh(dp_replicate=2, dp_shard=2), {"zero_stage": 2}), "tp2": (Mesh(tp=2), {}),
+    "tp2 whole parameters": (Mesh(tp=2), CHEAP_MEMORY), "tp4": (Mesh(tp=4), {}),
     "tp2 x dp2": (Mesh(tp=2, dp_replicate=2), {}),
     "tp2 x dp2 whole parameters": (Mesh(tp=2, dp_replicate=2), CHEAP_MEMORY),
     "tp2 x dp2 ZeRO 1": (Mesh(tp=2, dp_shard=2), {"zero_stage": 1, **CHEAP_MEMORY}),
-    "tp2 x dp2 ZeRO 3": (Mesh(tp=2, dp_shard=2), {"zero_stage": 3}),
-    "pp2 x dp2": (Mesh(pp=2, dp_replicate=2), {}),
+    "tp2 x dp2 ZeRO 3": (Mesh(tp=2, dp_shard=2), {"zero_stage": 3}), "pp2 x dp2": (Mesh(pp=2, dp_replicate=2), {}),
     "pp2 x dp2 ZeRO 1": (Mesh(pp=2, dp_shard=2), {"zero_stage": 1}),
-    "pp2 x dp2 ZeRO 3": (Mesh(pp=2, dp_shard=2), {"zero_stage": 3}),
-    "pp2 x tp2": (Mesh(pp=2, tp=2), {}),
-    "pp4": (Mesh(pp=4), {}),
-    "pp2 GPipe": (Mesh(pp=2), {"schedule": "GPipe"}),
+    "pp2 x dp2 ZeRO 3": (Mesh(pp=2, dp_shard=2), {"zero_stage": 3}), "pp2 x tp2": (Mesh(pp=2, tp=2), {}),
+    "pp4": (Mesh(pp=4), {}), "pp2 GPipe": (Mesh(pp=2), {"schedule": "GPipe"}),
     "pp2 two virtual stages": (Mesh(pp=2), {"schedule": "Interleaved1F1B", "virtual_stages": 2}),
     "dp2 ZeRO 3 recomputed": (Mesh(dp_shard=2), {"zero_stage": 3, "recompute": "full"}),
-    "tp2 recomputed": (Mesh(tp=2), {"recompute": "full"}),
-    "pp2 recomputed": (Mesh(pp=2), {"recompute": "full"}),
+    "tp2 recomputed": (Mesh(tp=2), {"recompute": "full"}), "pp2 recomputed": (Mesh(pp=2), {"recompute": "full"}),
     "pp2 x dp2 ZeRO 3 made again": (Mesh(pp=2, dp_shard=2), {"zero_stage": 3, "recompute": "selective"}),
-}
+}  # fmt: skip
 
 
 SEQUENCES = {
-    "cp4 gather": "cp=4 cp_attention=gather zero=0",
-    "cp2 x tp2 gather": "cp=2 tp=2 cp_attention=gather",
+    "cp4 gather": "cp=4 cp_attention=gather zero=0", "cp2 x tp2 gather": "cp=2 tp=2 cp_attention=gather",
     "cp2 x dp2 ZeRO 3 gather": "cp=2 dp_shard=2 cp_attention=gather zero=3",
-    "pp2 x cp2 gather": "pp=2 cp=2 cp_attention=gather zero=0",
-    "cp2 x tp2 ulysses": "cp=2 tp=2 cp_attention=ulysses",
+    "pp2 x cp2 gather": "pp=2 cp=2 cp_attention=gather zero=0", "cp2 x tp2 ulysses": "cp=2 tp=2 cp_attention=ulysses",
     "cp2 x dp2 ZeRO 3 ulysses": "cp=2 dp_shard=2 cp_attention=ulysses zero=3",
-    "cp4 ring": "cp=4 cp_attention=ring zero=0",
-    "cp2 x tp2 ring": "cp=2 tp=2 cp_attention=ring",
+    "cp4 ring": "cp=4 cp_attention=ring zero=0", "cp2 x tp2 ring": "cp=2 tp=2 cp_attention=ring",
     "cp2 x tp2 ring made again": "cp=2 tp=2 cp_attention=ring recompute=selective",
     "cp2 x dp2 ZeRO 1 ring": "cp=2 dp_shard=2 cp_attention=ring zero=1",
-}
+}  # fmt: skip
 """Those that split sequences, by their pins."""
 
 
@@ -75,9 +65,11 @@ def traced(kind: str, dropout: float = 0.0, precision: PrecisionName = "fp32") -
     return subject, api.trace(subject.build(), example_inputs=example, precision=precision, name=name)
 
 
-def planned(
-    layout: str, kind: str, dropout: float = 0.0, precision: Precision = FP32, **changes: Any
-) -> tuple[HfSubject, Any, Any]:
+Planned = tuple[HfSubject, Any, Any]
+"""A subject, a plan, and the graph that it is for."""
+
+
+def planned(layout: str, kind: str, dropout: float = 0.0, precision: Precision = FP32, **changes: Any) -> Planned:
     """``changes``: of the plan, or pins where it splits sequences."""
     if layout not in SEQUENCES:
         mesh, options = LAYOUTS[layout]
@@ -90,7 +82,7 @@ def planned(
 
 def planned_on(
     mesh: Mesh, kind: str = "gpt2", dropout: float = 0.0, precision: Precision = FP32, **options: Any
-) -> tuple[HfSubject, Any, Any]:
+) -> Planned:
     subject, graph = traced(kind, dropout, precision.name)
     sizes = {"global_batch_size": 16, "micro_batch_size": micro_batch_size(mesh, 16)}
     return subject, make_plan(graph, mesh, precision=precision, **sizes, **options), graph
@@ -98,6 +90,13 @@ def planned_on(
 
 def batches(subject: HfSubject, count: int) -> list[dict[str, Tensor]]:
     return [subject.make_batch(16, seed=seed) for seed in range(count)]
+
+
+@cache
+def loss_alone(kind: str) -> float:
+    """Of the first batch, on one device that drops nothing."""
+    subject = HfSubject(kind)
+    return loss_of(subject.build()(**batches(subject, 1)[0])).item()
 
 
 def on_ranks(
@@ -128,9 +127,7 @@ def clips_as_one_device(pool: WorkerPool, subject: Any, plan: Plan, graph: Any, 
             assert_close(rank["parameters"], some, 1e-4)
 
 
-def equals_one_device(
-    pool: WorkerPool, subject: Any, plan: Plan, graph: Any, *, steps: int = 2, **how: Any
-) -> VerifyReport:
+def equals_one_device(pool: Any, subject: Any, plan: Plan, graph: Any, *, steps: int = 2, **how: Any) -> VerifyReport:
     """Verified on every rank; no two steps have one loss."""
     report = verify(subject, plan, graph, steps=steps, pool=pool, run_timeout_s=300.0, **how)
     report.check()

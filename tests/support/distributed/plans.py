@@ -72,20 +72,11 @@ class SimplePrices:
 
 
 def make_plan(
-    graph: Graph,
-    mesh: Mesh,
-    *,
-    global_batch_size: int,
-    micro_batch_size: int,
-    zero_stage: int = 0,
-    schedule: ScheduleName = "1F1B",
-    virtual_stages: int = 1,
-    recompute: Recompute = "none",
-    precision: Precision = FP32,
-    memory_price: float = 10.0,
-    byte_price: float = 0.1,
+    graph: Graph, mesh: Mesh, *, global_batch_size: int, micro_batch_size: int, zero_stage: int = 0,
+    schedule: ScheduleName = "1F1B", virtual_stages: int = 1, recompute: Recompute = "none",
+    precision: Precision = FP32, memory_price: float = 10.0, byte_price: float = 0.1,
     rests: Mapping[str, Sequence[Type]] | None = None,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """A plan with everything given but the layouts; ``memory_price``: of a byte at rest, so that parameters split; ``rests``: their types."""
     small = compact(graph)
     batch = solve_batch(small)
@@ -125,16 +116,11 @@ def unpriced(
         tokens_per_sample=1,
     )  # fmt: skip
     return replace(
-        base,
-        model=model,
-        cluster=f"cpu:1x{mesh.world_size}",
-        mesh=mesh,
-        layouts=tuple(layouts),
+        base, model=model, cluster=f"cpu:1x{mesh.world_size}", mesh=mesh, layouts=tuple(layouts),
         blocks=tuple(BlockPlan(index=b.index, label=b.label, layout=b.index) for b in graph.blocks),
         stages=tuple(StagePlan(index=i, start=a, stop=b, pp_rank=i % (pp or mesh.pp)) for i, (a, b) in enumerate(ends)),
-        predicted=replace(base.predicted, memory=()),
-        **fields,
-    )
+        predicted=replace(base.predicted, memory=()), **fields,
+    )  # fmt: skip
 
 
 def names_of(graph: Graph, typing: Typing, index: int) -> AxisTyping:

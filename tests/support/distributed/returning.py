@@ -96,16 +96,10 @@ class Metrics(Base):
             guess = logits.argmax(-1)
             accuracy = (guess == targets).float().sum() / targets.numel()
         more = {
-            "guess": guess,
-            "accuracy": accuracy,
-            "top": logits.softmax(-1).topk(3),
-            "states": states[:2],
-            "extra": self.extra(states[1].mean(1)),
-            "again": self.head(states[-1][:, -1]),
-            "flat": logits.view(idx.shape[0] * idx.shape[1], -1),
-            "idx": idx,
-            "samples": idx.shape[0],
-        }
+            "guess": guess, "accuracy": accuracy, "top": logits.softmax(-1).topk(3), "states": states[:2],
+            "extra": self.extra(states[1].mean(1)), "again": self.head(states[-1][:, -1]),
+            "flat": logits.view(idx.shape[0] * idx.shape[1], -1), "idx": idx, "samples": idx.shape[0],
+        }  # fmt: skip
         return Result(loss_from(logits, targets), logits, Named(states[0], (3, "kept", None)), more)
 
 

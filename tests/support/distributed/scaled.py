@@ -24,14 +24,9 @@ def sgd(parameters: Any, *, fused: bool = False) -> torch.optim.Optimizer:
 
 
 def steps(
-    parallel: ParallelModel,
-    batches: Sequence[Batch],
-    *,
-    scaling: Mapping[str, Any],
-    called: bool = False,
-    fused: bool = False,
-    infinite: tuple[int, int] | None = None,
-) -> dict[str, list[Any]]:
+    parallel: ParallelModel, batches: Sequence[Batch], *, scaling: Mapping[str, Any], called: bool = False,
+    fused: bool = False, infinite: tuple[int, int] | None = None,
+) -> dict[str, list[Any]]:  # fmt: skip
     """Of each step the loss, gradients and their norm after they are unscaled, parameters and the state of the scaler.
 
     ``called``: not by ``train_step``; ``fused``: the optimizer unscales, and gradients are not looked at; ``infinite``: step and

@@ -13,7 +13,7 @@ VOCABULARY = 96
 
 
 def hf_model(
-    kind: str, *, depth: int = 2, dropout: float = 0.0, hidden: int = 32, heads: int = 4, length: int = SEQUENCE
+    kind: str, *, depth: int = 2, dropout: float = 0.0, hidden: int = 32, heads: int = 4, length: int = 16
 ) -> Any:
     """GPT-2, or a Llama of half as many heads of keys, with tied weights or not."""
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
