@@ -143,7 +143,22 @@ def kronecker(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
     return torch.kron(h, s.row[:4].view(2, 2))
 
 
-APART = [simsiam, triplets, guidance, adversary, crops, interleaved, in_turn, flat_tokens, time_first, labels, preferences, repeated, noisy, turned, next_views, kronecker]  # fmt: skip
+def chosen_queries(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
+    """Of each sample and head the three rows that are largest, as in Informer."""
+    z = s.outer(h).view(len(h), 6, 2, 4).transpose(1, 2)
+    places = torch.arange(len(h))[:, None, None], torch.arange(2)[:, None], z.sum(-1).topk(3).indices
+    rest = z.mean(2, keepdim=True).expand_as(z).clone()
+    rest[places] = z[places].cumsum(2)
+    return rest
+
+
+def modulated(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
+    """A convolution with weights of each sample's own, which stands in the channels, as in StyleGAN 2."""
+    weights = s.outer(h).view(len(h), 6, 4, 2).transpose(1, 2).reshape(-1, 6, 2)
+    return F.conv1d(h.reshape(1, -1, 8), weights, groups=len(h)).view(len(h), 4, 7)
+
+
+APART = [simsiam, triplets, guidance, adversary, crops, interleaved, in_turn, flat_tokens, time_first, labels, preferences, repeated, noisy, turned, next_views, kronecker, chosen_queries, modulated]  # fmt: skip
 
 
 @pytest.mark.parametrize("code", APART)
