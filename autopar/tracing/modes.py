@@ -145,8 +145,9 @@ _MEANS, _SUMS = (torch.mean, Tensor.mean), (torch.sum, Tensor.sum)
 
 
 class Selections(TorchFunctionMode):
-    """Replaces losses, sums and means of selected elements by those of all elements in which the others do not count; and functions that
-    read values without need: CTC losses and covariances.
+    """Replaces losses, sums and means of selected elements by those of all elements in which the others do not count.
+
+    So it does with functions that read values without need: CTC losses and covariances.
 
     The size of ``x[mask]`` and of ``masked_select`` depends on values, so it is not known in a trace. A loss, a sum or a mean of the
     selection has a form without it: targets that are not selected become the ignored class, and other elements that are not selected
@@ -267,9 +268,17 @@ def _covariance(
     aweights: Tensor | None = None,
     is_scaled: bool = False,
 ) -> Tensor | None:
-    """Return ``torch.cov`` of rows, which asks whether it divides by a positive number, or ``torch.corrcoef`` (``is_scaled``); None if
-    torch itself has to take or refuse the arguments."""
-    if input.dim() != 2 or input.is_complex() or fweights is not None or aweights is not None or input.shape[1] <= correction:
+    """Return ``torch.cov`` of rows, or ``torch.corrcoef`` (``is_scaled``); None if torch itself has to take or refuse the arguments.
+
+    Torch asks whether it divides by a positive number, which reads a value.
+    """
+    if (
+        input.dim() != 2
+        or input.is_complex()
+        or fweights is not None
+        or aweights is not None
+        or input.shape[1] <= correction
+    ):
         return None
     centred = input - input.mean(1, keepdim=True)
     result = centred @ centred.T / (input.shape[1] - correction)

@@ -376,11 +376,11 @@ def _measured(subject: Subject) -> tuple[Subject, Any]:
     return replace(subject, region=region), output
 
 
-class _Made(TorchDispatchMode):
+class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Passes every tensor that operators make to a function: no more can be kept. For ``torch.func.grad``, which refuses hooks."""
 
     def __init__(self, take: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._take = take
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -146,7 +146,8 @@ def kronecker(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
 def chosen_queries(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
     """Of each sample and head the three rows that are largest, as in Informer."""
     z = s.outer(h).view(len(h), 6, 2, 4).transpose(1, 2)
-    places = torch.arange(len(h))[:, None, None], torch.arange(2)[:, None], z.sum(-1).topk(3).indices
+    best = z.sum(-1).topk(3).indices
+    places = torch.arange(len(h))[:, None, None].expand_as(best), torch.arange(2)[:, None], best
     rest = z.mean(2, keepdim=True).expand_as(z).clone()
     rest[places] = z[places].cumsum(2)
     return rest

@@ -187,11 +187,11 @@ def _put_where(builder: Builder, call: Call) -> Value:
     return builder.emit(call, "aten.where.self", (mask, view_to(builder, call, value, behind), source))
 
 
-def _rows_of_each(
-    builder: Builder, call: Call, source: Ref, indices: tuple[Argument, ...]
-) -> tuple[int, Ref] | None:
-    """Return the dim and the index of a gather of the rows at ``[arange(n), ..., i]``, where i is [n, ...] and each index before it is
-    the range of its own dim (``[arange(n)[:, None, None], arange(h)[:, None], i]`` with i [n, h, k]); None if the indices are no such."""
+def _rows_of_each(builder: Builder, call: Call, source: Ref, indices: tuple[Argument, ...]) -> tuple[int, Ref] | None:
+    """Return the dim and the index of a gather of the rows at ``[arange(n), ..., i]``; None if the indices are no such.
+
+    Each index before i is the range of its own dim, as in ``[arange(n)[:, None, None], arange(h)[:, None], i]`` with i [n, h, k].
+    """
     refs = [index for index in indices if isinstance(index, Ref)]
     dim = len(refs) - 1
     if dim < 1 or any(index is None for index in indices[: dim + 1]):
