@@ -333,7 +333,10 @@ def _normalised(
 
 def total(x: Tensor, *axes: str, micro_batch_weight: float = 1.0) -> Tensor:
     """Return the sum over all ranks of ``axes`` of a tensor without gradient (P to R); without axes the tensor itself."""
-    return _total(x, axes, micro_batch_weight)
+    x = _counted(x, micro_batch_weight)
+    for axis in axes:
+        x = collectives.all_reduce(x, axis, "R") if group(axis).size() > 1 else x
+    return x
 
 
 def _counted(part: Tensor, micro_batch_weight: float) -> Tensor:

@@ -104,8 +104,8 @@ def attention(op: Op, operands: Specs) -> Pattern:
 def convolution(op: Op, operands: Specs) -> Pattern:
     """conv1d, conv2d, conv3d and their transposes.
 
-    The batch is split, and input and output channels unless they are grouped. The weight is [out, in / groups, *window], or
-    [in, out / groups, *window] if transposed.
+    The batch is split, and input and output channels unless they are grouped: :mod:`autopar.rules.other_kernels` splits groups. The weight
+    is [out, in / groups, *window], or [in, out / groups, *window] if transposed.
     """
     groups = integer(op, 6, "groups", 1)
     num_space = len(operands[1].shape) - 2

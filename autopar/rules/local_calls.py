@@ -115,6 +115,23 @@ def _batch_norm(op: Op, strategy: Strategy, local: Local) -> Op:
     return replace(op, args=(*op.args, *axes))
 
 
+def _convolution(op: Op, strategy: Strategy, local: Local) -> Op:
+    """Pass the number of groups that the rank has."""
+    images, weight = local.outputs[0] if "transpose" in op.target else local.operands[0], local.operands[1]
+    groups = images.shape[len(images.shape) - len(weight.shape) + 1] // weight.shape[1]
+    if groups == argument(op, 6, "groups", 1):
+        return op
+    if len(op.args) > 6:
+        return replace(op, args=(*op.args[:6], groups, *op.args[7:]))
+    return replace(op, kwargs=tuple((key, groups if key == "groups" else value) for key, value in op.kwargs))
+
+
+CONVOLUTIONS = aten_targets(
+    "conv1d.default conv2d.default conv3d.default conv1d.padding conv2d.padding conv3d.padding"
+    " conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input"
+)
+"""The convolutions and their transposes."""
+
 _BY_LITERAL: dict[str, Localizer] = {
     **dict.fromkeys(
         aten_targets(
@@ -128,6 +145,7 @@ _BY_LITERAL: dict[str, Localizer] = {
         _shape_at(0, "size"),
     ),
     **dict.fromkeys(aten_targets("randint.low normal.float_float"), _shape_at(2, "size")),
+    **dict.fromkeys(CONVOLUTIONS, _convolution),
     "autopar.scatter_sum": _shape_at(3, "shape"),
     "aten.slice.Tensor": _slice,
 }

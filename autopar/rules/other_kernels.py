@@ -18,7 +18,7 @@ from autopar.plan.mesh import I, P, R, S, Type
 from autopar.rules.computing_patterns import reduction
 from autopar.rules.grammar import Pattern, divides, invariant, pattern_of, replicate
 from autopar.rules.local_calls import BATCH
-from autopar.rules.moving_patterns import NAMES, Specs, argument, same_dims
+from autopar.rules.moving_patterns import NAMES, Specs, argument, integer, same_dims
 from autopar.rules.strategy import FORM_AT, GATHERED, RING, Strategy
 
 SEQUENCE_AXIS = "cp"
@@ -146,6 +146,22 @@ def experts(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Stra
                 work=1 / size,
                 target="autopar.experts_dispatch",
             )
+
+
+def convolution_groups(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:
+    """Yield a convolution of groups of channels, split by groups: each rank has all channels of its groups, and their weights.
+
+    On axis ``batch`` the groups are samples, which stand in the channels: ``conv2d(x.view(1, n * c, h, w), weights, groups=n)``.
+    """
+    groups, rank = integer(op, 6, "groups", 1), len(operands[0].shape)
+    channels = S(rank - len(operands[1].shape) + 1)
+    chunks = (
+        2 * size if axis == SEQUENCE_AXIS else size
+    )  # dims may be in zig-zag order there, and no chunk may cut a group
+    is_of_samples = channels.dim == 0 or operands[0].shape[0] == 1
+    if divides(groups, chunks) and (axis != BATCH or is_of_samples):
+        inputs = (channels, *(S(0) for _ in operands[1:]))
+        yield Strategy(name="split groups", inputs=inputs, outputs=(channels,), work=1 / size)
 
 
 def attention_sequence(op: Op, operands: Specs, axis: str, size: Fraction) -> Iterator[Strategy]:

@@ -17,6 +17,7 @@ from autopar.rules import computing_patterns as computing
 from autopar.rules import moving_patterns as moving
 from autopar.rules import other_kernels
 from autopar.rules.grammar import Pattern, enumerate_strategies, parse, pattern_of
+from autopar.rules.local_calls import CONVOLUTIONS
 from autopar.rules.strategy import Strategy
 
 PatternMaker = Callable[[Op, tuple[TensorSpec, ...]], Pattern]
@@ -261,8 +262,6 @@ _OPERATORS_OF: dict[PatternMaker, str] = {
     computing.matmul: "matmul mv dot",
     computing.einsum: "einsum",
     computing.attention: "scaled_dot_product_attention autopar.attention autopar.attention_gathered autopar.attention_ring",
-    computing.convolution: "conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding"
-    " conv_transpose1d conv_transpose2d.input conv_transpose3d.input",
     computing.histogram: "histc",
     computing.embedding: "embedding",
     computing.embedding_bag: "autopar.embedding_bag",
@@ -290,12 +289,14 @@ def _functions() -> dict[str, PatternMaker]:
         for name in names.split()
     }
     makers |= dict.fromkeys(moving.WHOLE_DIM_TARGETS, moving.whole_dim)
+    makers |= dict.fromkeys(CONVOLUTIONS, computing.convolution)
     makers |= dict.fromkeys(computing.LOSS_TARGETS, computing.loss)
     makers |= dict.fromkeys(other_kernels.WINDOW_TARGETS, other_kernels.window)
     return makers
 
 
 _FURTHER_STRATEGIES: dict[str, MoreStrategies] = {
+    **dict.fromkeys(CONVOLUTIONS, other_kernels.convolution_groups),
     "aten.embedding.default": other_kernels.embedding_vocabulary,
     "autopar.embedding_bag": other_kernels.bag_vocabulary,
     "autopar.cross_entropy_sum": other_kernels.cross_entropy_vocabulary,

@@ -30,7 +30,7 @@ from autopar.plan.plan import Plan, Precision
 from autopar.rules.local_calls import SPREAD
 from autopar.runtime.joined_values import placement_of
 from autopar.runtime.step.gradients import RankParameter, lengthened
-from autopar.runtime.step.stage import StageModule
+from autopar.runtime.step.stage import BlockModule, StageModule
 from autopar.runtime.weights import ModelWeights, local_index
 from autopar.runtime.world import World
 
@@ -71,11 +71,13 @@ def shard_block(
         reduce_dtype=getattr(torch, plan.precision.reduce) if is_mixed(plan.precision) else None,
         cast_forward_inputs=False,
     )
-    size = plan.mesh.dp_shard
+    size, frees = plan.mesh.dp_shard, plan.zero_stage == 3 and not keep_gathered
+    if isinstance(module, BlockModule):
+        module.frees_parameters = frees
     fully_shard(
         module,
         mesh=mesh,
-        reshard_after_forward=plan.zero_stage == 3 and not keep_gathered,
+        reshard_after_forward=frees,
         shard_placement_fn=lambda parameter: _shard_dim(parameter, size),
         mp_policy=policy,
         ignored_params=ignored,
@@ -205,7 +207,6 @@ class _Assembler:
             for name in block_program.parameters:
                 self._place(program.index, name, block.body)
             if self.mesh is not None and block_program.parameters:
-                block.frees_parameters = self.plan.zero_stage == 3
                 shard_block(block, self.plan, self.mesh, ignored=self._ignored(block))
         for name in program.shared_parameters:
             self._place(program.index, name, module)

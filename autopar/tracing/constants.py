@@ -177,7 +177,9 @@ def fold(builder: Builder, call: Call) -> Value | None:
             return filled
     if len(call.outputs) != 1 or call.outputs[0] is None or _is_random(call):
         return None
-    refs = call.operands
+    refs = (
+        call.operands[:1] if call.target == "aten.expand_as.default" else call.operands
+    )  # of the other it takes the shape
     if any(ref not in builder.values and ref not in builder.lazies for ref in refs):
         return None
     has_lazy = any(ref in builder.lazies for ref in refs)
@@ -227,7 +229,7 @@ def _same_lazy(builder: Builder, call: Call) -> Value | None:
     """Return a constant for a call that copies or expands an unevaluated constant; None for any other call."""
     source = call.operands[0]
     lazy = builder.lazies.get(source)
-    is_same = call.target in _SAME_VALUE or call.target == "aten.expand.default"
+    is_same = call.target in _SAME_VALUE or call.target in ("aten.expand.default", "aten.expand_as.default")
     is_same = is_same or (call.target in CONVERSIONS and builder.specs[source].dtype == call.spec.dtype)
     if lazy is None or not is_same or len(lazy.shape) != len(call.spec.shape):
         return None

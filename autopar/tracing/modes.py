@@ -4,7 +4,7 @@
   (:func:`autopar.models.graph_for_plan.on_meta`), and code creates tensors in it (``torch.zeros(n, h)``), so that positions which are
   added to an input promote all that follows. The kernels of products do not promote. Functions without a kernel for half
   precision (decompositions, Fourier transforms, distances) take and return float32, also as under ``torch.autocast``.
-- :class:`Selections` traces losses of the elements that a boolean mask selects, and CTC losses.
+- :class:`Selections` traces losses of the elements that a boolean mask selects, CTC losses and covariances.
 - :func:`in_double` runs a model in float64.
 
 :func:`apart_from_trace` runs code outside of the modes of a trace.
@@ -139,12 +139,15 @@ _MASKED = (torch.masked_select, Tensor.masked_select, Tensor.__getitem__)
 _ELEMENTWISE = (
     F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits
 )  # fmt: skip
+_COVARIANCES = (torch.cov, Tensor.cov, torch.corrcoef, Tensor.corrcoef)
 _REDUCTIONS = ("mean", "sum")
 _MEANS, _SUMS = (torch.mean, Tensor.mean), (torch.sum, Tensor.sum)
 
 
 class Selections(TorchFunctionMode):
-    """Replaces losses, sums and means of selected elements by those of all elements in which the others do not count; and CTC losses.
+    """Replaces losses, sums and means of selected elements by those of all elements in which the others do not count.
+
+    So it does with functions that read values without need: CTC losses and covariances.
 
     The size of ``x[mask]`` and of ``masked_select`` depends on values, so it is not known in a trace. A loss, a sum or a mean of the
     selection has a form without it: targets that are not selected become the ignored class, and other elements that are not selected
@@ -169,6 +172,8 @@ class Selections(TorchFunctionMode):
         loss = None
         if func is F.ctc_loss:
             loss = self._ctc(*args, **options)
+        elif func in _COVARIANCES:
+            loss = _covariance(*args, is_scaled=func in _COVARIANCES[2:], **options)
         elif func is F.cross_entropy:
             loss = self._classes(*args, **options)
         elif func in _ELEMENTWISE:
@@ -253,6 +258,34 @@ class Selections(TorchFunctionMode):
         if reduction == "none":
             return losses
         return losses.sum() if reduction == "sum" else (losses / lengths[1].clamp(min=1)).mean()
+
+
+def _covariance(
+    input: Tensor,  # noqa: A002  a keyword of torch
+    *,
+    correction: int = 1,
+    fweights: Tensor | None = None,
+    aweights: Tensor | None = None,
+    is_scaled: bool = False,
+) -> Tensor | None:
+    """Return ``torch.cov`` of rows, or ``torch.corrcoef`` (``is_scaled``); None if torch itself has to take or refuse the arguments.
+
+    Torch asks whether it divides by a positive number, which reads a value.
+    """
+    if (
+        input.dim() != 2
+        or input.is_complex()
+        or fweights is not None
+        or aweights is not None
+        or input.shape[1] <= correction
+    ):
+        return None
+    centred = input - input.mean(1, keepdim=True)
+    result = centred @ centred.T / (input.shape[1] - correction)
+    if not is_scaled:
+        return result
+    scale = result.diagonal().sqrt()
+    return (result / scale[:, None] / scale).clamp(-1, 1)
 
 
 def _is_reduced(options: Mapping[str, Any]) -> bool:

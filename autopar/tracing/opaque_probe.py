@@ -7,8 +7,8 @@ such changes would be lost: a call in a program gets tensors that ranks have put
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, TypeAlias, cast
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.errors import first_line
@@ -340,12 +341,16 @@ def _measured(subject: Subject) -> tuple[Subject, Any]:
             saved_bytes[x.data_ptr()] = x.untyped_storage().nbytes()
         return x
 
-    with (
-        _flop_counter() as forward,
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
-        _assigned_buffers(subject.call) as assigned,
-    ):
-        output = run(subject.region, subject.call, inputs, subject.parameters, buffers)
+    def forward_under(watch: AbstractContextManager[object]) -> tuple[Any, FlopCounterMode, dict[str, Tensor]]:
+        with _flop_counter() as counter, watch, _assigned_buffers(subject.call) as assigned:
+            return run(subject.region, subject.call, inputs, subject.parameters, buffers), counter, assigned
+
+    try:
+        output, forward, assigned = forward_under(torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x))
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        output, forward, assigned = forward_under(_Made(pack))
     outputs = _outputs_of(output)
     with _flop_counter() as backward:
         gradients_of(tensors_of(output), (*inputs, *subject.parameters))
@@ -369,6 +374,17 @@ def _measured(subject: Subject) -> tuple[Subject, Any]:
         numel=max(1, sum(spec.numel for spec in subject.inputs)),
     )
     return replace(subject, region=region), output
+
+
+class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Passes every tensor that operators make to a function: no more can be kept. For ``torch.func.grad``, which refuses hooks."""
+
+    def __init__(self, take: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._take = take
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return pytree.tree_map_only(Tensor, self._take, func(*args, **(kwargs or {})))
 
 
 def _flop_counter() -> FlopCounterMode:

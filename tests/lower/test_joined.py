@@ -144,9 +144,25 @@ def joined(s: Any, h: Tensor) -> Tensor:
     return s.outer(torch.cat((h, h.flip(1))))
 
 
+def chosen_queries(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
+    """Of each sample and head the three rows that are largest, as in Informer."""
+    z = s.outer(h).view(len(h), 6, 2, 4).transpose(1, 2)
+    best = z.sum(-1).topk(3).indices
+    places = torch.arange(len(h))[:, None, None].expand_as(best), torch.arange(2)[:, None], best
+    rest = z.mean(2, keepdim=True).expand_as(z).clone()
+    rest[places] = z[places].cumsum(2)
+    return rest
+
+
+def modulated(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
+    """A convolution with weights of each sample's own, which stands in the channels, as in StyleGAN 2."""
+    weights = s.outer(h).view(len(h), 6, 4, 2).transpose(1, 2).reshape(-1, 6, 2)
+    return F.conv1d(h.reshape(1, -1, 8), weights, groups=len(h)).view(len(h), 4, 7)
+
+
 APART = (
     simsiam, triplets, guidance, adversary, crops, interleaved, in_turn, flat_tokens, time_first, labels, preferences,
-    repeated, noisy, turned, next_views,
+    repeated, noisy, turned, next_views, chosen_queries, modulated,
 )  # fmt: skip
 APART_BY_NAME = {code.__name__: code for code in APART} | {
     "kronecker": lambda s, h, b: torch.kron(h, s.row[:4].view(2, 2))

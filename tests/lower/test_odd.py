@@ -250,6 +250,11 @@ def put(places: Callable[..., Any], value: Callable[..., Any]) -> nn.Module:
         lambda y, place, mask: mask,
         lambda y, place, mask: (torch.arange(y.shape[0]), place),
         lambda y, place, mask: (torch.arange(y.shape[0])[:, None], torch.stack([place, place - 2], dim=1)),
+        lambda y, place, mask: (
+            torch.arange(y.shape[0])[:, None, None],
+            torch.arange(5)[:, None],
+            (place[:, None, None] + torch.arange(4)) % 4 + torch.zeros(5, 1, dtype=torch.int64),
+        ),
         lambda y, place, mask: (slice(None), [0, 2]),
         lambda y, place, mask: (mask[:, 0], slice(None), ...),
     ],
@@ -305,6 +310,27 @@ def test_what_is_written_by_strides_leaves_the_gradients_of_the_rest(
 ) -> None:
     """Torch's own gradient of ``as_strided_scatter`` reaches what was replaced, and nothing else."""
     check(model_of(forward, linear=nn.Linear(4, 4)), {"x": torch.randn(4, 4)}, pins)
+
+
+def _covariances(self: Any, x: Tensor) -> Tensor:
+    y = self.linear(x).T
+    return torch.cov(y).triu(1).square().sum() + y.cov(correction=0).square().mean() + torch.corrcoef(y).sin().sum()
+
+
+def _used(self: Any, x: Tensor) -> Tensor:
+    """A moving count of what is positive, which the loss reads at once."""
+    y = self.linear(x)
+    with torch.no_grad():
+        self.seen.mul_(0.9).add_((y > 0).to(x.dtype).sum(0), alpha=0.1)
+    return (y.square() * self.seen / self.seen.sum()).sum()
+
+
+@pytest.mark.parametrize("pins", [["dp_shard=2"], ["tp=2", "dp_replicate=2"]])
+@pytest.mark.parametrize("forward", [_covariances, _used])
+def test_totals_over_samples_within_a_step(forward: Callable[..., Any], pins: list[str]) -> None:
+    model = model_of(forward, linear=nn.Linear(4, 4))
+    model.register_buffer("seen", torch.ones(4))
+    check(model, {"x": torch.randn(8, 4)}, pins)
 
 
 def test_indices_of_a_put_may_end_in_none() -> None:

@@ -151,6 +151,18 @@ def test_a_region_is_tried_where_what_it_gives_is_finite(code: Callable[[Tensor]
     assert re.search(said or r"outside forward\)$", note), note
 
 
+def test_gradients_of_torch_func_run_as_they_are_written_although_they_refuse_hooks() -> None:
+    """A loss on the slopes of a network, as of one that solves a differential equation."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        slopes: Tensor = torch.vmap(torch.func.grad(lambda row: self.net(row).sum()))(x)
+        return (slopes.sum(-1) - self.net(x).squeeze(-1)).square().mean()
+
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    plan = check(model_of(forward, net=net), {"x": torch.randn(8, 4)}, ["dp_shard=2", "num_micro_batches=2"])
+    assert any("the whole model" in note for note in plan.notes)
+
+
 def test_a_usual_backward_is_traced_and_tried_at_one_size_and_large_inputs_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

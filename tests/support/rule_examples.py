@@ -299,6 +299,9 @@ def products(make: Maker) -> Iterator[Example]:
         make, ("conv2d", [(4, 8, 4, 4), (12, 8, 2, 2)], None, (2, 2)),
         ("conv2d", [(4, 8, 4, 4), (8, 1, 3, 3), (8,)], (1, 1), (1, 1), (1, 1), 8), ("conv1d", [(8, 5), (4, 8, 3)]),
     )  # fmt: skip
+    yield c("aten.conv2d.default", r(4, 16, 4, 4), r(24, 2, 3, 3), r(24), (1, 1), (1, 1), (1, 1), 8)
+    yield c("aten.conv2d.default", r(4, 8, 4, 4), r(8, 4, 3, 3), groups=2)  # fewer groups than four ranks
+    yield c("aten.conv1d.default", r(16, 5), r(8, 2, 3), groups=8)
     yield c("aten.layer_norm.default", r(4, 4, 8), (8,), r(8), r(8))
     yield c("aten.layer_norm.default", r(4, 4, 8), (4, 8), r(4, 8), None)
     yield c("aten.layer_norm.default", r(4, 4, 8), (8,))
@@ -321,6 +324,7 @@ def images(make: Maker) -> Iterator[Example]:
         name = f"aten.conv_transpose{n}d." + ("default" if n == 1 else "input")
         yield c(name, r(4, 8, *(4,) * n), r(8, 4, *three), r(4), (2,) * n, (1,) * n)
         yield c(name, r(4, 8, *(4,) * n), r(8, 1, *three), None, (2,) * n, (1,) * n, (0,) * n, 8)
+        yield c(name, r(4, 16, *(4,) * n), r(16, 3, *three), r(24), (2,) * n, (1,) * n, (0,) * n, 8)
         if n > 1:
             yield c(f"aten.max_pool{n}d_with_indices.default", r(*own), three, (1,) * n, (1,) * n)
     yield from on_reals(

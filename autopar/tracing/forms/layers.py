@@ -10,7 +10,7 @@ import torch
 
 from autopar.graph.graph import Argument, Ref
 from autopar.ops.kernels import aten_targets
-from autopar.tracing.builder import Builder, Call, Value
+from autopar.tracing.builder import Builder, Call, Value, broadcast
 from autopar.tracing.constants import allows_all, is_causal
 from autopar.tracing.forms.basic import Handler, detached, generic, slice_of, view_to
 
@@ -148,10 +148,10 @@ def _index(builder: Builder, call: Call) -> Value:
 
 def _gathered(builder: Builder, call: Call, source: Ref, indices: tuple[Argument, ...]) -> Ref | None:
     """Return ``x[arange(n), i]``, which picks rows of each sample, as a gather along dim 1, whose samples are independent."""
-    index = _rows_of_each(builder, call, source, indices)
-    if index is None:
+    chosen = _rows_of_each(builder, call, source, indices)
+    if chosen is None:
         return None
-    return view_to(builder, call, builder.make(call, "aten.gather.default", source, 1, index), call.spec.shape)
+    return view_to(builder, call, builder.make(call, "aten.gather.default", source, *chosen), call.spec.shape)
 
 
 def _put_in_each(builder: Builder, call: Call) -> Value:
@@ -159,15 +159,15 @@ def _put_in_each(builder: Builder, call: Call) -> Value:
     given = call.bound()
     source, indices, value = given["self"], given["indices"], given["values"]
     assert isinstance(source, Ref) and isinstance(indices, tuple) and isinstance(value, Ref)
-    index = None if given["accumulate"] else _rows_of_each(builder, call, source, indices)
-    if index is None:
+    chosen = None if given["accumulate"] else _rows_of_each(builder, call, source, indices)
+    if chosen is None:
         return _put_where(builder, call)
-    picks = torch.broadcast_shapes(*(builder.shape(i) for i in indices if isinstance(i, Ref)))  # type: ignore[no-untyped-call]
-    full = (*picks, *builder.shape(source)[2:])
+    dim, index = chosen
+    full = (*_broadcast_shape(builder, indices), *builder.shape(source)[dim + 1 :])
     if builder.shape(value) != full:
         value = builder.make(call, "aten.expand.default", value, full)
     rows = view_to(builder, call, value, builder.shape(index))
-    return builder.emit(call, "aten.scatter.src", (source, 1, index, rows))
+    return builder.emit(call, "aten.scatter.src", (source, dim, index, rows))
 
 
 def _put_where(builder: Builder, call: Call) -> Value:
@@ -187,23 +187,39 @@ def _put_where(builder: Builder, call: Call) -> Value:
     return builder.emit(call, "aten.where.self", (mask, view_to(builder, call, value, behind), source))
 
 
-def _rows_of_each(builder: Builder, call: Call, source: Ref, indices: tuple[Argument, ...]) -> Ref | None:
-    """Return the index of a gather along dim 1 of the rows at ``[arange(n), i]`` with i [n, ...]; None if the indices are no such."""
-    shape = builder.shape(source)
-    if len(indices) < 2 or not all(isinstance(index, Ref) for index in indices[:2]) or any(indices[2:]):
+def _rows_of_each(builder: Builder, call: Call, source: Ref, indices: tuple[Argument, ...]) -> tuple[int, Ref] | None:
+    """Return the dim and the index of a gather of the rows at ``[arange(n), ..., i]``; None if the indices are no such.
+
+    Each index before i is the range of its own dim, as in ``[arange(n)[:, None, None], arange(h)[:, None], i]`` with i [n, h, k].
+    """
+    refs = [index for index in indices if isinstance(index, Ref)]
+    dim = len(refs) - 1
+    if dim < 1 or any(index is None for index in indices[: dim + 1]):
         return None
-    first, second = indices[:2]
-    assert isinstance(first, Ref) and isinstance(second, Ref)
-    counting, spec = builder.values.get(first), builder.specs[second]
-    if counting is None or second in builder.values or spec.dtype != torch.int64 or spec.shape[:1] != shape[:1]:
+    shape, spec = builder.shape(source), builder.specs[refs[dim]]
+    if refs[dim] in builder.values or spec.dtype != torch.int64 or spec.shape[:dim] != shape[:dim]:
         return None
-    lead, rest = shape[0], shape[2:]
-    column = (lead, *(1,) * (len(spec.shape) - 1))
-    if builder.shape(first) != column or not torch.equal(counting.flatten().expand(lead), torch.arange(lead)):
+    rank = len(spec.shape)
+    for number, (ref, size) in enumerate(zip(refs[:dim], shape, strict=False)):
+        value = builder.values.get(ref)
+        if value is None or value.dim() > rank:
+            return None
+        column = torch.arange(size).view(*(1,) * number, size, *(1,) * (rank - number - 1))
+        if not torch.equal(value.view(*(1,) * (rank - value.dim()), *value.shape), column):
+            return None
+    if _broadcast_shape(builder, indices) != spec.shape:
         return None
-    index = builder.make(call, "aten.remainder.Scalar", second, shape[1])  # an index may count from the end
-    index = view_to(builder, call, index, (lead, prod(spec.shape[1:]), *(1,) * len(rest)))
-    return builder.make(call, "aten.expand.default", index, (*builder.shape(index)[:2], *rest)) if rest else index
+    rest = shape[dim + 1 :]
+    index = builder.make(call, "aten.remainder.Scalar", refs[dim], shape[dim])  # an index may count from the end
+    index = view_to(builder, call, index, (*shape[:dim], prod(spec.shape[dim:]), *(1,) * len(rest)))
+    if rest:
+        index = builder.make(call, "aten.expand.default", index, (*builder.shape(index)[: dim + 1], *rest))
+    return dim, index
+
+
+def _broadcast_shape(builder: Builder, indices: tuple[Argument, ...]) -> tuple[int, ...]:
+    """Return the shape to which all indices are broadcast."""
+    return broadcast(*(builder.shape(index) for index in indices if isinstance(index, Ref)))
 
 
 _SAMPLERS = frozenset(
