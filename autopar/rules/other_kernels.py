@@ -155,9 +155,8 @@ def convolution_groups(op: Op, operands: Specs, axis: str, size: Fraction) -> It
     """
     groups, rank = integer(op, 6, "groups", 1), len(operands[0].shape)
     channels = S(rank - len(operands[1].shape) + 1)
-    chunks = (
-        2 * size if axis == SEQUENCE_AXIS else size
-    )  # dims may be in zig-zag order there, and no chunk may cut a group
+    # On cp dims may be in zig-zag order, in two chunks a rank; no chunk may cut a group.
+    chunks = 2 * size if axis == SEQUENCE_AXIS else size
     is_of_samples = channels.dim == 0 or operands[0].shape[0] == 1
     if divides(groups, chunks) and (axis != BATCH or is_of_samples):
         inputs = (channels, *(S(0) for _ in operands[1:]))

@@ -177,9 +177,8 @@ def fold(builder: Builder, call: Call) -> Value | None:
             return filled
     if len(call.outputs) != 1 or call.outputs[0] is None or _is_random(call):
         return None
-    refs = (
-        call.operands[:1] if call.target == "aten.expand_as.default" else call.operands
-    )  # of the other it takes the shape
+    # Of its second operand expand_as takes nothing but the shape.
+    refs = call.operands[:1] if call.target == "aten.expand_as.default" else call.operands
     if any(ref not in builder.values and ref not in builder.lazies for ref in refs):
         return None
     has_lazy = any(ref in builder.lazies for ref in refs)
