@@ -20,9 +20,10 @@ DTYPES = (
 
 
 def passed(*values: Tensor, returns: int | None = None) -> tuple[Passed, ...]:
+    needs = [x.requires_grad for x in values]
     return tuple(
-        Passed(tuple(x.shape), dtype=x.dtype, requires_grad=x.requires_grad, returns=x.requires_grad or i == returns)
-        for i, x in enumerate(values)
+        Passed(shape=tuple(x.shape), dtype=x.dtype, requires_grad=need, returns=need or i == returns)
+        for i, (x, need) in enumerate(zip(values, needs, strict=True))
     )
 
 
