@@ -171,7 +171,7 @@ _RANDOM = (
 )
 _LINEAR_UNARY = "neg clone detach positive mul.Scalar div.Scalar real"
 _BINARY = (
-    "pow.Tensor_Tensor atan2 maximum minimum remainder.Tensor fmod.Tensor floor_divide bitwise_and.Tensor"
+    "pow.Tensor_Tensor atan2 maximum minimum max.other min.other remainder.Tensor fmod.Tensor floor_divide bitwise_and.Tensor"
     " bitwise_or.Tensor bitwise_xor.Tensor __xor__.Tensor logical_and logical_or"
     " logical_xor eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor div.Tensor_mode hypot logaddexp"
     " clamp_min.Tensor clamp_max.Tensor isclose xlogy.Tensor bitwise_left_shift.Tensor"
