@@ -295,9 +295,9 @@ def _spans_of(owners: Iterable[str]) -> list[tuple[int, int]] | None:
     return [(begin, ends[owner]) for owner, begin in begins.items()]
 
 
-def _layer(op: Op) -> str:
+def _layer(op: Op, numbered: re.Pattern[str] = _NUMBERED) -> str:
     """Return the outermost numbered module of an operator, such as ``model.layers.3``; empty if no module of its path is numbered."""
-    match = _NUMBERED.match(op.module)
+    match = numbered.match(op.module)
     return match[1] if match else ""
 
 
@@ -312,9 +312,8 @@ def _by_name(context: _Context) -> list[tuple[int, int]]:
 
     This is for models that neither repeat layers nor have modules whose whole name is a number.
     """
-    matches = [_NUMBER_AT_END.match(op.module) for op in context.ops]
-    begins = [begin for begin, _ in _spans_of(match[1] if match else "" for match in matches) or ()]
-    return list(pairwise(dict.fromkeys((0, *begins[1:], len(matches)))))
+    spans = _spans_of(_layer(op, _NUMBER_AT_END) for op in context.ops) or []
+    return list(pairwise(dict.fromkeys((0, *(begin for begin, _ in spans[1:]), len(context.ops)))))
 
 
 def _innermost(modules: Sequence[str]) -> str:

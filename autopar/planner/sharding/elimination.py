@@ -297,9 +297,8 @@ class _Program:
                 continue
             allowed = np.nonzero(np.isfinite(factor.table))
             columns = num_columns + np.arange(len(allowed[0]))
-            for v, state in zip(
-                factor.scope, allowed, strict=True
-            ):  # entries with a state in common add up to its column
+            # Entries with a state in common add up to its column.
+            for v, state in zip(factor.scope, allowed, strict=True):
                 every = np.arange(sizes[v])
                 entries.append((num_rows + state, columns, np.ones(len(columns))))
                 entries.append((num_rows + every, first[v] + every, -np.ones(len(every))))
