@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from autopar.errors import TraceError
@@ -18,6 +19,27 @@ from tests.support.small_models import model_of, same_as_the_model
 
 def test_what_is_checkpointed_is_traced_as_it_is() -> None:
     same_as_the_model(Checkpointed(), u.batch())
+
+
+class Rotated(u.Around):
+    """Takes only the shape of a slice into a block without autocast, as rotary embeddings do."""
+
+    @torch.autocast("cuda", enabled=False)
+    def angles(self, x: Tensor) -> Tensor:
+        return torch.linspace(-1.0, 1.0, x.shape[1]).unsqueeze(-1).mul(self.scales).sin()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = torch.cat((self.first(x), x), 1).unflatten(1, (2, 8))
+        angles = self.angles(x[:, 1:])
+        x = F.layer_norm(x, (8,))
+        return F.cross_entropy(self.last(x[:, 1:] * angles).mean(1), y)
+
+
+def test_an_unused_line_before_a_block_without_autocast_is_left_out() -> None:
+    model = Rotated()
+    model.register_buffer("scales", torch.ones(8))
+    graph = same_as_the_model(model, u.batch())
+    assert not graph.notes
 
 
 class Forces(u.Around):
