@@ -166,7 +166,8 @@ def check(
     Raises:
         TraceError: A pass depends on an earlier one, or reads a parameter that does not belong to the model and requires a gradient.
     """
-    trained, buffers = {id(p): p for p in model.parameters()}, {id(b): b for b in model.buffers()}
+    named = dict(model.named_buffers(remove_duplicate=False))
+    trained, buffers = {id(p): p for p in model.parameters()}, {id(b): b for b in named.values()}
     tensors = trained | buffers
     states: list[memory.State] = [memory.state_of(model)]
     watch, initial = _Watch({}), _random_state()
@@ -184,7 +185,8 @@ def check(
                 calls = watch.calls if number == 0 else calls
                 with watch:
                     forward(**fresh)
-                is_unchanged = not watch.writes and all(id(buffer) in buffers for buffer in model.buffers())
+                now = dict(model.named_buffers(remove_duplicate=False))
+                is_unchanged = not watch.writes and all(now.get(name) is buffer for name, buffer in named.items())
                 (watch.constants if is_unchanged else watch.dependent).update(watch.of_buffers)
                 states.append(memory.state_of(model))
                 if watch.expected is not None and len(watch.numbers) < len(watch.expected):

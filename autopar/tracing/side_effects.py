@@ -141,15 +141,15 @@ def written_back(model: torch.nn.Module) -> Iterator[None]:
     """Enter a context in which a buffer that forward replaces (``self.mean = new``) is written in place, because export ignores replacements.
 
     Raises:
-        TraceError: Forward removes a buffer, or replaces it by one of another shape.
+        TraceError: Forward removes a buffer, replaces it by one of another shape, or sets one that was None and that checkpoints keep.
     """
     before = [(path, module, dict(module._buffers)) for path, module in model.named_modules()]
     yield
     for path, module, buffers in before:
         for name, old in buffers.items():
             new = module._buffers.get(name)
-            if new is old:
-                continue
+            if new is old or (old is None and name in module._non_persistent_buffers_set):
+                continue  # a cache that the first pass fills is computed in each step, as if it were a plain attribute
             if old is None or new is None or new.shape != old.shape:
                 raise TraceError(
                     f"The buffer changes its shape in training, from {_shape(old)} to {_shape(new)}",
@@ -159,6 +159,17 @@ def written_back(model: torch.nn.Module) -> Iterator[None]:
             with torch.no_grad():
                 old.copy_(new)
             module._buffers[name] = old
+
+
+@contextmanager
+def caches_emptied(model: torch.nn.Module) -> Iterator[None]:
+    """Enter a context on leaving which those buffers are None again that are None now: an export leaves its own tensors in them."""
+    empty = [(module, name) for module in model.modules() for name, buffer in module._buffers.items() if buffer is None]
+    try:
+        yield
+    finally:
+        for module, name in empty:
+            module._buffers[name] = None
 
 
 def _shape(buffer: torch.Tensor | None) -> str:

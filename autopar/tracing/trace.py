@@ -362,6 +362,7 @@ def _export(
         side_effects.casts_that_change_nothing(),
         side_effects.inference_as_no_grad(),
         side_effects.ParametersKept(),
+        side_effects.caches_emptied(wrapper),
         _use_lazy_graph_module(True),  # the graph is only read, so that its code need not be generated
     ):
         try:

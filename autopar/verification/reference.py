@@ -97,7 +97,8 @@ def _trained(model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> Train
         optimizer.step()
     # experts that no token reaches have no gradient here, and one of zeros where ranks run them as an opaque module
     parameters = {name: p.detach() for name, p in model.named_parameters() if p.grad is not None}
-    parameters |= {name: new for name, new in model.named_buffers() if not torch.equal(new, buffers[name])}
+    changed = ((name, model.get_buffer(name), old) for name, old in buffers.items())
+    parameters |= {name: new for name, new, old in changed if not torch.equal(new, old)}
     return {"losses": tuple(losses), "gradients": gradients, "parameters": parameters}
 
 

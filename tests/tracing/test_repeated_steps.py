@@ -19,7 +19,7 @@ from autopar.tracing.sample_counts import CountError
 from autopar.tracing.trace import trace
 from tests.support.lower import unusual as u
 from tests.support.said import refuses
-from tests.support.small_models import model_of
+from tests.support.small_models import model_of, same_as_the_model
 
 COUNT = {"steps": 0}
 
@@ -167,6 +167,11 @@ def _cached_of_a_counter(self: Any, x: Tensor) -> Tensor:
     return made
 
 
+def _of_the_last_batch(self: Any, x: Tensor) -> Tensor:
+    before, self.table = self.table, x.detach().mean(0)
+    return x if before is None else x * before
+
+
 def _buffered(self: Any, x: Tensor) -> Tensor:
     self.steps += 1
     return x * self.steps
@@ -177,16 +182,30 @@ def _blank(self: Any, x: Tensor) -> Tensor:
     return torch.where(x > 0, x, float("nan")).nan_to_num()
 
 
+def _with_table(forward: Callable[..., Tensor], *, is_buffer: bool) -> Callable[[], nn.Module]:
+    def made() -> nn.Module:
+        model = model_of(forward, length=0, logged=None, steps=nn.Buffer(torch.zeros(())))
+        if is_buffer:
+            model.register_buffer("table", None, persistent=False)
+        else:
+            model.table = None
+        return model
+
+    return made
+
+
+@pytest.mark.parametrize("is_buffer", [False, True])
 @pytest.mark.parametrize("forward", [_cached, _cached_of_a_buffer, _buffered, _blank])
-def test_caches_and_buffers_are_no_fault(forward: Callable[..., Tensor]) -> None:
-    parts: dict[str, Any] = {"table": None, "length": 0, "logged": None}
-    inner = lambda: model_of(forward, **parts, steps=nn.Buffer(torch.zeros(())))
-    assert trace(u.Around(inner), (), u.batch()).notes == ()
+def test_caches_and_buffers_are_no_fault(forward: Callable[..., Tensor], is_buffer: bool) -> None:
+    model = u.Around(_with_table(forward, is_buffer=is_buffer))
+    assert same_as_the_model(model, u.batch()).notes == ()
 
 
-def test_a_table_of_a_buffer_that_changes_is_refused() -> None:
-    inner = lambda: model_of(_cached_of_a_counter, table=None, steps=nn.Buffer(torch.zeros(())))
-    refuses(TraceError, "reads what an earlier step has computed", trace, u.Around(inner), (), u.batch())
+@pytest.mark.parametrize("is_buffer", [False, True])
+@pytest.mark.parametrize("forward", [_cached_of_a_counter, _of_the_last_batch])
+def test_a_table_of_what_changes_is_refused(forward: Callable[..., Tensor], is_buffer: bool) -> None:
+    model = u.Around(_with_table(forward, is_buffer=is_buffer))
+    refuses(TraceError, "reads what an earlier step has computed", trace, model, (), u.batch())
 
 
 # --- numbers that count samples
