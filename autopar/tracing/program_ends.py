@@ -369,10 +369,9 @@ def _detach(inner: fx.GraphModule, placeholders: list[fx.Node]) -> None:
     for placeholder in placeholders:
         if not (isinstance(placeholder.meta.get("val"), Tensor) and placeholder.meta["val"].is_floating_point()):
             continue
-        users = [user for user in placeholder.users if user.op != "output"]
-        with inner.graph.inserting_after(placeholders[-1]):
-            detached = inner.graph.call_function(torch.ops.aten.detach.default, (placeholder,))
-        detached.meta = dict(placeholder.meta)
-        for user in users:
+        for user in [user for user in placeholder.users if user.op != "output"]:
+            with inner.graph.inserting_before(user):  # so that a weight is read in the block that uses it
+                detached = inner.graph.call_function(torch.ops.aten.detach.default, (placeholder,))
+            detached.meta = {**user.meta, "val": placeholder.meta["val"]}
             user.replace_input_with(placeholder, detached)
     inner.recompile()

@@ -79,6 +79,18 @@ def latents() -> tuple[nn.Module, dict[str, Tensor]]:
     return model, {"x": torch.randn(4, 5, 6)}
 
 
+def taught() -> tuple[nn.Module, dict[str, Tensor]]:
+    """A teacher without gradients whose weights could have some: an average of the model that another part of a program makes."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            known = self.teacher(x)
+        return (self.student(x) - known).square().mean()
+
+    teacher, student = (nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))) for _ in range(2))
+    return model_of(forward, teacher=teacher, student=student), {"x": torch.randn(4, 16)}
+
+
 HERE = "tests.distributed.test_families"
 GPT, LLAMA = "gpt:layers=2,hidden=32,heads=4,vocab=65", "llama:layers=2,hidden=32,heads=4,ffn=64,vocab=65"
 
@@ -94,6 +106,7 @@ def planned(
 
 CASES = {
     "learned queries": (f"{HERE}:latents", "tp=2 dp_shard=2 zero=3"),
+    "a teacher without gradients": (f"{HERE}:taught", "dp_shard=4 zero=3"),
     "speech": (f"{HERE}:transcribed", "pp=2 tp=2"),
     "batch norm": (f"{HERE}:normalised", "tp=2 dp_shard=2"),
     "batch norm in a pipeline": (f"{HERE}:normalised", "pp=2 dp_replicate=2"),

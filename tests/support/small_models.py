@@ -80,7 +80,9 @@ def same_as_the_model(
         theirs = [parameter.grad for parameter in parameters.values()]
         zeros = [torch.zeros_like(parameter) for parameter in parameters.values()]
         assert_close(*([z if g is None else g for z, g in zip(zeros, some, strict=True)] for some in (mine, theirs)))
-        after = {name: model.get_buffer(name) for name in before}  # a cache that the pass has filled is no part of a plan
+        after = {
+            name: model.get_buffer(name) for name in before
+        }  # a cache that the pass has filled is no part of a plan
         assert_close({**before, **changed}, after)
         assert changed.keys() >= {name for name in after if not torch.equal(before[name], after[name])}
     return graph

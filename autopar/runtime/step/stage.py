@@ -77,7 +77,7 @@ class BlockModule(nn.Module):
             outputs = self._on_tape(code, values)
         else:
             outputs = cast("tuple[Tensor, ...]", code(*values))
-        if self.frees_parameters and any(value._is_view() or value.is_inference() for value in outputs):
+        if self.frees_parameters and any(value._is_view() or not value.requires_grad for value in outputs):
             outputs = self._without_views(outputs)
         if self.taken is None or not self.taps:
             return outputs
