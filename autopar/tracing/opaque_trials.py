@@ -363,12 +363,7 @@ def _output_dims(subject: Subject, dims: tuple[int | None, ...]) -> tuple[int, .
     output_dims: tuple[int, ...] | None = None
     for number in range(DRAWS):
         batch = subject.draw(number, dims)
-        halves = [
-            [x if d is None else x.narrow(d, half * x.shape[d] // 2, x.shape[d] // 2).detach() for x, d in zip(batch, dims, strict=True)]
-            for half in (0, 1)
-        ]  # fmt: skip
-        whole = outcome_of(subject, batch, seed=3)
-        first, second = (outcome_of(subject, half, seed=3) for half in halves)
+        whole, first, second = (outcome_of(subject, x, seed=3) for x in (batch, *halves(batch, dims)))
         outputs = zip(whole.outputs, first.outputs, second.outputs, strict=True)
         output_dims = tuple(_joined_dim(y, a, b, i) for i, (y, a, b) in enumerate(outputs))
         _check_halves(whole.outputs, first.outputs, second.outputs, output_dims, "outputs")
@@ -377,6 +372,12 @@ def _output_dims(subject: Subject, dims: tuple[int | None, ...]) -> tuple[int, .
         _check_halves(total, part, rest, (None,) * len(total), "gradients of parameters")
     assert output_dims is not None
     return output_dims
+
+
+def halves(both: Sequence[Tensor], dims: Sequence[int | None]) -> list[list[Tensor]]:
+    """Return the two halves of two batches in a row (:meth:`Subject.draw`), whose samples lie along ``dims``."""
+    pairs = [(x, x) if d is None else x.detach().chunk(2, d) for x, d in zip(both, dims, strict=True)]
+    return [[pair[half] for pair in pairs] for half in (0, 1)]
 
 
 def _joined_dim(whole: Tensor, first: Tensor, second: Tensor, index: int) -> int:
