@@ -128,6 +128,11 @@ class Op:
         kwargs = tuple((key, map_refs(value, lambda _: next(new_refs))) for key, value in self.kwargs)
         return replace(self, args=args, kwargs=kwargs)
 
+    def with_argument(self, position: int, name: str, value: Argument) -> Op:
+        """Return the same call with another argument, which is given by position or by name; one that is not given is not added."""
+        args = tuple(value if i == position else arg for i, arg in enumerate(self.args))
+        return replace(self, args=args, kwargs=tuple((k, value if k == name else v) for k, v in self.kwargs))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:

@@ -45,14 +45,7 @@ def localize(op: Op, strategy: Strategy, local: Local, layouts: tuple[Layout, ..
 
 def _shape_at(position: int, name: str) -> Localizer:
     """Return a localizer for calls that give the shape of the output as a literal, by position or by name."""
-
-    def write(op: Op, strategy: Strategy, local: Local) -> Op:
-        shape = local.outputs[0].shape
-        if position < len(op.args):
-            return replace(op, args=(*op.args[:position], shape, *op.args[position + 1 :]))
-        return replace(op, kwargs=tuple((key, shape if key == name else value) for key, value in op.kwargs))
-
-    return write
+    return lambda op, strategy, local: op.with_argument(position, name, local.outputs[0].shape)
 
 
 def _slice(op: Op, strategy: Strategy, local: Local) -> Op:
@@ -118,12 +111,7 @@ def _batch_norm(op: Op, strategy: Strategy, local: Local) -> Op:
 def _convolution(op: Op, strategy: Strategy, local: Local) -> Op:
     """Pass the number of groups that the rank has."""
     images, weight = local.outputs[0] if "transpose" in op.target else local.operands[0], local.operands[1]
-    groups = images.shape[len(images.shape) - len(weight.shape) + 1] // weight.shape[1]
-    if groups == argument(op, 6, "groups", 1):
-        return op
-    if len(op.args) > 6:
-        return replace(op, args=(*op.args[:6], groups, *op.args[7:]))
-    return replace(op, kwargs=tuple((key, groups if key == "groups" else value) for key, value in op.kwargs))
+    return op.with_argument(6, "groups", images.shape[len(images.shape) - len(weight.shape) + 1] // weight.shape[1])
 
 
 CONVOLUTIONS = aten_targets(
