@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import count
 from math import prod
 from typing import Literal, TypeAlias
 
@@ -225,6 +226,17 @@ class Block:
     stop: int
     hash: str
     label: str
+
+
+def unused(hint: str, names: set[str]) -> str:
+    """Reserve and return a name that is not among ``names``: ``hint``, or ``hint`` with a number.
+
+    >>> unused("x", {"x", "x_1"})
+    'x_2'
+    """
+    name = next(name for i in count() if (name := f"{hint}_{i}" if i else hint) not in names)
+    names.add(name)
+    return name
 
 
 def map_refs(argument: Argument, change: Callable[[Ref], Argument]) -> Argument:

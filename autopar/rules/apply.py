@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from autopar.errors import InternalError, RuleError
+from autopar.graph.elements import unused
 from autopar.graph.graph import Argument, Block, Graph, Input, Layout, Op, Parameter, Ref, TensorSpec, digest
 from autopar.graph.rewrites import signature
 from autopar.plan.mesh import I, P, R, S, Type
@@ -314,7 +315,8 @@ class _Sharding:
             target, arguments = OVER_DATA, (ref, str(current), str(wanted))
         elif self.is_zigzag and (current.is_split or wanted.is_split) and not self._is_leaf_part(ref, current):
             target = target.replace("autopar.", "autopar.zigzag_")
-        name = self._name(f"{origin.name}_{self.axis}_{wanted.kind}{wanted.dim if wanted.is_split else ''}")
+        kind = f"{wanted.kind}{wanted.dim if wanted.is_split else ''}"
+        name = unused(f"{origin.name}_{self.axis}_{kind}", self.names)
         unsplit = self.graph.spec(ref) if current.is_split else spec
         local = self._local(unsplit, wanted, place)
         section.ops.append(
@@ -344,14 +346,6 @@ class _Sharding:
 
     def _part(self, spec: TensorSpec, kind: Type, place: str) -> TensorSpec:
         return part_of(spec, kind, self.typing.size, place, axis=self.axis)
-
-    def _name(self, wanted: str) -> str:
-        name, count = wanted, 1
-        while name in self.names:
-            count += 1
-            name = f"{wanted}_{count}"
-        self.names.add(name)
-        return name
 
     def _module(self, ref: Ref) -> str:
         producer = self.graph.producer(ref)

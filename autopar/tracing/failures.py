@@ -220,12 +220,12 @@ def _lines_of_failed_node(error: BaseException) -> list[tuple[str, int]]:
     return _lines_of(nodes[-1]) if nodes else []
 
 
-def user_line(error: BaseException, model: torch.nn.Module) -> tuple[str, str]:
+def user_line(error: BaseException, model: torch.nn.Module | None) -> tuple[str, str]:
     """Return the line of user code that raised ``error``, as ``file.py:12`` with the full path of the file, and the text of that line.
 
     The line is the last frame in the file of the model's class or in another file outside of libraries. If there is none, it is the last
     frame outside of torch, of this package and of the standard library. If there is none either, it is the name of the model's class,
-    and the text is empty.
+    or empty without a model, and the text is empty.
     """
     try:
         home = inspect.getsourcefile(type(model)) or ""
@@ -239,5 +239,5 @@ def user_line(error: BaseException, model: torch.nn.Module) -> tuple[str, str]:
     users = [f for f in outside if f[0] == home or ("site-packages" not in f[0] and "/lib/python" not in f[0])]
     file, line = (users or outside or [("", 0)])[-1]
     if not file:
-        return type(model).__name__, ""
+        return "" if model is None else type(model).__name__, ""
     return f"{file}:{line}", linecache.getline(file, line).strip()

@@ -86,13 +86,7 @@ def examine(subject: Subject, batch_size: int, known: dict[object, Samples], *, 
 
 def _with_loss_alone(subject: Subject) -> Any:
     """Return what the whole model returns, with an empty tensor for its loss and None for everything else."""
-    output = run(
-        replace(subject.region, is_loss=False),
-        subject.call,
-        subject.draw(0),
-        subject.parameters,
-        [b.clone() for b in subject.buffers],
-    )
+    output = replace(subject, region=replace(subject.region, is_loss=False)).run(subject.draw(0))
     loss = pick_loss(output, subject.region.name)
     return pytree.tree_map(lambda leaf: torch.empty(0) if leaf is loss else None, output)
 

@@ -415,16 +415,16 @@ def joined_gradients(outcome: Outcome) -> list[Tensor]:
     return [torch.cat([torch.zeros(0), *(gradient.flatten() for gradient in outcome.parameter_gradients)])]
 
 
-def _gradients(outcome: Outcome) -> list[Tensor]:
-    return [*outcome.input_gradients, *outcome.parameter_gradients]
-
-
 def is_linear(subject: Subject, inputs: Sequence[Tensor], outcome: Outcome) -> bool:
     """Return whether backward of a multiple of the output gradients gives that multiple of the gradients in ``outcome``."""
-    gradients = joined_gradients(outcome) if subject.region.is_loss else _gradients(outcome)
-    for factor in (-3.0, 1e4):
-        scaled = outcome_of(subject, inputs, seed=1, factor=factor)
-        others = joined_gradients(scaled) if subject.region.is_loss else _gradients(scaled)
-        if not are_close([factor * g for g in gradients], others):
-            return False
-    return True
+
+    def gradients(of: Outcome) -> list[Tensor]:
+        return joined_gradients(of) if subject.region.is_loss else [*of.input_gradients, *of.parameter_gradients]
+
+    return all(
+        are_close(
+            [factor * g for g in gradients(outcome)],
+            gradients(outcome_of(subject, inputs, seed=1, factor=factor)),
+        )
+        for factor in (-3.0, 1e4)
+    )
