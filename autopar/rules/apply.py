@@ -23,13 +23,10 @@ from autopar.errors import InternalError, RuleError
 from autopar.graph.elements import unused
 from autopar.graph.graph import Argument, Block, Graph, Input, Layout, Op, Parameter, Ref, TensorSpec, digest
 from autopar.graph.rewrites import signature
-from autopar.plan.mesh import I, P, R, S, Type
+from autopar.plan.mesh import UNCHANGED, I, P, R, S, Type, conversion
 from autopar.rules.grammar import replicate
 from autopar.rules.local_calls import (
     BATCH,
-    UNCHANGED,
-    conversion,
-    emitted_arguments,
     layout_before,
     localize,
     part_of,
@@ -309,7 +306,7 @@ class _Sharding:
             raise InternalError(
                 f"On axis {self.axis} the tensor {ref} of type {current} cannot become {wanted}", where=place
             )
-        arguments: tuple[Argument, ...] = (ref, *emitted_arguments(self.axis, current, wanted))
+        arguments: tuple[Argument, ...] = (ref, self.axis, *change.arguments(current, wanted))
         target = change.target
         if self.is_batch:
             target, arguments = OVER_DATA, (ref, str(current), str(wanted))
