@@ -155,13 +155,17 @@ def _with_totals(
 
 
 def _drop_identities(builder: Builder, roots: frozenset[Ref]) -> None:
-    """Remove views to the same shape, which other passes leave."""
+    """Merge each view of a view into one, and remove views to the same shape, which other passes leave."""
     renamed: dict[Ref, Ref] = {}
     kept: list[Op] = []
     for op in builder.ops:
         op = op.with_operands(tuple(renamed.get(ref, ref) for ref in op.operands)) if renamed else op
         if op.target == "aten.view.default":
             source = op.operands[0]
+            producer = builder.producers.get(source.name)
+            if producer is not None and producer.target == "aten.view.default":
+                op = op.with_operands((producer.operands[0],))
+                source = op.operands[0]
             if builder.specs[source].shape == op.spec.shape and Ref(op.name) not in roots:
                 renamed[Ref(op.name)] = source
                 continue
