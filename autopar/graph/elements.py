@@ -1,7 +1,7 @@
 """The elements of a graph as plain data: references to tensors, operators, leaves, blocks, and the outputs of the model.
 
 Outputs of the model besides the loss do not affect the operators of the loss: plans are searched, priced and checked for the loss alone.
-An output refers to a value of the loss's operators if it equals one. Operators that only outputs need are in a separate list
+An output refers to a value of the loss's operators if it is one. Operators that only outputs need are in a separate list
 (:attr:`Outputs.ops`) and run on complete values.
 """
 

@@ -1,6 +1,6 @@
 """The outputs of a traced model besides its loss.
 
-Each output is a value of the finished graph if there is an equal one. But the passes over a graph fold, fuse and cut operators, and
+Each output is a value of the finished graph if that has it. But the passes over a graph fold, fuse and cut operators, and
 only the loss determines which operators it has. So the calls of the program that compute an output are recorded as well, back to
 values that the graph has.
 """
