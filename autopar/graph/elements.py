@@ -1,7 +1,7 @@
 """The elements of a graph as plain data: references to tensors, operators, leaves, blocks, and the outputs of the model.
 
 Outputs of the model besides the loss do not affect the operators of the loss: plans are searched, priced and checked for the loss alone.
-An output refers to a value of the loss's operators if it equals one. Operators that only outputs need are in a separate list
+An output refers to a value of the loss's operators if it is one. Operators that only outputs need are in a separate list
 (:attr:`Outputs.ops`) and run on complete values.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import count
 from math import prod
 from typing import Literal, TypeAlias
 
@@ -128,6 +129,11 @@ class Op:
         kwargs = tuple((key, map_refs(value, lambda _: next(new_refs))) for key, value in self.kwargs)
         return replace(self, args=args, kwargs=kwargs)
 
+    def with_argument(self, position: int, name: str, value: Argument) -> Op:
+        """Return the same call with another argument, which is given by position or by name; one that is not given is not added."""
+        args = tuple(value if i == position else arg for i, arg in enumerate(self.args))
+        return replace(self, args=args, kwargs=tuple((k, value if k == name else v) for k, v in self.kwargs))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
@@ -220,6 +226,17 @@ class Block:
     stop: int
     hash: str
     label: str
+
+
+def unused(hint: str, names: set[str]) -> str:
+    """Reserve and return a name that is not among ``names``: ``hint``, or ``hint`` with a number.
+
+    >>> unused("x", {"x", "x_1"})
+    'x_2'
+    """
+    name = next(name for i in count() if (name := f"{hint}_{i}" if i else hint) not in names)
+    names.add(name)
+    return name
 
 
 def map_refs(argument: Argument, change: Callable[[Ref], Argument]) -> Argument:

@@ -12,7 +12,6 @@ The choice depends only on the graph of one rank, so that the cost model and the
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import cast
 
@@ -61,10 +60,7 @@ DROPOUT_ARGUMENT = {
 def without_dropout(op: Op) -> Op:
     """Return the same call with a dropout probability of 0."""
     position = DROPOUT_ARGUMENT.get(op.target)
-    if position is None:
-        return op
-    args = tuple(0.0 if i == position else arg for i, arg in enumerate(op.args))
-    return replace(op, args=args, kwargs=tuple((k, 0.0 if k == "dropout_p" else v) for k, v in op.kwargs))
+    return op if position is None else op.with_argument(position, "dropout_p", 0.0)
 
 
 def is_attention(op: Op) -> bool:

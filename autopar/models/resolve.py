@@ -11,8 +11,6 @@ import difflib
 import importlib
 import inspect
 import sys
-import sysconfig
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +26,7 @@ from autopar.models.specs import FAMILIES, MeanSquareLoss, family_model, hugging
 from autopar.ops.opaque import without_dropout
 from autopar.plan.plan import Plan
 from autopar.tracing.batch import named_batch
-from autopar.tracing.failures import FAILURES
+from autopar.tracing.failures import FAILURES, user_line
 from autopar.tracing.trace import trace
 
 
@@ -269,7 +267,7 @@ def _import(spec: str) -> Callable[[], Any]:
         missing = isinstance(error, ModuleNotFoundError)
         raise UsageError(
             f"Cannot import module '{path}'",
-            where=spec if missing else f"{spec}, {_last_line(error)}",
+            where=spec if missing else _with_line(spec, error),
             got=f"{type(error).__name__}: {error}",
             fix="Start in the folder that holds it, or install it" if missing else "Correct that line of the module",
         ) from error
@@ -294,7 +292,7 @@ def _call(factory: Callable[[], Any], spec: str) -> tuple[torch.nn.Module, Any]:
     except (*USER_FAILURES, SystemExit) as error:
         raise UsageError(
             "The factory failed",
-            where=f"{spec}, {_last_line(error)}",
+            where=_with_line(spec, error),
             got=f"{type(error).__name__}: {error}",
             fix="Correct the factory: it runs without arguments and returns a model",
         ) from error
@@ -326,15 +324,12 @@ def _check_tensors(batch: Mapping[str, Any], spec: str) -> None:
             )
 
 
-def _last_line(error: BaseException) -> str:
-    """Return the line where user code failed: the innermost line outside installed packages and autopar, or else the innermost one."""
-    frames = traceback.extract_tb(error.__traceback__)
+def _with_line(spec: str, error: BaseException) -> str:
+    """Return a description with the line where user code failed."""
+    line = user_line(error, None)[0]
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{Path(error.filename).name}:{error.lineno}"
-    standard = sysconfig.get_paths()["stdlib"]
-    local = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(("<", standard))]
-    users = [f for f in local if Path(__file__).parents[1] not in Path(f.filename).parents] or frames
-    return f"{Path(users[-1].filename).name}:{users[-1].lineno}"
+        line = f"{error.filename}:{error.lineno}"
+    return f"{spec}, {Path(line).name}" if line else spec
 
 
 def _check_positions(model: torch.nn.Module, sequence_length: int | None, spec: str) -> None:

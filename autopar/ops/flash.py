@@ -123,6 +123,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> None:
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, block_lse: Tensor) -> None:
-    """Merge one more block of the same rows into ``out`` and the log-sum-exp ``lse``, in place."""
-    out.lerp_(part.to(out.dtype), torch.sigmoid(block_lse - lse).unsqueeze(-1))
+    """Merge one more block of the same rows into ``out`` and the log-sum-exp ``lse``, in place; -inf is that of a row that sees nothing."""
+    share = torch.sigmoid(block_lse - lse).nan_to_num(
+        0.0
+    )  # of a row that saw nothing so far, and sees nothing in this block
+    out.lerp_(part.to(out.dtype), share.unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, block_lse))

@@ -173,7 +173,7 @@ class Ring(torch.autograd.Function):
         q, pair, masks = _prepared(query, key, value, mask)
         num_rows = q.shape[-2]
         out = q.new_zeros((*q.shape[:-1], value.shape[-1]))
-        lse = q.new_full((*q.shape[:-1], 1), -math.inf)
+        lse = q.new_full(q.shape[:-1], -math.inf)
         for owner, block in work.rounds(pair):
             k, v = _unpacked(block, key, value, q.dtype)
             rows, cols = work.visible(owner, num_rows, k.shape[-2])
@@ -183,8 +183,8 @@ class Ring(torch.autograd.Function):
             sums = weights.sum(-1, keepdim=True)
             if work.dropout_p:
                 weights = weights * work.dropout_factors(weights, owner)
-            part = torch.matmul(weights, v[..., cols, :])
-            _merge(out[..., rows, :], lse[..., rows, :], part / sums.clamp_min(_TINY), largest + sums.log())
+            part = torch.matmul(weights, v[..., cols, :]) / sums.clamp_min(_TINY)
+            flash.merge(out[..., rows, :], lse[..., rows], part, (largest + sums.log()).squeeze(-1))
         result = out.reshape(*query.shape[:-1], value.shape[-1]).to(query.dtype)
         ctx.save_for_backward(query, key, value, mask, result, lse)
         return result
@@ -197,7 +197,7 @@ class Ring(torch.autograd.Function):
         num_rows = q.shape[-2]
         grad = gradients[0].to(q.dtype).reshape(*q.shape[:-1], value.shape[-1])
         inner = (grad * result.to(q.dtype).view_as(grad)).sum(-1, keepdim=True)
-        finite = torch.where(lse == -math.inf, 0.0, lse)
+        finite = torch.where(lse == -math.inf, 0.0, lse).unsqueeze(-1)
         dq, dpair = torch.zeros_like(q), torch.zeros_like(pair, dtype=q.dtype)
         dmask = torch.zeros_like(masks) if masks is not None and ctx.needs_input_grad[3] else None
         for owner, block in work.rounds(pair):
@@ -234,14 +234,6 @@ spmd_types.register_local_autograd_function(Ring)
 
 _TINY = 1e-30
 """The smallest divisor of a row: a row that sees nothing has a sum of zero, and its output is zero."""
-
-
-def _merge(out: Tensor, lse: Tensor, part: Tensor, block_lse: Tensor) -> None:
-    """Merge a normalised block into ``out`` in place. A log-sum-exp is -inf for a row that sees nothing."""
-    merged_lse = torch.logaddexp(lse, block_lse)
-    finite_lse = torch.where(merged_lse == -math.inf, 0.0, merged_lse)
-    out.mul_((lse - finite_lse).exp()).add_(part * (block_lse - finite_lse).exp())
-    lse.copy_(merged_lse)
 
 
 def _prepared(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from autopar.ops import collectives
 from autopar.ops.collectives import group
 from autopar.ops.plain import fixed_batch_norm, wide
-from autopar.plan.mesh import DATA_AXES, parse_type
+from autopar.plan.mesh import DATA_AXES, Type, conversion
 
 
 def embedding_vocabulary(weight: Tensor, ids: Tensor, axis: str, padding_idx: int = -1) -> Tensor:
@@ -365,22 +365,16 @@ def change_over_data(x: Tensor, source: str, target: str, *, micro_batch_weight:
     Returns:
         x in type ``target``.
     """
-    source_type, target_type = parse_type(source), parse_type(target)
+    source_type, target_type = Type.from_text(source), Type.from_text(target)
+    change = conversion(source_type, target_type, requires_grad=True)
+    assert change is not None, (source, target)
+    emitted, arguments = (
+        getattr(collectives, change.target.removeprefix("autopar.")),
+        change.arguments(source_type, target_type),
+    )
     if source_type.kind == "P":
         x = _counted(x, micro_batch_weight)
     axes = [axis for axis in DATA_AXES if group(axis).size() > 1]
     for axis in reversed(axes) if source_type.is_split else axes:
-        match source_type.kind, target_type.kind:
-            case "S", end:
-                x = collectives.all_gather(x, axis, source_type.dim, end)
-            case "P", "S":
-                x = collectives.reduce_scatter(x, axis, target_type.dim)
-            case "P", end:
-                x = collectives.all_reduce(x, axis, end)
-            case begin, "S":
-                x = collectives.shard(x, axis, target_type.dim, begin)
-            case begin, "P":
-                x = collectives.keep_on_first(x, axis, begin)
-            case _:
-                x = collectives.invariant_to_replicate(x, axis)
+        x = emitted(x, axis, *arguments)
     return _counted(x, 1 / micro_batch_weight) if target_type.kind == "P" and micro_batch_weight else x

@@ -13,7 +13,8 @@ The types are those of ``spmd-types`` (BSD-3); see docs/adr/0001-types.md.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from typing import Literal
@@ -164,8 +165,19 @@ class Type:
 
     @staticmethod
     def from_text(text: str) -> Type:
-        """Return the type that is written so; see :func:`parse_type`."""
-        return parse_type(text)
+        """Return the type that is written ``I``, ``R``, ``P`` or ``S(d)``.
+
+        >>> Type.from_text("S(1)")
+        S(1)
+
+        Raises:
+            UsageError: for any other text.
+        """
+        if text in ("I", "R", "P"):
+            return {"I": I, "R": R, "P": P}[text]
+        if match := re.fullmatch(r"S\((\d+)\)", text):
+            return S(int(match[1]))
+        raise UsageError(f"Unknown type '{text}'", fix="Write I, R, P or S(d), for example S(0)")
 
     def __str__(self) -> str:
         return f"S({self.dim})" if self.kind == "S" else self.kind
@@ -201,17 +213,65 @@ def S(dim: int) -> Type:  # noqa: N802  the field's name for the type
     return Type("S", dim)
 
 
-def parse_type(text: str) -> Type:
-    """Return the type that is written ``I``, ``R``, ``P`` or ``S(d)``.
+# --- changes of type
+# The table follows ``spmd-types`` and the operators f and g of Megatron; see docs/adr/0001-types.md. For a tensor without gradient nothing
+# moves backward, and I and R are the same.
 
-    >>> parse_type("S(1)")
-    S(1)
 
-    Raises:
-        UsageError: for any other text.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """How one type becomes another on one axis.
+
+    Attributes:
+        target: the operator in emitted code, ``autopar.NAME``; empty if nothing is emitted.
+        forward: the collective that it runs forward, or None.
+        backward: the collective that it runs backward, or None.
+        arguments: gives the arguments of the operator after the tensor and the axis, from the type before and the type after.
     """
-    if text in ("I", "R", "P"):
-        return {"I": I, "R": R, "P": P}[text]
-    if match := re.fullmatch(r"S\((\d+)\)", text):
-        return S(int(match[1]))
-    raise UsageError(f"Unknown type '{text}'", fix="Write I, R, P or S(d), for example S(0)")
+
+    target: str
+    forward: str | None
+    backward: str | None
+    arguments: Callable[[Type, Type], tuple[str | int, ...]]
+
+
+UNCHANGED = Conversion(target="", forward=None, backward=None, arguments=lambda _, __: ())
+"""The conversion between equal types, and between I and R without gradient."""
+
+
+def _change(
+    name: str, forward: str | None, backward: str | None, arguments: Callable[[Type, Type], tuple[str | int, ...]]
+) -> Conversion:
+    return Conversion(target=f"autopar.{name}", forward=forward, backward=backward, arguments=arguments)
+
+
+_CHANGES = {
+    ("I", "R"): _change("invariant_to_replicate", None, "all_reduce", lambda _, __: ()),
+    ("I", "S"): _change("shard", None, "all_gather", lambda before, after: (after.dim, before.kind)),
+    ("I", "P"): _change("keep_on_first", None, None, lambda before, _: (before.kind,)),
+    ("R", "S"): _change("shard", None, None, lambda before, after: (after.dim, before.kind)),
+    ("R", "P"): _change("keep_on_first", None, None, lambda before, _: (before.kind,)),
+    ("S", "R"): _change("all_gather", "all_gather", "reduce_scatter", lambda before, after: (before.dim, after.kind)),
+    ("S", "I"): _change("all_gather", "all_gather", None, lambda before, after: (before.dim, after.kind)),
+    ("S", "S"): _change("all_to_all", "all_to_all", "all_to_all", lambda before, after: (after.dim, before.dim)),
+    ("P", "I"): _change("all_reduce", "all_reduce", None, lambda _, after: (after.kind,)),
+    ("P", "R"): _change("all_reduce", "all_reduce", "all_reduce", lambda _, after: (after.kind,)),
+    ("P", "S"): _change("reduce_scatter", "reduce_scatter", "all_gather", lambda _, after: (after.dim,)),
+}
+"""The changes by the kinds before and after. Their operators are functions of :mod:`autopar.ops.collectives`."""
+
+
+def conversion(source: Type, target: Type, *, requires_grad: bool) -> Conversion | None:
+    """Return the change from ``source`` to ``target``; None if there is none (R to I with a gradient, S to P).
+
+    Equal types give a conversion that does nothing.
+
+    >>> conversion(S(1), R, requires_grad=True).backward
+    'reduce_scatter'
+    >>> conversion(R, I, requires_grad=True) is None
+    True
+    """
+    if source == target or (not requires_grad and {source.kind, target.kind} <= {"I", "R"}):
+        return UNCHANGED
+    change = _CHANGES.get((source.kind, target.kind))
+    return change if change is None or requires_grad else replace(change, backward=None)

@@ -20,15 +20,13 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from autopar.errors import InternalError, RuleError
+from autopar.graph.elements import unused
 from autopar.graph.graph import Argument, Block, Graph, Input, Layout, Op, Parameter, Ref, TensorSpec, digest
 from autopar.graph.rewrites import signature
-from autopar.plan.mesh import I, P, R, S, Type
+from autopar.plan.mesh import UNCHANGED, I, P, R, S, Type, conversion
 from autopar.rules.grammar import replicate
 from autopar.rules.local_calls import (
     BATCH,
-    UNCHANGED,
-    conversion,
-    emitted_arguments,
     layout_before,
     localize,
     part_of,
@@ -308,13 +306,14 @@ class _Sharding:
             raise InternalError(
                 f"On axis {self.axis} the tensor {ref} of type {current} cannot become {wanted}", where=place
             )
-        arguments: tuple[Argument, ...] = (ref, *emitted_arguments(self.axis, current, wanted))
+        arguments: tuple[Argument, ...] = (ref, self.axis, *change.arguments(current, wanted))
         target = change.target
         if self.is_batch:
             target, arguments = OVER_DATA, (ref, str(current), str(wanted))
         elif self.is_zigzag and (current.is_split or wanted.is_split) and not self._is_leaf_part(ref, current):
             target = target.replace("autopar.", "autopar.zigzag_")
-        name = self._name(f"{origin.name}_{self.axis}_{wanted.kind}{wanted.dim if wanted.is_split else ''}")
+        kind = f"{wanted.kind}{wanted.dim if wanted.is_split else ''}"
+        name = unused(f"{origin.name}_{self.axis}_{kind}", self.names)
         unsplit = self.graph.spec(ref) if current.is_split else spec
         local = self._local(unsplit, wanted, place)
         section.ops.append(
@@ -344,14 +343,6 @@ class _Sharding:
 
     def _part(self, spec: TensorSpec, kind: Type, place: str) -> TensorSpec:
         return part_of(spec, kind, self.typing.size, place, axis=self.axis)
-
-    def _name(self, wanted: str) -> str:
-        name, count = wanted, 1
-        while name in self.names:
-            count += 1
-            name = f"{wanted}_{count}"
-        self.names.add(name)
-        return name
 
     def _module(self, ref: Ref) -> str:
         producer = self.graph.producer(ref)

@@ -1,6 +1,6 @@
 """Checks rules by execution: every strategy of a call runs forward and backward on several ranks and is compared with one device.
 
-Ranks are threads of this process. Operands are cut from full tensors by their types; outputs and gradients are put together by theirs:
+Ranks run in this process. Operands are cut from full tensors by their types; outputs and gradients are put together by theirs:
 
 | type | operand of a rank      | output                    | cotangent of a rank | gradient                |
 |------|------------------------|---------------------------|---------------------|-------------------------|
@@ -12,17 +12,14 @@ Ranks are threads of this process. Operands are cut from full tensors by their t
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from fractions import Fraction
 from itertools import count
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -39,8 +36,8 @@ RTOL = 1e-9
 """Relative and absolute tolerance of comparisons in float64; sums in another order differ by far less."""
 FAILURES = (RuntimeError, IndexError, ValueError, TypeError)
 """The exceptions of operators that refuse their operands; ``NotImplementedError`` is a ``RuntimeError``."""
-_SERIAL = count()
-_C10D: Any = torch._C._distributed_c10d  # groups among threads: torch has no public way
+Together = Callable[[Callable[[int, object], None], int], None]
+"""Calls a function with the number of each of so many ranks and its process group, all at the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +50,7 @@ class _Dense:
     gradients: tuple[Tensor | None, ...]
 
 
-def verify_rule(
+def verify_rule(  # noqa: PLR0913  what a check depends on
     op: Op,
     operands: Sequence[Tensor],
     *,
@@ -63,6 +60,7 @@ def verify_rule(
     strategies: Iterable[Strategy] | None = None,
     seed: int = 0,
     zigzag: bool = False,
+    together: Together | None = None,
 ) -> list[str]:
     """Run every strategy of a call on ``size`` ranks and compares it with one device.
 
@@ -76,6 +74,8 @@ def verify_rule(
         seed: the seed of random summands and cotangents.
         zigzag: whether to cut and join in zig-zag order, and check only strategies that are possible beside ring attention
             (:mod:`autopar.rules.strategy`). Ring attention itself is always checked in this order.
+        together: runs the ranks of strategies whose operators communicate, which those of declared and of found lines never do. Without
+            it ranks run one after the other.
 
     Returns:
         One line for each strategy that fails. Of strategies that draw random numbers only shapes are checked.
@@ -94,7 +94,8 @@ def verify_rule(
         if zigzag and not _is_zigzag_safe(strategy, dense, size):
             continue
         try:
-            problem = _check(op, dense, strategy, axis, size, generator, zigzag=zigzag or strategy.target == RING)
+            is_zigzag = zigzag or strategy.target == RING
+            problem = _check(op, dense, strategy, axis, size, generator, zigzag=is_zigzag, together=together)
         except (RuleError, *FAILURES) as error:
             problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         if problem:
@@ -165,7 +166,15 @@ def _is_zigzag_safe(strategy: Strategy, dense: _Dense, size: int) -> bool:
 
 
 def _check(
-    op: Op, dense: _Dense, strategy: Strategy, axis: str, size: int, generator: torch.Generator, *, zigzag: bool
+    op: Op,
+    dense: _Dense,
+    strategy: Strategy,
+    axis: str,
+    size: int,
+    generator: torch.Generator,
+    *,
+    zigzag: bool,
+    together: Together | None,
 ) -> str:
     """Return what is wrong with one strategy; empty if nothing is."""
     operands = [_parts(x, t, size, generator, zigzag) for x, t in zip(dense.operands, strategy.inputs, strict=True)]
@@ -186,16 +195,16 @@ def _check(
     outputs: list[tuple[Tensor, ...]] = [()] * size
     gradients: list[tuple[Tensor | None, ...]] = [()] * size
 
-    def rank(index: int, group: dist.ProcessGroup | None) -> None:
+    def rank(index: int, group: object) -> None:
         inputs = [pieces[index] for pieces in operands]
         outputs[index] = call(local_call, inputs, None if group is None else (axis, group))
         rank_cotangents = [pieces[index] for pieces in cotangents]
         gradients[index] = _gradients(inputs, outputs[index], rank_cotangents)
 
-    if axis in local_call.args or axis in (value for _, value in local_call.kwargs):
+    if together is not None and (axis in local_call.args or axis in (value for _, value in local_call.kwargs)):
         # seeded once for all threads: threads that each seed the one generator would wait for each other forever
         with _same_random_numbers():
-            _in_threads(rank, size)
+            together(rank, size)
     else:
         for index in range(size):
             with _same_random_numbers():
@@ -269,51 +278,6 @@ def _same_random_numbers() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # torch.manual_seed would query every kind of device
         yield
-
-
-def _in_threads(rank: Any, size: int) -> None:
-    """Run ``rank(index, group)`` on threads that form a gloo group.
-
-    No rank begins before all are connected: a rank that has finished closes its connections, and others might still wait for them.
-    """
-    store = _C10D.HashStore()
-    errors: list[BaseException] = []
-    connected = threading.Barrier(size)
-    serial = next(_SERIAL)
-
-    def body(index: int) -> None:
-        name = f"autopar-verify-{serial}-{index}"
-        try:
-            group = _gloo(store, index, size, name)
-            connected.wait(timeout=60.0)
-            rank(index, group)
-        except FAILURES as error:
-            errors.append(error)
-            connected.abort()
-        finally:
-            _C10D._unregister_process_group(name)
-
-    threads = [threading.Thread(target=body, args=(index,)) for index in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-
-
-def _gloo(store: Any, rank: int, size: int, name: str) -> dist.ProcessGroup:
-    """Return a group among threads of this process; only the registry of functional collectives knows it."""
-    kind = _C10D.ProcessGroup.BackendType.GLOO
-    options = _C10D.ProcessGroupGloo._Options()
-    options._devices = [_C10D.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    options._timeout = timedelta(seconds=20)
-    group: dist.ProcessGroup = _C10D.ProcessGroup(store, rank, size)
-    group._register_backend(torch.device("cpu"), kind, _C10D.ProcessGroupGloo(store, rank, size, options))
-    group._set_default_backend(kind)
-    group._set_group_name(name)  # type: ignore[arg-type]
-    _C10D._register_process_group(name, group)
-    return group
 
 
 SIZES = (2, 4)

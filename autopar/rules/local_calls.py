@@ -1,13 +1,9 @@
-"""What one rank calls: its part of a tensor, changes of a tensor's type, literals rewritten for local shapes, and its share of experts.
-
-The table of changes follows ``spmd-types`` and the operators f and g of Megatron; see docs/adr/0001-types.md. For a tensor without
-gradient nothing moves backward, and I and R are the same.
-"""
+"""What one rank calls: its part of a tensor, literals rewritten for local shapes, and its share of experts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from math import prod
 from typing import cast
@@ -45,14 +41,7 @@ def localize(op: Op, strategy: Strategy, local: Local, layouts: tuple[Layout, ..
 
 def _shape_at(position: int, name: str) -> Localizer:
     """Return a localizer for calls that give the shape of the output as a literal, by position or by name."""
-
-    def write(op: Op, strategy: Strategy, local: Local) -> Op:
-        shape = local.outputs[0].shape
-        if position < len(op.args):
-            return replace(op, args=(*op.args[:position], shape, *op.args[position + 1 :]))
-        return replace(op, kwargs=tuple((key, shape if key == name else value) for key, value in op.kwargs))
-
-    return write
+    return lambda op, strategy, local: op.with_argument(position, name, local.outputs[0].shape)
 
 
 def _slice(op: Op, strategy: Strategy, local: Local) -> Op:
@@ -118,12 +107,7 @@ def _batch_norm(op: Op, strategy: Strategy, local: Local) -> Op:
 def _convolution(op: Op, strategy: Strategy, local: Local) -> Op:
     """Pass the number of groups that the rank has."""
     images, weight = local.outputs[0] if "transpose" in op.target else local.operands[0], local.operands[1]
-    groups = images.shape[len(images.shape) - len(weight.shape) + 1] // weight.shape[1]
-    if groups == argument(op, 6, "groups", 1):
-        return op
-    if len(op.args) > 6:
-        return replace(op, args=(*op.args[:6], groups, *op.args[7:]))
-    return replace(op, kwargs=tuple((key, groups if key == "groups" else value) for key, value in op.kwargs))
+    return op.with_argument(6, "groups", images.shape[len(images.shape) - len(weight.shape) + 1] // weight.shape[1])
 
 
 CONVOLUTIONS = aten_targets(
@@ -218,80 +202,6 @@ def part_of(spec: TensorSpec, kind: Type, size: Fraction, place: str, *, axis: s
         )
     shape = (*spec.shape[: kind.dim], part, *spec.shape[kind.dim + 1 :])
     return TensorSpec(shape=shape, dtype=spec.dtype, requires_grad=spec.requires_grad)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversion:
-    """How one type becomes another on one axis.
-
-    Attributes:
-        target: the operator in emitted code, ``autopar.NAME``; empty if nothing is emitted.
-        forward: the collective that it runs forward, or None.
-        backward: the collective that it runs backward, or None.
-    """
-
-    target: str
-    forward: str | None
-    backward: str | None
-
-
-UNCHANGED = Conversion(target="", forward=None, backward=None)
-"""The conversion between equal types, and between I and R without gradient."""
-
-_TABLE: dict[tuple[str, str], Conversion] = {
-    ("I", "R"): Conversion(target="autopar.invariant_to_replicate", forward=None, backward="all_reduce"),
-    ("I", "S"): Conversion(target="autopar.shard", forward=None, backward="all_gather"),
-    ("I", "P"): Conversion(target="autopar.keep_on_first", forward=None, backward=None),
-    ("R", "S"): Conversion(target="autopar.shard", forward=None, backward=None),
-    ("R", "P"): Conversion(target="autopar.keep_on_first", forward=None, backward=None),
-    ("S", "R"): Conversion(target="autopar.all_gather", forward="all_gather", backward="reduce_scatter"),
-    ("S", "I"): Conversion(target="autopar.all_gather", forward="all_gather", backward=None),
-    ("S", "S"): Conversion(target="autopar.all_to_all", forward="all_to_all", backward="all_to_all"),
-    ("P", "I"): Conversion(target="autopar.all_reduce", forward="all_reduce", backward=None),
-    ("P", "R"): Conversion(target="autopar.all_reduce", forward="all_reduce", backward="all_reduce"),
-    ("P", "S"): Conversion(target="autopar.reduce_scatter", forward="reduce_scatter", backward="all_gather"),
-}
-
-
-def conversion(source: Type, target: Type, *, requires_grad: bool) -> Conversion | None:
-    """Return the change from ``source`` to ``target``; None if there is none (R to I with a gradient, S to P).
-
-    Equal types give a conversion that does nothing.
-
-    >>> from autopar.plan.mesh import I, R, S
-    >>> conversion(S(1), R, requires_grad=True).backward
-    'reduce_scatter'
-    >>> conversion(R, I, requires_grad=True) is None
-    True
-    """
-    if source == target or (not requires_grad and {source.kind, target.kind} <= {"I", "R"}):
-        return UNCHANGED
-    change = _TABLE.get((source.kind, target.kind))
-    return change if change is None or requires_grad else replace(change, backward=None)
-
-
-def emitted_arguments(axis: str, source: Type, target: Type) -> tuple[str | int, ...]:
-    """Return the arguments after the tensor in emitted code: the axis, then dims, then a type where the operator needs one.
-
-    shard(x, axis, dim, from), all_gather(x, axis, dim, to), reduce_scatter(x, axis, dim),
-    all_to_all(x, axis, split_dim_after, gathered_dim), all_reduce(x, axis, to),
-    invariant_to_replicate(x, axis), keep_on_first(x, axis, from).
-    """
-    match source.kind, target.kind:
-        case (("I" | "R"), "S"):
-            return (axis, target.dim, source.kind)
-        case (("I" | "R"), "P"):
-            return (axis, source.kind)
-        case "S", "S":
-            return (axis, target.dim, source.dim)
-        case "S", _:
-            return (axis, source.dim, target.kind)
-        case "P", "S":
-            return (axis, target.dim)
-        case "P", _:
-            return (axis, target.kind)
-        case _:
-            return (axis,)
 
 
 # --- experts of mixtures over data ranks ----------------------------------------------------------

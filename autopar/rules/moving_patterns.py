@@ -17,7 +17,7 @@ from autopar.errors import RuleError
 from autopar.graph.aliasing import dim_groups
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec
 from autopar.ops.kernels import aten_targets
-from autopar.plan.mesh import parse_type
+from autopar.plan.mesh import Type
 from autopar.rules.grammar import Labels, Pattern
 
 Specs = tuple[TensorSpec, ...]
@@ -200,7 +200,7 @@ def paste(op: Op, operands: Specs) -> Pattern:
 
 def change_over_data(op: Op, operands: Specs) -> Pattern:
     """Return a change of type over the data axes: it is linear, and other axes do not split the dims that it splits or gathers."""
-    kinds = (parse_type(cast("str", argument(op, i, ""))) for i in (1, 2))
+    kinds = (Type.from_text(cast("str", argument(op, i, ""))) for i in (1, 2))
     return same_dims(op, operands, [kind.dim for kind in kinds if kind.is_split])
 
 

@@ -18,6 +18,7 @@ from typing import cast
 
 from autopar.errors import RuleError
 from autopar.graph.aliasing import dim_groups
+from autopar.graph.elements import unused
 from autopar.graph.graph import Argument, Graph, Op, Ref, TensorSpec
 from autopar.ops.kernels import aten_targets
 from autopar.rules.grammar import Pattern
@@ -134,16 +135,10 @@ class _Ordering:
     def _emit(self, like: Op, target: str, args: tuple[Argument, ...], shape: Sequence[int], name: str = "") -> Ref:
         """Append an operator that moves the elements of ``args[0]``, on behalf of ``like``, and return its value."""
         source = self.specs[cast("Ref", args[0])]
-        new = name or self._unique(f"{like.name}_by_sample")
+        new = name or unused(f"{like.name}_by_sample", self.names)
         outputs = (replace(source, shape=tuple(shape)),)
         self._put(Op(name=new, target=target, args=args, outputs=outputs, module=like.module, source=like.source))
         return Ref(new)
-
-    def _unique(self, hint: str) -> str:
-        number = next(i for i in range(len(self.names) + 1) if (f"{hint}_{i}" if i else hint) not in self.names)
-        name = f"{hint}_{number}" if number else hint
-        self.names.add(name)
-        return name
 
     def _view(self, like: Op, source: Ref, shape: Sequence[int], name: str = "") -> Ref:
         """Return ``source`` in another shape; a view of a view reads the source of the first one."""
@@ -302,7 +297,7 @@ class _Ordering:
             piece = self._ordered(op, ref, Rows(dim, outer, inner))
             pieces.append(self._view(op, piece, (*shape[:dim], self.samples, outer, inner, *shape[dim + 1 :])))
         full = (*shape[:dim], self.samples, rows.outer, inner, *shape[dim + 1 :])
-        new = replace(op, name=self._unique(f"{op.name}_by_sample"), args=(tuple(pieces), dim + 1),
+        new = replace(op, name=unused(f"{op.name}_by_sample", self.names), args=(tuple(pieces), dim + 1),
                       outputs=(replace(op.spec, shape=full),))  # fmt: skip
         self._put(new)
         self._view(op, Ref(new.name), shape, op.name)

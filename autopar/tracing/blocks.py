@@ -45,14 +45,12 @@ class _Context:
         specs: The spec of each tensor that they read or produce.
         parameters: The names that are parameters.
         last_use: The position of the last reader of each value; ``len(ops)`` for the loss.
-        tokens: A number for each operator. Equal numbers mean equal calls up to the wiring.
     """
 
     ops: Sequence[Op]
     specs: Mapping[Ref, TensorSpec]
     parameters: frozenset[str]
     last_use: Mapping[Ref, int]
-    tokens: npt.NDArray[np.int64]
 
 
 def find_blocks(
@@ -70,10 +68,8 @@ def find_blocks(
     for i, op in enumerate(ops):
         for ref in op.operands:
             last_use[ref] = max(i, last_use.get(ref, 0))
-    ids: dict[object, int] = {}
-    tokens = [ids.setdefault(_token(op, specs, parameters), len(ids)) for op in ops]
-    context = _Context(ops, specs, parameters, last_use, np.asarray(tokens, dtype=np.int64))
-    spans = _partition(context, 0, len(ops))
+    context = _Context(ops, specs, parameters, last_use)
+    spans = _partition(context)
     spans = spans if len(spans) > 1 else _by_name(context)
     labels = _labels(ops, spans)
     hashes = [_hash(context, start, stop) for start, stop in spans]
@@ -133,30 +129,20 @@ def _spec_text(spec: TensorSpec) -> str:
     return f"{spec.shape} {spec.dtype} {spec.requires_grad}"
 
 
-def _token(op: Op, specs: Mapping[Ref, TensorSpec], parameters: frozenset[str]) -> tuple[object, ...]:
-    """Return the identity of a call up to its position and wiring."""
-
-    def described(ref: Ref) -> Argument:
-        kind = "parameter" if ref.name in parameters else "value"
-        return f"{kind} {_spec_text(specs[ref])}"
-
-    args = tuple(map_refs(arg, described) for arg in _essential(op, is_exact=False))
-    kwargs = tuple((key, map_refs(value, described)) for key, value in op.kwargs)
-    return (op.target, args, kwargs, tuple(_spec_text(s) for s in op.outputs))
-
-
 # --- the search -----------------------------------------------------------------------------------
 
 
-def _partition(context: _Context, start: int, stop: int) -> list[tuple[int, int]]:
-    """Partition ``start:stop`` into ranges of operators, in order."""
+def _partition(context: _Context) -> list[tuple[int, int]]:
+    """Partition the operators into ranges, in order."""
+    # A number for each operator. Equal numbers mean equal calls up to the wiring.
+    _, tokens = np.unique([_hash(context, i, i + 1) for i in range(len(context.ops))], return_inverse=True)
     spans: list[tuple[int, int]] = []
-    stack = [(start, stop)]  # not recursive, because a graph can have more ranges than Python's recursion limit
+    stack = [(0, len(tokens))]  # not recursive, because a graph can have more ranges than Python's recursion limit
     while stack:
         low, high = stack.pop()
         if low >= high:
             continue
-        repeat = _best_repeat(context, low, high)
+        repeat = _best_repeat(context, tokens, low, high)
         if repeat is None:
             spans.extend(_by_module(context, low, high))
             continue
@@ -168,16 +154,15 @@ def _partition(context: _Context, start: int, stop: int) -> list[tuple[int, int]
     return sorted(spans)
 
 
-def _best_repeat(context: _Context, low: int, high: int) -> tuple[int, int, int] | None:
+def _best_repeat(context: _Context, tokens: npt.NDArray[np.int64], low: int, high: int) -> tuple[int, int, int] | None:
     """Return (first, period, count) of the verified repeat that covers most of ``low:high``, with the shortest such period.
 
     ``first`` is the position of its first operator. None if there is no repeat.
     """
-    tokens = context.tokens[low:high]
     candidates = [
         (-(length // period) * period, period, low + begin, length)
-        for period in _periods(tokens)
-        for begin, length in _runs(tokens, period)
+        for period in _periods(tokens[low:high])
+        for begin, length in _runs(tokens[low:high], period)
     ]
     for _, period, begin, length in sorted(candidates)[: 4 * _CANDIDATES]:
         verified = _verified(context, begin, period, length)

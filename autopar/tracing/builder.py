@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from autopar.graph.elements import collect_refs
+from autopar.graph.elements import collect_refs, unused
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec, map_refs
 from autopar.ops.kernels import resolve
 
@@ -117,13 +117,7 @@ class Builder:
     def unique(self, hint: str) -> str:
         """Reserve and return an unused Python identifier that resembles ``hint``."""
         base = re.sub(r"\W", "_", hint)
-        base = f"_{base}" if base[:1].isdigit() else base or "value"
-        name, suffix = base, 0
-        while name in self.names:
-            suffix += 1
-            name = f"{base}_{suffix}"
-        self.names.add(name)
-        return name
+        return unused(f"_{base}" if base[:1].isdigit() else base or "value", self.names)
 
     def leaf(self, name: str, spec: TensorSpec) -> Ref:
         """Register an input, a parameter or a buffer and return a reference to it."""

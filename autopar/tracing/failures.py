@@ -10,6 +10,7 @@ import inspect
 import io
 import linecache
 import logging
+import os
 import re
 import sysconfig
 import traceback
@@ -41,19 +42,21 @@ FAILURES = (
 NO_AUTOCAST = "Disabling autocast"
 """A part of the warning by which torch says that it disables an autocast, because this machine lacks the device type."""
 
-PACKAGE_FOLDER, TORCH_FOLDER = (str(Path(file).parent) for file in (Path(__file__).parent, torch.__file__))
-"""Folders of autopar and of torch. Their lines are not lines of the model."""
+PACKAGE_FOLDER, TORCH_FOLDER = (f"{Path(file).parent}{os.sep}" for file in (Path(__file__).parent, torch.__file__))
+"""Folders of autopar and of torch, with a separator at the end: torchvision's begins alike. Their lines are not lines of the model."""
 
 EXPORTS = "The model cannot be traced by torch.export"
 NO_VALUES = "depends on the values of tensors, which cannot be traced"
 """Texts by which other modules recognise an error. Another batch, or a separate module for the line, may avoid these problems."""
 
 _DEPENDENT = (
-    *("data-dependent", "Could not guard", "Could not extract specialized integer", "unbacked", "u0"),
+    *("data-dependent", "Could not guard", "Could not extract specialized integer", "unbacked"),
     *("SymInt", "SymFloat", "SymBool"),  # sizes are numbers here, so this is a value that code formats or passes on
     *(".numpy() is not supported", "but got FakeTensor"),  # a tensor passed to numpy, or where a number is expected
 )
-"""Parts of messages by which an exception says that it needs the values of tensors."""
+"""Parts of messages by which an exception says that it needs the values of tensors; so does :data:`_UNKNOWN`."""
+_UNKNOWN = re.compile(r"\bu\d+\b")
+"""The name that an export gives to a number which depends on values: ``u0``."""
 _SKIPS_LAYERS = "Set layerdrop to 0 (in transformers: config.layerdrop, encoder_layerdrop and decoder_layerdrop), so that no layer is skipped at random"
 _FACTORY = "a factory `package.module:factory` that returns (model, example inputs)"
 
@@ -61,17 +64,8 @@ _FACTORY = "a factory `package.module:factory` that returns (model, example inpu
 @contextmanager
 def quiet() -> Iterator[None]:
     """Suppress warnings, logs and prints of an export, which writes unfinished graphs to stderr, and of the model that it runs."""
-    names = (
-        "torch.export",
-        "torch.fx",
-        "torch._dynamo",
-        "torch.fx.experimental",
-        "torch._subclasses.fake_tensor",
-        "transformers",
-    )
-    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
-    for logger in levels:
-        logger.setLevel(logging.CRITICAL)
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings(), redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
@@ -79,8 +73,7 @@ def quiet() -> Iterator[None]:
             warnings.filterwarnings("error", f".*{NO_AUTOCAST}", UserWarning)
             yield
     finally:
-        for logger, level in levels.items():
-            logger.setLevel(level)
+        logging.disable(before)
 
 
 def not_copied(error: BaseException, model: torch.nn.Module) -> TraceError:
@@ -122,7 +115,7 @@ def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
             where=place,
             fix="Use torch.nn.functional.scaled_dot_product_attention with a mask (in transformers: attn_implementation='sdpa')",
         )
-    if "DataDependent" in type(error).__name__ or any(word in text for word in _DEPENDENT):
+    if "DataDependent" in type(error).__name__ or any(word in text for word in _DEPENDENT) or _UNKNOWN.search(text):
         return TraceError(
             f"`{line}` {NO_VALUES}" if line else f"The model {NO_VALUES}",
             where=place,
@@ -194,7 +187,7 @@ def source_of(node: torch.fx.Node) -> str:
     """
     for path, line in reversed(_lines_of(node)):
         # Decomposing runs generated code, whose file is "<...>".
-        if "/torch/" not in path and not path.startswith(("<", str(Path(__file__).parent))):
+        if not path.startswith((TORCH_FOLDER, "<", str(Path(__file__).parent))):
             return f"{path.rsplit('/', 1)[-1]}:{line}"
     return ""
 
@@ -220,12 +213,12 @@ def _lines_of_failed_node(error: BaseException) -> list[tuple[str, int]]:
     return _lines_of(nodes[-1]) if nodes else []
 
 
-def user_line(error: BaseException, model: torch.nn.Module) -> tuple[str, str]:
+def user_line(error: BaseException, model: torch.nn.Module | None) -> tuple[str, str]:
     """Return the line of user code that raised ``error``, as ``file.py:12`` with the full path of the file, and the text of that line.
 
     The line is the last frame in the file of the model's class or in another file outside of libraries. If there is none, it is the last
     frame outside of torch, of this package and of the standard library. If there is none either, it is the name of the model's class,
-    and the text is empty.
+    or empty without a model, and the text is empty.
     """
     try:
         home = inspect.getsourcefile(type(model)) or ""
@@ -239,5 +232,5 @@ def user_line(error: BaseException, model: torch.nn.Module) -> tuple[str, str]:
     users = [f for f in outside if f[0] == home or ("site-packages" not in f[0] and "/lib/python" not in f[0])]
     file, line = (users or outside or [("", 0)])[-1]
     if not file:
-        return type(model).__name__, ""
+        return "" if model is None else type(model).__name__, ""
     return f"{file}:{line}", linecache.getline(file, line).strip()

@@ -33,6 +33,7 @@ from autopar.tracing.opaque_trials import (
     Unclear,
     are_close,
     gradients_of,
+    halves,
     is_integer,
     is_linear,
     joined_gradients,
@@ -85,13 +86,7 @@ def examine(subject: Subject, batch_size: int, known: dict[object, Samples], *, 
 
 def _with_loss_alone(subject: Subject) -> Any:
     """Return what the whole model returns, with an empty tensor for its loss and None for everything else."""
-    output = run(
-        replace(subject.region, is_loss=False),
-        subject.call,
-        subject.draw(0),
-        subject.parameters,
-        [b.clone() for b in subject.buffers],
-    )
+    output = replace(subject, region=replace(subject.region, is_loss=False)).run(subject.draw(0))
     loss = pick_loss(output, subject.region.name)
     return pytree.tree_map(lambda leaf: torch.empty(0) if leaf is loss else None, output)
 
@@ -130,13 +125,13 @@ def _loss_apart(trial: Subject, batch_size: int) -> dict[str, Any]:
         if not weights:
             break
         both = trial.draw(number, dims)
-        whole, *parts = (outcome_of(trial, x, seed=3) for x in (both, *_halves(both, dims)))
+        whole, *parts = (outcome_of(trial, x, seed=3) for x in (both, *halves(both, dims)))
         values = [[loss := o.outputs[0], joined_gradients(o)[0] / output_gradient(loss)] for o in (whole, *parts)]
         weights = _fitting(weights, both, dims, values)
     for both in _unusual(trial, dims) if weights else ():
         try:
             with torch.no_grad():
-                values = [list(outcome_of(trial, x, seed=3).outputs) for x in (both, *_halves(both, dims))]
+                values = [list(outcome_of(trial, x, seed=3).outputs) for x in (both, *halves(both, dims))]
         except (Unclear, *FAILURES):  # no number for this input
             continue
         if all(loss.isfinite() for row in values for loss in row):
@@ -221,12 +216,6 @@ def _unusual(trial: Subject, dims: Sequence[int | None]) -> Iterator[list[Tensor
             yield both
 
 
-def _halves(both: Sequence[Tensor], dims: Sequence[int | None]) -> list[list[Tensor]]:
-    """Return the two halves of two batches in a row."""
-    pairs = [(x, x) if d is None else x.detach().chunk(2) for x, d in zip(both, dims, strict=True)]
-    return [[pair[half] for pair in pairs] for half in (0, 1)]
-
-
 def _fitting(
     weights: Sequence[Weight | None],
     both: Sequence[Tensor],
@@ -242,7 +231,7 @@ def _fitting(
     found = []
     for weight in weights:
         counts = (
-            [1.0, 1.0] if weight is None else [float(weights_of(weight, half).sum()) for half in _halves(both, dims)]
+            [1.0, 1.0] if weight is None else [float(weights_of(weight, half).sum()) for half in halves(both, dims)]
         )
         if min(counts) <= 0:
             continue

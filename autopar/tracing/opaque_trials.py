@@ -363,12 +363,7 @@ def _output_dims(subject: Subject, dims: tuple[int | None, ...]) -> tuple[int, .
     output_dims: tuple[int, ...] | None = None
     for number in range(DRAWS):
         batch = subject.draw(number, dims)
-        halves = [
-            [x if d is None else x.narrow(d, half * x.shape[d] // 2, x.shape[d] // 2).detach() for x, d in zip(batch, dims, strict=True)]
-            for half in (0, 1)
-        ]  # fmt: skip
-        whole = outcome_of(subject, batch, seed=3)
-        first, second = (outcome_of(subject, half, seed=3) for half in halves)
+        whole, first, second = (outcome_of(subject, x, seed=3) for x in (batch, *halves(batch, dims)))
         outputs = zip(whole.outputs, first.outputs, second.outputs, strict=True)
         output_dims = tuple(_joined_dim(y, a, b, i) for i, (y, a, b) in enumerate(outputs))
         _check_halves(whole.outputs, first.outputs, second.outputs, output_dims, "outputs")
@@ -377,6 +372,12 @@ def _output_dims(subject: Subject, dims: tuple[int | None, ...]) -> tuple[int, .
         _check_halves(total, part, rest, (None,) * len(total), "gradients of parameters")
     assert output_dims is not None
     return output_dims
+
+
+def halves(both: Sequence[Tensor], dims: Sequence[int | None]) -> list[list[Tensor]]:
+    """Return the two halves of two batches in a row (:meth:`Subject.draw`), whose samples lie along ``dims``."""
+    pairs = [(x, x) if d is None else x.detach().chunk(2, d) for x, d in zip(both, dims, strict=True)]
+    return [[pair[half] for pair in pairs] for half in (0, 1)]
 
 
 def _joined_dim(whole: Tensor, first: Tensor, second: Tensor, index: int) -> int:
@@ -414,16 +415,16 @@ def joined_gradients(outcome: Outcome) -> list[Tensor]:
     return [torch.cat([torch.zeros(0), *(gradient.flatten() for gradient in outcome.parameter_gradients)])]
 
 
-def _gradients(outcome: Outcome) -> list[Tensor]:
-    return [*outcome.input_gradients, *outcome.parameter_gradients]
-
-
 def is_linear(subject: Subject, inputs: Sequence[Tensor], outcome: Outcome) -> bool:
     """Return whether backward of a multiple of the output gradients gives that multiple of the gradients in ``outcome``."""
-    gradients = joined_gradients(outcome) if subject.region.is_loss else _gradients(outcome)
-    for factor in (-3.0, 1e4):
-        scaled = outcome_of(subject, inputs, seed=1, factor=factor)
-        others = joined_gradients(scaled) if subject.region.is_loss else _gradients(scaled)
-        if not are_close([factor * g for g in gradients], others):
-            return False
-    return True
+
+    def gradients(of: Outcome) -> list[Tensor]:
+        return joined_gradients(of) if subject.region.is_loss else [*of.input_gradients, *of.parameter_gradients]
+
+    return all(
+        are_close(
+            [factor * g for g in gradients(outcome)],
+            gradients(outcome_of(subject, inputs, seed=1, factor=factor)),
+        )
+        for factor in (-3.0, 1e4)
+    )

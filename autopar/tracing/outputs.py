@@ -1,6 +1,6 @@
 """The outputs of a traced model besides its loss.
 
-Each output is a value of the finished graph if there is an equal one. But the passes over a graph fold, fuse and cut operators, and
+Each output is a value of the finished graph if that has it. But the passes over a graph fold, fuse and cut operators, and
 only the loss determines which operators it has. So the calls of the program that compute an output are recorded as well, back to
 values that the graph has.
 """
@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 from autopar.graph.elements import Leaf, Outputs, same_calls
 from autopar.graph.graph import Argument, Buffer, Graph, Op, Parameter, Ref, TensorSpec, map_refs
 from autopar.graph.operator_kinds import draws_random, without_dropout
-from autopar.ops.kernels import aten_targets
 from autopar.tracing.builder import Builder, Value
 from autopar.tracing.program_ends import Kept, grad_region_of
 from autopar.tracing.side_effects import writes
@@ -130,13 +129,6 @@ def _specs(value: object) -> tuple[TensorSpec, ...]:
     tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     known = [tensor for tensor in tensors if all(isinstance(size, int) for size in tensor.shape)]
     return tuple(TensorSpec.of(tensor) for tensor in known)
-
-
-_SAME = aten_targets(
-    "view.default reshape.default _unsafe_view.default alias.default detach.default clone.default contiguous.default"
-    " _to_copy.default to.dtype to.device to.dtype_layout expand.default lift_fresh_copy.default"
-)
-"""Operators that return the values of their operand unchanged if it has the shape and the dtype of the result."""
 
 
 def kept(
@@ -357,24 +349,12 @@ class _Search:
         if op.target.startswith("autopar.opaque"):
             raise _UnavailableError("it is made by a module that runs as it is written")
         operands = {operand: self.value(operand) for operand in op.operands}
-        if op.target in _SAME and operands:
-            (first, *_) = op.operands
-            if self._spec(first) == (op.spec.shape, op.spec.dtype):
-                return operands[first]
         name = f"output_{op.name.replace('.', '_')}"
         if name not in self.ops:
             args = tuple(map_refs(argument, operands.__getitem__) for argument in op.args)
             kwargs = tuple((key, map_refs(argument, operands.__getitem__)) for key, argument in op.kwargs)
             self.ops[name] = replace(op, name=name, args=args, kwargs=kwargs)
         return Ref(name, ref.index)
-
-    def _spec(self, ref: Ref) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Return the shape and the dtype of a node, if they are known."""
-        op = self.calls.ops.get(ref.name)
-        if op is not None and ref.index < len(op.outputs):
-            return op.outputs[ref.index].shape, op.outputs[ref.index].dtype
-        leaf = self._leaf(ref)
-        return None if leaf is None else (leaf.spec.shape, leaf.spec.dtype)
 
     def _is_live(self, ref: Ref) -> bool:
         """Return whether a value is an output of an operator of the finished graph outside of its prelude."""

@@ -17,8 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from autopar.errors import InternalError, RuleError
 from autopar.ops import collectives, kernels, plain, seeded
 from autopar.ops import sharded as sharded_ops
-from autopar.plan.mesh import I, Mesh, P, R, S, Type
-from autopar.rules.local_calls import conversion, emitted_arguments
+from autopar.plan.mesh import I, Mesh, P, R, S, Type, conversion
 from tests.support.close import assert_close
 from tests.support.lower.ranks import run_ranks, this_mesh
 
@@ -63,7 +62,7 @@ def test_a_change_of_type_keeps_the_tensor_and_its_gradient(source: Type, target
 
     def work(rank: int) -> tuple[Tensor, Tensor]:
         x = part(whole, source, size, rank).requires_grad_()
-        y = call(x, *emitted_arguments("tp", source, target))
+        y = call(x, "tp", *found.arguments(source, target))
         # the gradient arrives transposed in memory, as it may from any operator
         y.backward(part(gradient, target.gradient, size, rank).t().contiguous().t())
         return y.detach(), x.grad

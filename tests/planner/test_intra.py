@@ -12,7 +12,7 @@ from autopar.cost.network.collectives import CollectiveModel
 from autopar.graph.graph import Graph, Op, Ref
 from autopar.graph.rewrites import compact
 from autopar.hardware.cluster import Cluster
-from autopar.plan.mesh import I, Mesh, P, R, S, Type
+from autopar.plan.mesh import I, Mesh, P, R, S, Type, conversion
 from autopar.planner.sharding import block_chain as chain
 from autopar.planner.sharding.block_chain import AxisSolution, AxisSolver, owners_of
 from autopar.planner.sharding.block_table import AxisCosts, AxisPricing
@@ -20,7 +20,6 @@ from autopar.planner.sharding.energy import Weights
 from autopar.planner.sharding.strategy_energy import TypingProblem, repetition_classes, rests_of
 from autopar.rules import table as rules
 from autopar.rules.apply import shard
-from autopar.rules.local_calls import conversion
 from autopar.rules.strategy import Strategy
 from autopar.tracing.trace import trace
 from tests.support.planner.graphs import llama_block, mlp

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from autopar.errors import RuleError
 from autopar.graph.graph import Op, TensorSpec
 from autopar.plan.mesh import I, P, R, S
-from autopar.rules.by_execution import call, verify_rule
+from autopar.rules.by_execution import call
 from autopar.rules.strategy import Strategy
 from autopar.rules.table import RuleTable, default_table, has_rule, register_rule
+from tests.support.ranks_in_threads import verify_rule
 from tests.support.rule_examples import Example, Maker, spec_of
 
 TP, TWO, make = "tp", Fraction(2), Maker()

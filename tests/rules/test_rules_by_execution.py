@@ -10,10 +10,11 @@ from torch import Tensor
 
 from autopar.graph.graph import Argument, Graph, TensorSpec
 from autopar.models.resolve import resolve_model
-from autopar.rules.by_execution import _gloo, _in_threads, call, verify_rule
+from autopar.rules.by_execution import call
 from autopar.rules.grammar import Pattern, enumerate_strategies
 from autopar.rules.table import RuleTable, default_table, torch_rules
 from autopar.tracing.trace import trace
+from tests.support.ranks_in_threads import _gloo, in_threads, verify_rule
 from tests.support.rule_examples import FAMILIES, OUTSIDE, Example, Maker, elementwise, every, spec_of
 
 
@@ -40,8 +41,8 @@ def test_no_rank_begins_before_all_are_connected(monkeypatch: pytest.MonkeyPatch
         made.append(rank)
         return group
 
-    monkeypatch.setattr("autopar.rules.by_execution._gloo", slowly)
-    _in_threads(lambda index, group: seen.append(len(made)), 3)
+    monkeypatch.setattr("tests.support.ranks_in_threads._gloo", slowly)
+    in_threads(lambda index, group: seen.append(len(made)), 3)
     assert seen == [3, 3, 3]
 
 

@@ -13,13 +13,13 @@ from autopar.graph.graph import Graph, Op, Parameter, Ref
 from autopar.ops import sequence as sequence_ops
 from autopar.plan.mesh import I, R, S, Type
 from autopar.rules.apply import shard
-from autopar.rules.by_execution import _in_threads, verify_rule
 from autopar.rules.strategy import ZIGZAG_SAFE, Strategy, Typing, check_strategy
 from autopar.rules.table import default_table
 from tests.rules.test_rules import named
 from tests.support.graphs_by_hand import graph_of_ops
 from tests.support.lower.chooser import named_typing
 from tests.support.planner import graphs
+from tests.support.ranks_in_threads import in_threads, verify_rule
 from tests.support.rule_examples import Example, Maker, every
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
@@ -99,7 +99,7 @@ def test_dropout_in_a_ring_repeats_itself_in_backward() -> None:
         found.append(torch.autograd.gradcheck(run, (q, k, v)))
         found.append(not torch.allclose(run(q, k, v), plain))
 
-    _in_threads(rank, 1)
+    in_threads(rank, 1)
     assert found == [True, True]
 
 

@@ -4,6 +4,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
+import autopar
 from autopar import api
 from autopar.errors import TraceError
 from autopar.graph.graph import Graph, Op, Ref
@@ -20,6 +22,7 @@ from autopar.graph.interpreter import leaves, run
 from autopar.models.resolve import resolve_model
 from autopar.rules.by_execution import verify_rule
 from autopar.tracing import modes
+from autopar.tracing.failures import source_of
 from autopar.tracing.trace import trace
 from autopar.verification.against_one_device import in_dtype
 from tests.support.close import assert_close
@@ -440,6 +443,30 @@ def test_an_error_in_a_class_of_no_file_is_told() -> None:
     type(branch).__module__ = "nowhere"
     (note,) = trace(branch, (torch.ones(2, 4),)).notes
     assert "depends on the values of tensors" in note
+
+
+@pytest.mark.parametrize("package", [torch, autopar])
+def test_a_package_beside_torch_whose_name_begins_alike_is_user_code(package: Any) -> None:
+    """As torchvision is, or a checkout autopar-models beside autopar."""
+    file = f"{Path(package.__file__).parent}vision/layers.py"
+    made: dict[str, Any] = {}
+    exec(compile("def forward(self, x):\n    raise ValueError('no such size')\n", file, "exec"), made)
+    with pytest.raises(TraceError) as caught:
+        trace(model_of(made["forward"]), (torch.ones(2, 4),))
+    assert "The model fails on its example inputs" in caught.value.problem
+    assert caught.value.where == f"{file}:2"
+
+
+def test_a_line_in_a_folder_called_torch_is_a_line_of_the_model() -> None:
+    node = torch.fx.Graph().placeholder("x")
+    node.stack_trace = '  File "/home/someone/torch/net.py", line 7, in forward'
+    assert source_of(node) == "net.py:7"
+
+
+def test_a_name_that_ends_like_a_number_of_an_export_is_no_value() -> None:
+    layers = {"gru": nn.Linear(4, 4)}
+    with pytest.raises(TraceError, match=r"The model fails on its example inputs: KeyError: 'gru0'"):
+        trace(model_of(lambda self, x: layers["gru0"](x).sum()), (torch.ones(2, 4),))
 
 
 OUTSIDE = nn.Linear(4, 3)

@@ -19,9 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopar.graph.graph import TensorSpec
 from autopar.plan.mesh import I, P, R, S, Type
-from autopar.rules.by_execution import call, verify_rule
+from autopar.rules.by_execution import call
 from autopar.rules.strategy import Strategy
 from autopar.rules.table import default_table
+from tests.support.ranks_in_threads import verify_rule
 from tests.support.rule_examples import Example, every
 
 SIZE = 2

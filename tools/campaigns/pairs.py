@@ -17,13 +17,12 @@ from autopar.graph.operator_kinds import draws_random
 from autopar.graph.rewrites import compact
 from autopar.lower.program import lower
 from autopar.lower.read_plan import SHARDED_AXES
-from autopar.plan.mesh import I, Mesh, P, R, S, Type
+from autopar.plan.mesh import I, Mesh, P, R, S, Type, conversion
 from autopar.plan.plan import RECOMPUTES, Plan, StagePlan
 from autopar.plan.schedule import ScheduleName
 from autopar.planner.sharding.input_axes import solve_batch
 from autopar.rules import apply, local_calls
 from autopar.rules import table as rules
-from autopar.rules.local_calls import conversion
 from autopar.rules.missing import complete
 from autopar.rules.strategy import Strategy, Typing
 from tests.support.lower.models import plan_of

@@ -23,14 +23,13 @@ from autopar.errors import InternalError, RuleError, UsageError
 from autopar.graph.graph import Graph, Op, Ref
 from autopar.graph.rewrites import Compact
 from autopar.hardware.cluster import Cluster
-from autopar.plan.mesh import I, Mesh, R, S, Type
+from autopar.plan.mesh import I, Mesh, R, S, Type, conversion
 from autopar.plan.plan import BUCKET_BYTES, RECOMPUTES, Offload, PrecisionName, Recompute
 from autopar.plan.schedule import SCHEDULES, ScheduleName, check_schedule
 from autopar.planner.sharding.input_axes import solve_batch
 from autopar.planner.space.space import load_space
 from autopar.rules import table as rules
 from autopar.rules.apply import shard
-from autopar.rules.local_calls import conversion
 from autopar.rules.strategy import Strategy, Typing
 
 TP = "tp"

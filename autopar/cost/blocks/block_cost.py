@@ -10,10 +10,9 @@ from typing import cast
 from autopar.cost.operators.work import COLLECTIVES
 from autopar.errors import InternalError
 from autopar.graph.graph import Op, Ref, TensorSpec
-from autopar.plan.mesh import DATA_AXES, parse_type
+from autopar.plan.mesh import DATA_AXES, Type, conversion
 from autopar.plan.plan import Recompute
 from autopar.rules.apply import OVER_DATA
-from autopar.rules.local_calls import conversion
 from autopar.rules.strategy import AXIS_AT, PARTS_AT, RING
 
 
@@ -113,7 +112,7 @@ def _over_data(op: Op, spec_of: Callable[[Ref], TensorSpec]) -> Iterator[Message
 
     A gather over both axes at once would move less on the inner one.
     """
-    before, after = (parse_type(str(op.args[i])) for i in (1, 2))
+    before, after = (Type.from_text(str(op.args[i])) for i in (1, 2))
     change = conversion(before, after, requires_grad=op.spec.requires_grad)
     if change is None:
         return

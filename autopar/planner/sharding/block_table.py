@@ -22,13 +22,13 @@ from autopar.cost.operators.work import VIEWS, is_elementwise, work
 from autopar.errors import InfeasibleError
 from autopar.graph.graph import Block, Graph, Op, Parameter, Ref, TensorSpec
 from autopar.hardware.device import Device
-from autopar.plan.mesh import I, Mesh, P, R, Type
+from autopar.plan.mesh import I, Mesh, P, R, Type, conversion
 from autopar.planner.sharding.elimination import Marginals
 from autopar.planner.sharding.energy import FREE, Cost, Table, Weights
 from autopar.planner.sharding.resharding import Structures
 from autopar.planner.sharding.strategy_energy import MAX_EXTRAS, TypingProblem, repetition_classes, rests_of
 from autopar.rules import table as rules
-from autopar.rules.local_calls import conversion, emitted_arguments, localize
+from autopar.rules.local_calls import localize
 from autopar.rules.strategy import Local, Strategy
 from autopar.rules.table import without_refs
 
@@ -249,7 +249,7 @@ class AxisCosts:
         if not change.target:
             return FREE
         local = self.local(spec, source)
-        args = (Ref("value"), *emitted_arguments(self.axis, source, target))
+        args = (Ref("value"), self.axis, *change.arguments(source, target))
         call = Op(name="change", target=change.target, args=args, outputs=(self.local(spec, target),))
         copied_s = self.pricing.op_cost(call, (local,)).time_s
         return Cost(copied_s + self._collective_s(change.forward, spec) + self._collective_s(change.backward, spec))

@@ -28,12 +28,11 @@ from autopar.graph.graph import Graph, Mutation, Op, Parameter, Ref
 from autopar.graph.operator_kinds import is_attention, is_scores, why_opaque
 from autopar.graph.rewrites import Compact, compact
 from autopar.ops.kernels import region_of
-from autopar.plan.mesh import I, P, R, S, Type
+from autopar.plan.mesh import I, P, R, S, Type, conversion
 from autopar.planner.sharding.elimination import Entry
 from autopar.planner.sharding.energy import FREE, Cost, Table, Weights
 from autopar.planner.sharding.strategy_energy import TypingProblem
 from autopar.rules import table as rules
-from autopar.rules.local_calls import conversion
 from autopar.rules.strategy import ZIGZAG_SAFE, Strategy, Typing
 
 BATCH = "batch"

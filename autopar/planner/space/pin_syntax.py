@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from autopar.errors import UsageError
-from autopar.plan.mesh import Type, parse_type
+from autopar.plan.mesh import Type
 from autopar.plan.plan import RECOMPUTES, Recompute
 from autopar.plan.schedule import SCHEDULES
 from autopar.planner.space.space import ATTENTION_KINDS
@@ -185,7 +185,7 @@ def parse_pin(text: str) -> Pin:
         axis, _, type_text = value.partition(":")
         if axis not in _AXES:
             raise UsageError.unknown("axis", axis, _AXES, where=f"pin '{text}'")
-        stored = parse_type(type_text)
+        stored = Type.from_text(type_text)
         if stored.kind not in ("I", "S"):
             raise UsageError(
                 f"A parameter cannot be stored as {type_text}",

@@ -7,12 +7,11 @@ coincide with query, key and value. It therefore becomes three linears over part
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import isclose, pi, sqrt
 from typing import TypeAlias, cast
 
-from autopar.graph.graph import Op, Parameter, Part, Ref
+from autopar.graph.graph import Argument, Op, Parameter, Part, Ref
 from autopar.tracing.builder import Builder
 from autopar.tracing.forms.basic import LINEAR_TARGETS
 
@@ -259,49 +258,45 @@ def _ordered(builder: Builder, linear: Op, leaf: _Leaf) -> list[Op]:
     return ops
 
 
+_X = "x"
+_Pattern: TypeAlias = "float | str | tuple[str | _Pattern, ...]"
+"""A number, :data:`_X` for one value that is the same at all of its places, or an operator of torch with the patterns of its arguments."""
+
+_CUBIC: _Pattern = ("add.Tensor", _X, ("mul.Tensor", ("pow.Tensor_Scalar", _X, 3.0), 0.044715))
+_GELU: tuple[_Pattern, _Pattern] = (
+    ("mul.Tensor", _X, 0.5),
+    ("add.Tensor", ("tanh.default", ("mul.Tensor", _CUBIC, sqrt(2.0 / pi))), 1.0),
+)
+"""The factors of 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
+
+
 def fuse_gelu(builder: Builder, roots: frozenset[Ref]) -> None:
-    """Replace 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), as GPT-2 computes it, by ``aten.gelu(x, approximate="tanh")``.
+    """Replace the product of :data:`_GELU`, as GPT-2 computes it, by ``aten.gelu(x, approximate="tanh")``.
 
     Its backward only needs x, while that of the eight operators needs five tensors. The operators of ``builder`` are changed, and
     the rest of each chain remains as dead code. ``roots`` are the values that are read from outside of the operators.
     """
     num_reads = Counter(ref.name for refs in (roots, *(op.operands for op in builder.ops)) for ref in refs)
 
-    def only(ref: object, target: str) -> Op | None:
-        """Return the operator that computes ``ref`` if its target is ``target`` and it has a single reader."""
-        op = builder.producers.get(ref.name) if isinstance(ref, Ref) else None
-        return op if op is not None and op.target == target and num_reads[op.name] == 1 else None
+    def matches(argument: Argument, pattern: _Pattern, found: set[Argument]) -> bool:
+        """Return whether an argument is what ``pattern`` says, by operators that have a single reader; ``found`` gets what :data:`_X` is."""
+        if pattern == _X:
+            found.add(argument)
+            return True
+        if not isinstance(pattern, tuple):
+            return isinstance(argument, int | float) and isclose(argument, cast("float", pattern), rel_tol=1e-6)
+        op = builder.producers.get(argument.name) if isinstance(argument, Ref) else None
+        if op is None or op.target != f"aten.{pattern[0]}" or num_reads[op.name] != 1:
+            return False
+        return all(matches(a, p, found) for a, p in zip(op.args, pattern[1:], strict=False))
 
     fused = []
     for op in builder.ops:
-        source = _gelu_input(op, only) if op.target == "aten.mul.Tensor" else None
-        if source is not None:
-            op = replace(op, target="aten.gelu.default", args=(source,), kwargs=(("approximate", "tanh"),))
-            builder.producers[op.name] = op
+        for factors in (op.args[:2], op.args[1::-1]) if op.target == "aten.mul.Tensor" else ():
+            found: set[Argument] = set()
+            if all(matches(a, p, found) for a, p in zip(factors, _GELU, strict=True)) and len(found) == 1:
+                op = replace(op, target="aten.gelu.default", args=tuple(found), kwargs=(("approximate", "tanh"),))
+                builder.producers[op.name] = op
+                break
         fused.append(op)
     builder.ops = fused
-
-
-def _gelu_input(op: Op, only: Callable[[object, str], Op | None]) -> Ref | None:
-    """Return the operand x of the gelu whose last product is ``op``; None if ``op`` is another product."""
-    for first, second in (op.args[:2], op.args[1::-1]):
-        halved, shifted = only(first, "aten.mul.Tensor"), only(second, "aten.add.Tensor")
-        if halved is None or shifted is None or halved.args[1] != 0.5 or shifted.args[1] != 1.0:
-            continue
-        tanh = only(shifted.args[0], "aten.tanh.default")
-        scaled = only(tanh.args[0], "aten.mul.Tensor") if tanh is not None else None
-        if scaled is None or not _close(scaled.args[1], sqrt(2.0 / pi)):
-            continue
-        polynomial = only(scaled.args[0], "aten.add.Tensor")
-        source = halved.args[0]
-        if polynomial is None or polynomial.args[0] != source or not isinstance(source, Ref):
-            continue
-        cubic = only(polynomial.args[1], "aten.mul.Tensor")
-        cube = only(cubic.args[0], "aten.pow.Tensor_Scalar") if cubic is not None else None
-        if cubic is not None and cube is not None and _close(cubic.args[1], 0.044715) and cube.args == (source, 3.0):
-            return source
-    return None
-
-
-def _close(value: object, expected: float) -> bool:
-    return isinstance(value, float) and isclose(value, expected, rel_tol=1e-6)
