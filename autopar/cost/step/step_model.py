@@ -158,17 +158,16 @@ class StepModel:
         count, on_host = self.step.num_micro_batches, self.step.offloads_optimizer
         return state_bytes(unit, self.data, self.ranks.optimizer, count, on_host=on_host)
 
-    def block_static_bytes(self, block: BlockCost) -> int:
-        """Return a rank's bytes for a block without activations: its state, and what stays gathered."""
-        unit = self.unit(block)
-        return self._state(unit).total + gathered_bytes(unit, self.data)
+    def block_bytes(self, block: BlockCost) -> tuple[int, int]:
+        """Return a rank's bytes for a block without activations, and the least that it adds to its rank during the optimizer step.
 
-    def block_stepped_bytes(self, block: BlockCost) -> int:
-        """Return the least bytes that a block adds to its rank during the optimizer step: its state, and temporaries."""
+        The first are its state, and what stays gathered; the second its state, and temporaries.
+        """
         unit, count = self.unit(block), self.step.num_micro_batches
+        state_bytes = self._state(unit).total
         passing_bytes = stepping_bytes(self.ranks.optimizer, self.data, self.step) * steps_at_once(self.ranks.device)
-        freed = max(freed_bytes(unit, self.data, count), 0)
-        return self._state(unit).total + unit.trained_shard_numel * passing_bytes - freed
+        stepped_bytes = unit.trained_shard_numel * passing_bytes - max(freed_bytes(unit, self.data, count), 0)
+        return state_bytes + gathered_bytes(unit, self.data), state_bytes + stepped_bytes
 
     def block_passing_bytes(
         self, block: BlockCost, *, recompute: Recompute, neighbours: Sequence[Neighbours] = ()
