@@ -251,9 +251,9 @@ class StepModel:
 
     @cached_property
     def scalars_s(self) -> float:
-        """The seconds in which every rank sums scalars once a step, whatever its blocks: counts of the batch, the loss, the norm."""
+        """The seconds in which every rank sums scalars once a step, whatever its blocks: counts of the batch, and the loss."""
         mesh, time_s = self.step.mesh, self.ranks.collectives.time_s
-        sums = scalars(self.data, self.step.totals, clips=self.step.clips)
+        sums = scalars(self.data, self.step.totals)
         return sum([time_s("all_reduce", num_bytes, mesh, axes) for axes, num_bytes in sums])
 
     def sum_s(self, axes: tuple[str, ...], num_bytes: int, copied_bytes: int) -> float:

@@ -92,10 +92,12 @@ class Evaluator:
             at_most_s: plans that cannot be faster are left unfinished, and such a result is not cached. The best plan does not depend on
                 this time as long as it is faster.
         """
-        if candidate.shares:
-            return self.shares.evaluate(candidate, at_most_s=at_most_s)
         if candidate in self._done:
             return self._done[candidate]
+        if candidate.shares:
+            if self.shares.bound_s(1, candidate) >= at_most_s:
+                return Misfit(candidate=candidate, reason=SLOW)
+            return self._remember(self.shares.evaluate(candidate))
         best: Evaluation | None = None
         failures: list[Failure] = []
         try:
