@@ -1,4 +1,5 @@
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -173,6 +174,16 @@ def test_conflicts_are_named(graph: Graph, cluster: str, pins: list[str], said: 
         assert caught.value.exit_code == 3
         assert all(text in str(caught.value) for text in said), str(caught.value)
         assert not any(text in str(caught.value) for text in unsaid), str(caught.value)
+
+
+def test_the_leanest_plan_needs_what_is_said_where_none_fits() -> None:
+    graph = family("gpt:layers=4,hidden=128,heads=4,vocab=1024", 64)
+    options = {"global_batch_size": 16, "pins": ["pp=4"]}
+    with pytest.raises(InfeasibleError, match="the leanest plan needs") as caught:
+        api.search(graph, cluster="cpu:1x4?memory=1e6", **options)
+    needed = float(re.search(r"needs ([0-9.]+) MiB", str(caught.value))[1])
+    plan = api.search(graph, cluster=f"cpu:1x4?memory={(needed + 0.1) * 2**20:.0f}", **options)
+    assert plan.predicted.peak_memory_interval_bytes[1] == pytest.approx(needed * 2**20, rel=0.05)
 
 
 def test_limits_stop_a_search(graph: Graph) -> None:

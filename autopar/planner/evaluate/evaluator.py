@@ -135,23 +135,6 @@ class Evaluator:
         reason = f"memory: needs {needs_text(self.model, least_bytes)}"
         return self._remember(Misfit(candidate=candidate, reason=reason, needs_bytes=least_bytes))
 
-    def hopeless(self, candidate: Candidate) -> Misfit | None:
-        """Return why no layout of a candidate can fit in memory, without solving any; None where that is not certain.
-
-        It assumes that ``cp`` and ``tp`` divide everything that one rank holds.
-        """
-        if candidate.shares or self.plans.rank_devices.is_mixed(candidate):
-            return None  # a larger device may hold what is too much for one rank
-        layout = self.context.unsplit(candidate)
-        device = self.model.device
-        least = self.plans.options.least_bytes(candidate, layout, self.context.step(candidate, layout))
-        least /= candidate.mesh.cp * candidate.mesh.tp
-        needs = round(least * (1 + device.fragmentation)) + device.reserved_bytes
-        if needs <= self.model.fitting_bytes:
-            return None
-        reason = f"memory: needs at least {needs_text(self.model, needs)}"
-        return Misfit(candidate=candidate, reason=reason, needs_bytes=needs)
-
     def improved(self, plan: Evaluation) -> Evaluation:
         """Return a plan with better cut stages; the same plan where stages are given or data ranks take unequal shares."""
         return plan if plan.candidate.shares else self.plans.improved(plan)

@@ -38,6 +38,7 @@ from autopar.planner.space.candidates import Candidate, conflict, remedies
 from autopar.planner.space.constraints import Problem
 from autopar.planner.space.pin_syntax import ParameterPin, StagePin
 from autopar.planner.space.pins import Pins
+from autopar.planner.space.preferences import leanness
 from autopar.planner.space.variants import against, offloaded, rank_groups
 from autopar.planner.stages.recompute import OFFLOADED, recompute_of
 from autopar.rules.local_calls import DISPATCH, EXPERTS, SAMPLES, SPREAD, can_spread
@@ -266,7 +267,7 @@ MAX_CONFLICT_TRIALS = 24
 """The number of candidates, the leanest first, that are evaluated before a set of pins counts as too large for the memory."""
 
 MAX_EVALUATED = 24
-"""The number of candidates excluded by a bound that are evaluated for the memory that they need, where no plan fits."""
+"""The number of candidates excluded by a bound, the leanest first, that are evaluated for the memory that they need, where no plan fits."""
 
 MayFit = Callable[[Pins, Problem], bool]
 """Returns whether some candidate fits in memory under these pins, for this problem."""
@@ -312,13 +313,11 @@ def _too_slow(outcome: Outcome, most_s: float) -> InfeasibleError:
 
 
 def _excluded_misfits(pool: Sequence[Candidate], evaluator: Evaluator, outcome: Outcome) -> list[Misfit]:
-    """Return why candidates that a bound excluded do not fit, with the memory that they need."""
+    """Return why the leanest candidates that a bound excluded do not fit, with the memory that they need."""
     evaluated = {misfit.candidate for misfit in outcome.misfits}
-    excluded = [candidate for candidate in pool if candidate not in evaluated]
-    hopeless = [evaluator.hopeless(candidate) for candidate in excluded]
-    others = [candidate for candidate, misfit in zip(excluded, hopeless, strict=True) if misfit is None]
-    evaluated_now = [evaluator.evaluate(candidate) for candidate in others[:MAX_EVALUATED]]
-    return [misfit for misfit in (*hopeless, *evaluated_now) if isinstance(misfit, Misfit)]
+    excluded = sorted((candidate for candidate in pool if candidate not in evaluated), key=leanness)
+    results = map(evaluator.evaluate, excluded[:MAX_EVALUATED])
+    return [misfit for misfit in results if isinstance(misfit, Misfit)]
 
 
 def too_large(

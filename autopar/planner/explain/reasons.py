@@ -160,7 +160,7 @@ def _compare(evaluator: Evaluator, best: Evaluation, other: Candidate, bound_s: 
     if best_s <= bound_s < float("inf"):
         more_s = bound_s - best_s
         return f"at least {seconds(more_s)} ({percent(more_s / best_s)}) slower ({other}), by its lower bound", None
-    evaluated = (evaluator.hopeless(other) if bound_s == float("inf") else None) or evaluator.evaluate(other)
+    evaluated = evaluator.evaluate(other)
     if not isinstance(evaluated, Evaluation):
         return f"no plan ({other}); {evaluated.reason}", None
     evaluated = evaluator.improved(evaluated)  # as was the plan with which it is compared

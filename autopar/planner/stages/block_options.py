@@ -181,13 +181,6 @@ class BlockOptions:
         quickest = min(self.context.modes, key=RECOMPUTES.index)
         return tuple(self.context.recompute.get(index, quickest) for index in range(len(self.class_of)))
 
-    def least_bytes(self, candidate: Candidate, layout: PricedLayout, step: Step) -> float:
-        """Return a lower bound on the bytes of tensors on the fullest rank: those of the average rank, or of a single block."""
-        blocks = self.of_rank(layout, step, self.model, may_offload=candidate.offloads_activations).blocks
-        held = [b.static_bytes + min(o.held_bytes for o in b.options) for b in blocks]
-        peaks = (b.static_bytes + min(o.held_bytes + o.transient_bytes for o in b.options) for b in blocks)
-        return max(sum(held) / candidate.mesh.pp, *peaks)
-
 
 class RankDevices:
     """Layouts and limits of candidates on the devices of each pipeline rank.
