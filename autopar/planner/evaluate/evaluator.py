@@ -16,12 +16,13 @@ from autopar.planner.bounds.chain_program import KEPT
 from autopar.planner.bounds.chain_proof import ChainProof, Key, key_of
 from autopar.planner.evaluate.layout_plans import LayoutPlans, SharesEvaluator
 from autopar.planner.layouts.layout import TypedLayout
-from autopar.planner.search import SLOW, Evaluation, Misfit, SearchContext, needs_text, readable
+from autopar.planner.search import SLOW, Evaluation, Misfit, SearchContext, needs_text
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
 from autopar.planner.stages.block_options import BlockOptions
 from autopar.planner.stages.cut_problem import Failure
+from autopar.util.formatting import num_bytes
 
 QUICK = 4
 """The limit on chain programs before evaluations where ranks are equal; only the first candidate of a schedule solves any."""
@@ -129,7 +130,7 @@ class Evaluator:
         on_device = [failure.needs_bytes for failure in failures if not failure.host_bytes]
         if not on_device:
             least, has = min(failure.host_bytes for failure in failures), self.model.host.memory_bytes or 0
-            reason = f"memory of the host: needs {readable(least)} of {readable(has)} a device"
+            reason = f"memory of the host: needs {num_bytes(least)} of {num_bytes(has)} a device"
             return self._remember(Misfit(candidate=candidate, reason=reason))
         least_bytes = min(on_device)
         reason = f"memory: needs {needs_text(self.model, least_bytes)}"

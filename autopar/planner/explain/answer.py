@@ -32,7 +32,7 @@ from autopar.planner.explain.reasons import (
 from autopar.planner.layouts.catalogue import TP, Layouts
 from autopar.planner.layouts.layout import PricedLayout, expert_degree
 from autopar.planner.layouts.rank_graphs import padding_notes
-from autopar.planner.search import Evaluation, Limits, Misfit, Outcome, Task, memory_of_devices, readable
+from autopar.planner.search import Evaluation, Limits, Misfit, Outcome, Task, memory_of_devices
 from autopar.planner.sharding.input_axes import BATCH, CP
 from autopar.planner.space.candidates import Candidate, conflict, remedies
 from autopar.planner.space.constraints import Problem
@@ -44,7 +44,7 @@ from autopar.planner.stages.recompute import OFFLOADED, recompute_of
 from autopar.rules.local_calls import DISPATCH, EXPERTS, SAMPLES, SPREAD, can_spread
 from autopar.rules.missing import Found, key_of
 from autopar.rules.strategy import Strategy
-from autopar.util.formatting import seconds
+from autopar.util.formatting import num_bytes, seconds
 
 LEAST_REPEATED = 0.1
 """The part of the FLOPs from which on a note says that they are repeated; routers and small heads lie below."""
@@ -346,7 +346,7 @@ def too_large(
         without = remaining.without(pin.text)
         if not may_fit(without, problem):
             remaining = without
-    needed = readable(min(needs) * evaluator.model.memory_spread)
+    needed = num_bytes(min(needs) * evaluator.model.memory_spread)
     memory = f"{memory_of_devices(evaluator.model)} of memory a device (the leanest plan needs {needed})"
     world = f"{problem.world_size} device{'s' * (problem.world_size > 1)}"
     larger = replace(problem, global_batch_size=task.global_batch_size * problem.world_size)
