@@ -220,9 +220,8 @@ class InstanceMaker:
     def _sent_s(self, candidate: Candidate, num_bytes: int) -> tuple[float, ...]:
         """Return the seconds of each pipeline rank's message of ``num_bytes`` to the next rank or back; the last sends to the first."""
         mesh, model = candidate.mesh, self.context.model.in_order(candidate.order)
-        if model.is_mixed:
-            return tuple(model.collectives.hop_time_s(num_bytes, mesh, r) for r in range(mesh.pp))
-        return (model.collectives.send_time_s(num_bytes, mesh),) * mesh.pp
+        here = range(mesh.pp) if model.is_mixed else (None,) * mesh.pp
+        return tuple(model.collectives.send_time_s(num_bytes, mesh, rank) for rank in here)
 
     def _more_s(
         self, candidate: Candidate, layout: PricedLayout, sends_s: Sequence[float], back_s: Sequence[float]
