@@ -76,12 +76,12 @@ def _compact(graph: Graph, keys: Sequence[object]) -> Compact:
     alike: dict[tuple[Ref, Ref], None] = {}
     for _, members in kept:
         # either may read a value of a dropped operator, as where a decoder's layers read those of an encoder in reverse order
-        first, *others = (
+        inputs, *others_inputs = (
             [Ref(replacement.get(ref.name, ref.name), ref.index) for ref in graph.block_inputs(graph.blocks[i])]
             for i in members
         )
-        for other in others:
-            alike |= dict.fromkeys((a, b) for a, b in zip(first, other, strict=True) if a != b)
+        for other_inputs in others_inputs:
+            alike |= dict.fromkeys((a, b) for a, b in zip(inputs, other_inputs, strict=True) if a != b)
     return Compact(
         graph=_cut(graph, [block for block, _ in kept], replacement),
         members=tuple(members for _, members in kept),
