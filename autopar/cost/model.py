@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 
 from autopar.cost.blocks.block_cost import BlockCost
 from autopar.cost.blocks.block_work import BlockWork, block_work, price_block
@@ -175,8 +175,9 @@ class CostModel:
             self._orders[order] = self._like(self.cluster.reordered(order))
         return self._orders[order]
 
+    @cached_property
     def alone(self) -> tuple[CostModel, ...]:
-        """Return for each node group a model of its devices with the collectives of all ranks; see :mod:`autopar.cost.model`."""
+        """For each node group a model of its devices with the collectives of all ranks; see :mod:`autopar.cost.model`."""
         groups = range(len(self.cluster.groups))
         return tuple(self._like(self.cluster, self.collectives, frozenset({place})) for place in groups)
 

@@ -74,14 +74,14 @@ def _compact(graph: Graph, keys: Sequence[object]) -> Compact:
                 pairs = zip(*(graph.block_ops(graph.blocks[k]) for k in (dropped, i)), strict=True)
                 replacement.update((op.name, other.name) for op, other in pairs)
     alike: dict[tuple[Ref, Ref], None] = {}
-    for block, members in kept:
-        if len(members) > 1:
-            inputs = graph.block_inputs(block)
-            for other in members[1:]:
-                for a, b in zip(inputs, graph.block_inputs(graph.blocks[other]), strict=True):
-                    b = Ref(replacement.get(b.name, b.name), b.index)
-                    if a != b:
-                        alike[a, b] = None
+    for _, members in kept:
+        # either may read a value of a dropped operator, as where a decoder's layers read those of an encoder in reverse order
+        inputs, *others_inputs = (
+            [Ref(replacement.get(ref.name, ref.name), ref.index) for ref in graph.block_inputs(graph.blocks[i])]
+            for i in members
+        )
+        for other_inputs in others_inputs:
+            alike |= dict.fromkeys((a, b) for a, b in zip(inputs, other_inputs, strict=True) if a != b)
     return Compact(
         graph=_cut(graph, [block for block, _ in kept], replacement),
         members=tuple(members for _, members in kept),

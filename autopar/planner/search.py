@@ -21,6 +21,7 @@ from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space, load_space, with_sampler
 from autopar.planner.stages.recompute import Mode
 from autopar.request import Request
+from autopar.util.formatting import num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,18 +313,6 @@ class SearchContext:
             return ()
 
 
-def readable(num_bytes: float) -> str:
-    """Return a number of bytes in words.
-
-    >>> readable(3 * 2**29)
-    '1.5 GiB'
-    """
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.1f} {name}"
-    return f"{num_bytes:.0f} bytes"
-
-
 SLOW = "slower than the best plan by a bound"
 """The reason of a candidate whose evaluation was cut off."""
 
@@ -371,10 +360,10 @@ class Misfit:
 
 def needs_text(model: CostModel, predicted_bytes: int) -> str:
     """Return the upper end of a predicted peak, which must fit, and the memory of devices, in words."""
-    return f"{readable(predicted_bytes * model.memory_spread)} of {memory_of_devices(model)}"
+    return f"{num_bytes(predicted_bytes * model.memory_spread)} of {memory_of_devices(model)}"
 
 
 def memory_of_devices(model: CostModel) -> str:
     """Return the memory of a device in words; from the smallest to the largest if they differ."""
     sizes = {device.memory_bytes for device in model.devices}
-    return " to ".join(readable(size) for size in sorted({min(sizes), max(sizes)}))
+    return " to ".join(num_bytes(size) for size in sorted({min(sizes), max(sizes)}))

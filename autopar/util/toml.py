@@ -243,7 +243,8 @@ class Table:
         if get_origin(hint) is Literal:
             value, known = self.raw(key), get_args(hint)
             if value not in known and isinstance(value, str):
-                raise UsageError.unknown(str(key), value, map(str, known), where=self._path(key))
+                name = key if isinstance(key, str) else dotted((*self._keys, key))
+                raise UsageError.unknown(name, value, map(str, known), where=self._path(key))
             if value not in known:
                 raise self.wrong(key, f"one of {', '.join(map(str, known))}", shown(value))
             return value

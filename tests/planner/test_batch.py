@@ -89,6 +89,41 @@ def test_runs_and_layers_in_turn_are_cut_to_first_inner_and_last() -> None:
     assert small.graph.block_inputs(small.graph.blocks[7]) == (Ref("r5"),)
 
 
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Skips(torch.nn.Module):
+    """Layers of which the later half reads what the earlier half makes, in reverse order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = (torch.nn.ModuleList(Layer() for _ in range(6)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = []
+        for layer in self.encoder:
+            x = layer(x)
+            made.append(x)
+        for layer in self.decoder:
+            x = layer(x + made.pop())
+        return x.square().sum()
+
+
+def test_values_that_inner_layers_read_of_others_are_those_of_the_compact_graph() -> None:
+    graph = trace(Skips(), (torch.zeros(4, 8, 8),), repeats=True)
+    small = compact(graph)
+    made = {op.name for op in small.graph.ops}
+    assert max(map(len, small.members)) > 2 and {ref.name for pair in small.alike for ref in pair} <= made
+    plan = api.search(graph, cluster="cpu:1x2", global_batch_size=4, pins=["tp=2"])
+    assert len(plan.blocks) == len(graph.blocks) and plan.mesh.tp == 2
+
+
 class Meets(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import combinations, product
 from math import prod
@@ -10,7 +11,46 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.planner.sharding.elimination import MAX_TABLE_ENTRIES, Entry, Marginals, prepare
-from autopar.planner.sharding.energy import Energy, Factor, Minimum, elimination_order
+from autopar.planner.sharding.energy import Table, elimination_order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Factor:
+    """A table of an energy: one cost for each combination of states of the variables in ``scope``.
+
+    Attributes:
+        scope: the variables.
+        table: one dim for each variable of ``scope``, in that order.
+    """
+
+    scope: tuple[int, ...]
+    table: Table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Energy:
+    """A sum of factors over discrete variables.
+
+    Attributes:
+        sizes: the number of states of each variable.
+        factors: their entries at an assignment add up to its energy.
+    """
+
+    sizes: tuple[int, ...]
+    factors: tuple[Factor, ...]
+
+    def value(self, assignment: Sequence[int]) -> float:
+        """Return the energy of an assignment, which has one state for each variable."""
+        return float(sum(f.table[tuple(assignment[v] for v in f.scope)] for f in self.factors))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Minimum:
+    """An assignment of least energy, and that energy."""
+
+    assignment: tuple[int, ...]
+    value: float
+
 
 Solver = Callable[[Energy], Minimum | None]
 

@@ -1,4 +1,5 @@
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -43,16 +44,16 @@ def test_branch_and_bound_finds_the_best_of_all_where_layers_follow_in_turn() ->
 
 def test_the_size_of_buckets_is_the_best_of_the_space(graph: Graph) -> None:
     space = load_space("quick")
-    sizes = (2**10, 2**14, 2**18, 2**25)
+    sizes = (2**-10, 2**-6, 2**-2, 2**5)
     for zero in (0, 3):
-        planner = planner_of(graph, space=replace(space, bucket_bytes=sizes))
+        planner = planner_of(graph, space=replace(space, bucket_mib=sizes))
         candidate = next(c for c in planner.pool if c.mesh.dp_replicate * c.mesh.dp_shard == 4 and c.zero_stage == zero)
         some = planner.evaluator.evaluate(candidate)
-        each = [planner_of(graph, space=replace(space, bucket_bytes=(size,))) for size in sizes]
+        each = [planner_of(graph, space=replace(space, bucket_mib=(size,))) for size in sizes]
         found = [one.evaluator.evaluate(candidate) for one in each]
         times = [one.prediction.step_time_s for one in found if isinstance(one, Evaluation)]
         assert len(times) == len(sizes) and (len(set(times)) > 1) == (zero == 0)
-        assert some.prediction.step_time_s == min(times) == times[sizes.index(some.bucket_bytes)]
+        assert some.prediction.step_time_s == min(times) == times[sizes.index(some.bucket_bytes / 2**20)]
         assert planner.evaluator.closest_s(candidate, math.inf)[0] <= min(times) * ROUNDING
 
 
@@ -173,6 +174,16 @@ def test_conflicts_are_named(graph: Graph, cluster: str, pins: list[str], said: 
         assert caught.value.exit_code == 3
         assert all(text in str(caught.value) for text in said), str(caught.value)
         assert not any(text in str(caught.value) for text in unsaid), str(caught.value)
+
+
+def test_the_leanest_plan_needs_what_is_said_where_none_fits() -> None:
+    graph = family("gpt:layers=4,hidden=128,heads=4,vocab=1024", 64)
+    options = {"global_batch_size": 16, "pins": ["pp=4"]}
+    with pytest.raises(InfeasibleError, match="the leanest plan needs") as caught:
+        api.search(graph, cluster="cpu:1x4?memory=1e6", **options)
+    needed = float(re.search(r"needs ([0-9.]+) MiB", str(caught.value))[1])
+    plan = api.search(graph, cluster=f"cpu:1x4?memory={(needed + 0.5) * 2**20:.0f}", **options)
+    assert plan.predicted.peak_memory_interval_bytes[1] == pytest.approx(needed * 2**20, rel=0.05)
 
 
 def test_limits_stop_a_search(graph: Graph) -> None:

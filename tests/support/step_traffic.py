@@ -62,7 +62,7 @@ def _rank_traffic(stages: Sequence[StageCost], data: DataParallel, step: Step, *
         found += _of_fsdp(stages, data, step.schedule, step.num_micro_batches, pp_rank)
     found += _of_gradients([stages[s].blocks for s in turns], data, step.bucket_bytes)
     found += _ties(stages, data, pp_rank)
-    for axes, num_bytes in scalars(data, step.totals, clips=step.clips):
+    for axes, num_bytes in scalars(data, step.totals):
         found[Collective(kind="all_reduce", axes=axes, num_bytes=num_bytes)] += 1
     return Counter({c: n for c, n in found.items() if c.num_bytes and data.mesh.size(c.axes) > 1})
 

@@ -65,19 +65,19 @@ class CollectiveModel:
         """Whether some times come from a measured table instead of a latency and a bandwidth."""
         return bool(self._measured)
 
-    def send_time_s(self, num_bytes: float, mesh: Mesh) -> float:
-        """Return the seconds of the slowest message between neighbouring pipeline ranks, all of which send at once."""
-        return self.pair_time_s("send", num_bytes, mesh)
+    def send_time_s(self, num_bytes: float, mesh: Mesh, here: int | None = None) -> float:
+        """Return the seconds of a message between neighbouring pipeline ranks; see :meth:`pair_time_s`."""
+        return self.pair_time_s("send", num_bytes, mesh, here)
 
-    def hop_time_s(self, num_bytes: float, mesh: Mesh, here: int) -> float:
-        """Return the seconds of the slowest message between the ranks of pipeline rank ``here`` and those of the next one."""
-        return max(self.shape_time_s("send", num_bytes, shape) for shape in self._neighbours(mesh, here))
+    def pair_time_s(self, kind: str, num_bytes: float, mesh: Mesh, here: int | None = None) -> float:
+        """Return the seconds of a collective of two neighbouring pipeline ranks; the last and the first one are neighbours too.
 
-    def pair_time_s(self, kind: str, num_bytes: float, mesh: Mesh) -> float:
-        """Return the seconds of a collective of two neighbouring pipeline ranks; the last and the first one are neighbours too."""
-        return max((self.shape_time_s(kind, num_bytes, shape) for shape in self._neighbours(mesh)), default=0.0)
+        Args:
+            here: of these ranks and those of the next one, the slowest pair; None: the slowest pair of all, which communicate at once.
+        """
+        return max((self.shape_time_s(kind, num_bytes, shape) for shape in self._neighbours(mesh, here)), default=0.0)
 
-    def _neighbours(self, mesh: Mesh, here: int | None = None) -> tuple[GroupShape, ...]:
+    def _neighbours(self, mesh: Mesh, here: int | None) -> tuple[GroupShape, ...]:
         """Return the shapes of pairs of neighbouring pipeline ranks, or those of rank ``here`` and the next one."""
         key = mesh.pp, mesh.world_size, here
         if key not in self._pairs:

@@ -258,18 +258,17 @@ def tied(stages: Sequence[Sequence[BlockCost]], data: DataParallel) -> dict[tupl
     return bytes_by_ranks
 
 
-def scalars(data: DataParallel, totals: Sequence[int], *, clips: bool) -> list[tuple[tuple[str, ...], int]]:
+def scalars(data: DataParallel, totals: Sequence[int]) -> list[tuple[tuple[str, ...], int]]:
     """Return the axes of more than one rank and the bytes of each all-reduce of a step besides those of gradients.
 
-    These are counts of the batch before the step, the loss after it, and the norm if it is taken. With a scaled loss ranks also agree on
-    whether all gradients are finite.
+    These are counts of the batch before the step, and the loss after it. With a scaled loss ranks also agree on whether all gradients are
+    finite. The norm of all gradients is no part of a step: a separate call takes it.
 
     Args:
         data: how the data axes run.
         totals: the bytes of each count of the global batch that the loss divides by.
-        clips: whether the norm of all gradients is taken.
     """
     sums: list[tuple[tuple[str, ...], int]] = [(DATA_AXES, num_bytes) for num_bytes in totals]
     sums += [(("pp", *DATA_AXES), SCALAR_BYTES)]
-    sums += [(MESH_AXES, SCALAR_BYTES)] * (clips + data.precision.scales_loss)
+    sums += [(MESH_AXES, SCALAR_BYTES)] * data.precision.scales_loss
     return [(tuple(axis for axis in axes if data.mesh.size((axis,)) > 1), num_bytes) for axes, num_bytes in sums]

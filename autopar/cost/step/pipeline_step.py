@@ -110,9 +110,7 @@ class PipelineStep:
         """Return the seconds of a message to or from the stage after ``sender``."""
         mesh = self.step.mesh
         size = self.parts[0].ranks.runtime.message_bytes(num_bytes, mesh)
-        if self.by_hop and mesh.pp > 1:
-            return self.collectives.hop_time_s(size, mesh, sender % mesh.pp)
-        return self.collectives.send_time_s(size, mesh)
+        return self.collectives.send_time_s(size, mesh, sender % mesh.pp if self.by_hop and mesh.pp > 1 else None)
 
     def _host_s(self, s: int, overheads: Overheads) -> tuple[float, float]:
         """Return the host's seconds for the schedule and its messages in one forward and in one backward of a stage."""

@@ -39,7 +39,6 @@ class Step:
         prelude_s: the seconds of the operators that every stage repeats for each micro-batch.
         preludes_s: the same for each pipeline rank, where devices differ; empty where they do not.
         totals: the bytes of each count of the global batch that the loss divides by.
-        clips: whether the step takes the norm of all gradients, which in training is a separate call.
         adds_gradients: whether autograd's kernels that add a micro-batch's gradients to earlier ones count; autopar's runtime has them,
             Megatron's ``gradient_accumulation_fusion`` does not.
         bucket_bytes: the size of a bucket of gradients (``Plan.bucket_bytes``).
@@ -57,7 +56,6 @@ class Step:
     preludes_s: tuple[float, ...] = ()
     adds_gradients: bool = False
     totals: tuple[int, ...] = ()
-    clips: bool = False
     bucket_bytes: int = BUCKET_BYTES
     offload: tuple[Offload, ...] = ()
 

@@ -158,17 +158,16 @@ class StepModel:
         count, on_host = self.step.num_micro_batches, self.step.offloads_optimizer
         return state_bytes(unit, self.data, self.ranks.optimizer, count, on_host=on_host)
 
-    def block_static_bytes(self, block: BlockCost) -> int:
-        """Return a rank's bytes for a block without activations: its state, and what stays gathered."""
-        unit = self.unit(block)
-        return self._state(unit).total + gathered_bytes(unit, self.data)
+    def block_bytes(self, block: BlockCost) -> tuple[int, int]:
+        """Return a rank's bytes for a block without activations, and the least that it adds to its rank during the optimizer step.
 
-    def block_stepped_bytes(self, block: BlockCost) -> int:
-        """Return the least bytes that a block adds to its rank during the optimizer step: its state, and temporaries."""
+        The first are its state, and what stays gathered; the second its state, and temporaries.
+        """
         unit, count = self.unit(block), self.step.num_micro_batches
+        state_bytes = self._state(unit).total
         passing_bytes = stepping_bytes(self.ranks.optimizer, self.data, self.step) * steps_at_once(self.ranks.device)
-        freed = max(freed_bytes(unit, self.data, count), 0)
-        return self._state(unit).total + unit.trained_shard_numel * passing_bytes - freed
+        stepped_bytes = unit.trained_shard_numel * passing_bytes - max(freed_bytes(unit, self.data, count), 0)
+        return state_bytes + gathered_bytes(unit, self.data), state_bytes + stepped_bytes
 
     def block_passing_bytes(
         self, block: BlockCost, *, recompute: Recompute, neighbours: Sequence[Neighbours] = ()
@@ -252,9 +251,9 @@ class StepModel:
 
     @cached_property
     def scalars_s(self) -> float:
-        """The seconds in which every rank sums scalars once a step, whatever its blocks: counts of the batch, the loss, the norm."""
+        """The seconds in which every rank sums scalars once a step, whatever its blocks: counts of the batch, and the loss."""
         mesh, time_s = self.step.mesh, self.ranks.collectives.time_s
-        sums = scalars(self.data, self.step.totals, clips=self.step.clips)
+        sums = scalars(self.data, self.step.totals)
         return sum([time_s("all_reduce", num_bytes, mesh, axes) for axes, num_bytes in sums])
 
     def sum_s(self, axes: tuple[str, ...], num_bytes: int, copied_bytes: int) -> float:

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from numpy.typing import NDArray
+from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, linprog, milp
 
 from autopar.cost.step.simulation import rank_chains
 from autopar.planner.bounds.chain_proof import ROUNDING, ChainProof, Stages, WholeModes, counts_of
@@ -154,6 +155,13 @@ def _proof(stages: Stages, chains: Sequence[tuple[int, ...]], weights: Array, by
     return replace(proof, bound_s=float(stages.least_s([proof])[0]) * (1 - ROUNDING))
 
 
+def _shortest(rows: Array, limits: Array, parts: NDArray[np.bool_], totals: Array) -> OptimizeResult:
+    """Solve for the least last variable, the step, where ``rows`` of all variables keep ``limits``, and ``parts`` of the others make ``totals``."""
+    step = np.arange(rows.shape[1]) == rows.shape[1] - 1
+    equal, options = np.pad(parts, ((0, 0), (0, 1))), {"presolve": False}
+    return linprog(step, A_ub=rows, b_ub=limits, A_eq=equal, b_eq=totals, method="highs-ds", options=options)
+
+
 class _ModeProgram:
     """The linear program of given stages: the shortest step under the constraints of some chains.
 
@@ -184,14 +192,12 @@ class _ModeProgram:
         stages = self.stages
         counts = np.array([counts_of(stages.key, chain) for chain in self.chains])
         rows = counts[:, stages.num : 2 * stages.num] @ self.backward_s / self.scale_s
-        of_rank = np.arange(stages.pp)[:, None] == self.rank
-        result = linprog(
-            np.arange(self.size) == self.size - 1,
-            A_ub=np.concatenate([rows.round(DIGITS), -np.ones((len(rows), 1))], axis=1),
-            b_ub=(-self.modes.fixed_s(counts) / self.scale_s).round(DIGITS),
-            A_eq=np.pad(of_rank, ((0, 0), (0, 1))), b_eq=np.ones(stages.pp), method="highs-ds",
-            options={"presolve": False},
-        )  # fmt: skip
+        result = _shortest(
+            np.concatenate([rows.round(DIGITS), -np.ones((len(rows), 1))], axis=1),
+            (-self.modes.fixed_s(counts) / self.scale_s).round(DIGITS),
+            np.arange(stages.pp)[:, None] == self.rank,
+            np.ones(stages.pp),
+        )
         weights = np.maximum(-result.ineqlin.marginals, 0.0) if result.status == 0 else np.zeros(1)
         if weights.sum() <= 0:
             return None
@@ -274,11 +280,7 @@ class _Program:
 
     def solve(self) -> tuple[ChainProof, Array] | None:
         """Return the proof of the best weights, and the blocks of the solution [s, k, o]; None where the program has no solution."""
-        size, stages = self.size, self.stages
-        result = linprog(
-            np.arange(size) == size - 1, A_ub=self.rows, b_ub=self.limits, A_eq=np.pad(self.of_kind, ((0, 0), (0, 1))),
-            b_eq=self.count, method="highs-ds", options={"presolve": False},
-        )  # fmt: skip
+        stages, result = self.stages, _shortest(self.rows, self.limits, self.of_kind, self.count)
         if result.status != 0:
             return None
         prices = np.maximum(-result.ineqlin.marginals, 0.0)

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 
 from autopar.cost.step.simulation import chains_of, compiled
 from autopar.plan.schedule import peak_table
-from autopar.planner.bounds.columns import same_kinds
-from autopar.planner.bounds.instance import FIELDS, MODES, Array, PipelineInstance, forwards_done
+from autopar.planner.bounds.columns import Columns
+from autopar.planner.bounds.instance import Array, PipelineInstance
 from autopar.planner.space.candidates import Candidate
 
 ROUNDING = 1e-9
@@ -109,36 +109,25 @@ class Stages:
         pp, v, m = instance.pp, instance.virtual_stages, instance.num_micro_batches
         self.instance, self.pp, self.num = instance, pp, pp * v
         self.key: Key = (instance.schedule, pp, v, m)
-        self.rank = np.arange(pp * v) % pp
-        device = np.array(instance.device_of_rank)
-        tables = np.array([table.numbers for table in instance.floors])  # [device, k, columns]
-        kind_of, count = same_kinds(tables[None])
-        self.kinds = np.array(kind_of)[instance.kind_of_block]
-        numbers = tables[:, [kind_of.index(k) for k in range(count)]][device[self.rank]]
-        columns = np.moveaxis(numbers[..., :FIELDS], -1, 0)
-        self.forward_s, self.more_s, self.gather_s, self.once_s, self.static, _ = columns
-        most = max(len(block.modes) for table in instance.floors for block in table.blocks)
-        modes = numbers[..., FIELDS:].reshape(self.num, -1, MODES, 3)[:, :, :most]
-        self.backward_s, self.kept, passing = np.moveaxis(modes, -1, 0)  # [s, k, o]
-        self.held = forwards_done(instance.schedule, pp, v, m).T.reshape(-1).astype(float)
-        self.stage_s = np.array([np.array(instance.forward_s)[device], np.array(instance.backward_s)[device]])[
-            :, self.rank
-        ]
-        sends = instance.sends_s or (0.0,) * pp
-        backs = instance.sends_back_s or (0.0,) * pp
-        self.sends_s, self.backs_s = np.array(sends)[self.rank], np.array(backs)[(self.rank - 1) % pp]
+        self.rank = rank = np.arange(pp * v) % pp
+        c = Columns([instance])
+        self.kinds = np.repeat([kind for kind, _ in c.runs], [count for _, count in c.runs])
+        fields = c.forward_s, c.more_s, c.gather_s, c.once_s, c.static_bytes
+        self.forward_s, self.more_s, self.gather_s, self.once_s, self.static = (field[0, rank] for field in fields)
+        self.backward_s, self.kept, passing = c.backward_s[0, rank], c.kept_bytes[0, rank], c.passing_bytes[0, rank]
+        self.held = c.held[0].T.reshape(-1)
+        self.stage_s = np.stack([c.stage_forward_s[0, rank], c.stage_backward_s[0, rank]])
+        self.sends_s, self.backs_s = c.sends_s[0, rank], c.backs_s[0, rank - 1]
         self.tie_s = np.zeros(pp)
         self.tie_s[[0, -1]] = instance.tie_s
         place = np.arange(self.num)
         # Bytes that a stage keeps of a micro-batch besides those of its blocks.
         self.stage_bytes = instance.sent_bytes * (place < self.num - 1)
         self.stage_bytes = self.stage_bytes + instance.read_bytes * ((place > 0) & (place < self.num - 1))
-        least, spare = passing.min(axis=2), len(self.kinds) - self.num
-        # Each stage peaks in its last block. Stages before and after it have at least one block each.
-        ends = [self.kinds[s : s + spare + 1] if s < self.num - 1 else self.kinds[-1:] for s in range(self.num)]
-        peak = np.array([row[kinds].min(initial=np.inf) for row, kinds in zip(least, ends, strict=True)])
-        self.limit = np.array(instance.limit_bytes)[device] * (1 + ROUNDING) - peak.reshape(v, pp).max(axis=0)
-        self.room = self.limit - np.bincount(self.rank, weights=self.held * self.stage_bytes, minlength=pp)
+        # Each stage peaks in its last block.
+        may_end = c.may_end()[0].transpose(1, 0, 2).reshape(self.num, -1)
+        peak = np.where(may_end, passing.min(axis=2), np.inf).min(axis=1).reshape(v, pp).max(axis=0)
+        self.limit, self.room = c.limit_bytes[0] - peak, c.room_bytes[0] - peak
         self.actions = compiled(*self.key)
         stops = instance.given_stops()
         self.more_sends_s = self._more_sends_s()

@@ -41,7 +41,7 @@ class Columns:
 
     def __init__(self, instances: Sequence[PipelineInstance]) -> None:
         first, tables = instances[0], _tables(instances)
-        kind_of, num_kinds = same_kinds(tables)
+        kind_of, num_kinds = _same_kinds(tables)
         self.runs = runs_of([kind_of[kind] for kind in first.kind_of_block])
         self.groups = _joined([{kind_of[k] for k in group} for group in first.groups])
         tables = tables[:, :, [kind_of.index(k) for k in range(num_kinds)]]
@@ -248,7 +248,7 @@ def _tables(instances: Sequence[PipelineInstance]) -> Array:
     return numbers
 
 
-def same_kinds(tables: Array) -> tuple[list[int], int]:
+def _same_kinds(tables: Array) -> tuple[list[int], int]:
     """Numbers the kinds of blocks, equally where their floors are equal in all instances; return the numbers and how many there are."""
     numbers: list[int] = []
     firsts: list[int] = []

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from autopar.cost.blocks.block_cost import ParameterCost
 from autopar.cost.model import BlockCost, CostModel, Step
-from autopar.cost.step.step_model import Neighbours
+from autopar.cost.step.step_model import Neighbours, StepModel
 from autopar.plan.mesh import EXPERT_AXIS
 from autopar.plan.plan import Recompute
 from autopar.planner.bounds.instance import BlockFloor, FloorTable, ModeFloor, are_inside, at_both_ends, least_sums_s
@@ -46,6 +46,23 @@ class Added:
         return self.always_s + max(work_s + i * moved_s, exposed_s)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """The share of a rank in a block that ``cp`` and ``tp`` divide perfectly.
+
+    Attributes:
+        forward_s: the seconds of its forward.
+        work_s: the seconds of both passes.
+        modes: for each mode the seconds of recompute, the bytes kept, and the passing bytes.
+        part: the block with a 1/tp share of its parameters, the smallest that a rank may have.
+    """
+
+    forward_s: float
+    work_s: float
+    modes: list[tuple[float, float, float]]
+    part: BlockCost
+
+
 class BlockFloors:
     """Computes and caches the floors of one model's blocks on one kind of device.
 
@@ -62,10 +79,9 @@ class BlockFloors:
         for before, k, after in zip(ends, blocks.class_of, ends[2:], strict=False):
             self.neighbours[k].add((before, after))
         self._costs: dict[PricedLayout, list[BlockCost]] = {}
-        self._parts: dict[tuple[tuple[ParameterCost, ...], int], tuple[ParameterCost, ...]] = {}
-        self._ideal: dict[tuple[LayoutKey, PricedLayout], list[list[tuple[float, float, float]]]] = {}
-        self._tables: dict[tuple[object, ...], FloorTable] = {}
-        self._added: dict[tuple[object, ...], tuple[list[Added], list[BlockCost]]] = {}
+        self._known_shares: dict[tuple[LayoutKey, PricedLayout], list[Share]] = {}
+        self._split: dict[tuple[object, ...], tuple[FloorTable, list[tuple[Added, float]]]] = {}
+        self._typed: dict[tuple[object, ...], FloorTable] = {}
         self._priced: dict[tuple[object, ...], tuple[FloorTable, float]] = {}
 
     # --- divided perfectly
@@ -78,49 +94,49 @@ class BlockFloors:
             step: the step of the candidate.
             block_s: the seconds of each block in one typing; empty: for any typing.
         """
-        key = (unsplit, *_kind(step), block_s)
-        if key not in self._tables:
-            tp = step.mesh.tp
-            ideal = self._ideal_work(replace(unsplit.key, cp=step.mesh.cp, tp=tp), unsplit)
-            added, parts = self._added_by(unsplit, step)
-            self._tables[key] = FloorTable(
-                blocks=tuple(
-                    self._split_floor(cost, parts[k], ideal[k], added[k], step, tp, block_s[k] if block_s else 0.0)
-                    for k, cost in enumerate(self.costs(unsplit))
-                )
+        key = (unsplit, *_kind(step))
+        if key not in self._split:
+            shares = self._shares(replace(unsplit.key, cp=step.mesh.cp, tp=step.mesh.tp), unsplit)
+            parts, costs = [share.part for share in shares], self.costs(unsplit)
+            added = [self._added_to(parts, k, step) for k in range(len(parts))]
+            floors = map(partial(self._split_floor, step=step), costs, shares, added)
+            self._split[key] = (
+                FloorTable(blocks=tuple(floors)),
+                [(one, share.work_s) for one, share in zip(added, shares, strict=True)],
             )
-        return self._tables[key]
+        table, work = self._split[key]
+        if not block_s:
+            return table
+        if (*key, block_s) not in self._typed:
+            more_s = [one.least_s(max(w, s)) - one.least_s(w) for (one, w), s in zip(work, block_s, strict=True)]
+            typed = (replace(floor, more_s=own_s) for floor, own_s in zip(table.blocks, more_s, strict=True))
+            self._typed[*key, block_s] = FloorTable(blocks=tuple(typed))
+        return self._typed[*key, block_s]
 
-    def _split_floor(
-        self, cost: BlockCost, part: BlockCost, ideal: list[tuple[float, float, float]], added: Added,
-        step: Step, tp: int, typed_s: float,
-    ) -> BlockFloor:  # fmt: skip
-        """Return the floor of a block from its ideal work; ``typed_s`` is a bound of its forward and backward in the typing."""
-        (forward_s, work_s, _), *modes = ideal
+    def _split_floor(self, cost: BlockCost, share: Share, added: Added, *, step: Step) -> BlockFloor:
+        """Return the floor of a block from its share of a perfect division, and from what the data axes add."""
+        on, tp = self.model.of(step), step.mesh.tp
+        static_bytes, stepped_bytes = on.block_bytes(cost)
         return BlockFloor(
-            forward_s=forward_s,
+            forward_s=share.forward_s,
             modes=tuple(
                 ModeFloor(
-                    backward_s=added.least_s(work_s + recompute_s) - forward_s, kept_bytes=kept, passing_bytes=passing
+                    backward_s=added.least_s(share.work_s + recompute_s) - share.forward_s,
+                    kept_bytes=kept, passing_bytes=passing,
                 )
-                for recompute_s, kept, passing in modes
+                for recompute_s, kept, passing in share.modes
             ),
-            more_s=added.least_s(max(work_s, typed_s)) - added.least_s(work_s),
-            once_s=self.model.of(step).block_once_s(part),
-            static_bytes=self.model.of(step).block_static_bytes(cost) / tp,
-            stepped_bytes=self.model.of(step).block_stepped_bytes(cost) / tp,
-        )
+            once_s=on.block_once_s(share.part),
+            static_bytes=static_bytes / tp,
+            stepped_bytes=stepped_bytes / tp,
+        )  # fmt: skip
 
-    def _ideal_work(self, key: LayoutKey, unsplit: PricedLayout) -> list[list[tuple[float, float, float]]]:
-        """Return the work of each block under perfect division.
-
-        The first entry has the seconds of a forward, those of both passes, and 0; then there is one entry for each mode: seconds of
-        recompute, bytes kept, and passing bytes.
-        """
-        if (key, unsplit) not in self._ideal:
+    def _shares(self, key: LayoutKey, unsplit: PricedLayout) -> list[Share]:
+        """Return the share of a rank in each block under perfect division."""
+        if (key, unsplit) not in self._known_shares:
             costs = zip(self.costs(unsplit), self.blocks.modes, strict=True)
-            self._ideal[key, unsplit] = [self._ideal_modes(cost, modes, key) for cost, modes in costs]
-        return self._ideal[key, unsplit]
+            self._known_shares[key, unsplit] = [self._share(cost, modes, key) for cost, modes in costs]
+        return self._known_shares[key, unsplit]
 
     def _travels_s(self, cost: BlockCost, key: LayoutKey) -> tuple[float, float, float]:
         """Return the least seconds in which tokens travel to experts of other data ranks and back: forward, backward, and full recompute.
@@ -142,9 +158,7 @@ class BlockFloors:
         recompute_s = sum(sec for sec, m in zip(seconds, sent, strict=True) if m.repeated and not m.backward)
         return forward_s, sum(seconds) - forward_s, recompute_s
 
-    def _ideal_modes(
-        self, cost: BlockCost, modes: tuple[Recompute, ...], key: LayoutKey
-    ) -> list[tuple[float, float, float]]:
+    def _share(self, cost: BlockCost, modes: tuple[Recompute, ...], key: LayoutKey) -> Share:
         ranks, (travel_forward_s, travel_backward_s, travel_again_s) = key.cp * key.tp, self._travels_s(cost, key)
         # A measured part may be faster than its share of the whole (caches): before it is priced, nothing is known.
         share = 0.0 if ranks > 1 and self.model.measured is not None else 1.0 / ranks
@@ -164,51 +178,40 @@ class BlockFloors:
             _least_passing(cost, m) if ranks == 1 else needed - size for m, size in zip(modes, kept, strict=True)
         ]
         work_s = (cost.forward_s + cost.backward_s) * share
-        ideal = [(forward_s + travel_forward_s, work_s + travel_forward_s + travel_backward_s, 0.0)]
-        return ideal + [(seconds[m], size, pass_) for m, size, pass_ in zip(modes, kept, passing, strict=True)]
-
-    def _added_by(self, unsplit: PricedLayout, step: Step) -> tuple[list[Added], list[BlockCost]]:
-        """Return what the data axes add to each block, and the blocks with a 1/tp share of their parameters."""
-        key = (unsplit, *_kind(step))
-        if key not in self._added:
-            tp = step.mesh.tp
-            parts = [replace(cost, parameters=self._part(cost.parameters, tp)) for cost in self.costs(unsplit)]
-            self._added[key] = [self._added_to(parts, k, step) for k in range(len(parts))], parts
-        return self._added[key]
+        parameters = (replace(p, shape=(p.numel // key.tp,)) if p.shape else p for p in cost.parameters)
+        return Share(
+            forward_s=forward_s + travel_forward_s,
+            work_s=work_s + travel_forward_s + travel_backward_s,
+            modes=[(seconds[m], size, pass_) for m, size, pass_ in zip(modes, kept, passing, strict=True)],
+            part=cost if key.tp == 1 else replace(cost, parameters=tuple(parameters)),
+        )
 
     def _added_to(self, costs: Sequence[BlockCost], k: int, step: Step) -> Added:
-        data, unit = self.model.of(step).data, self.model.of(step).unit(costs[k])
+        """Return what the data axes add to a block; ``costs`` have the parameters of a rank."""
+        on = self.model.of(step)
+        data, unit = on.data, on.unit(costs[k])
         passes = 1 if data.is_pipelined else 2
         moved_s = unit.gather_s * data.gathers_always  # in a pipeline only the backward's gather counts
         if not data.is_pipelined and data.sends_always:
-            moved_s = min(self._overlapping_s(costs, before, after, step) for before, after in self.neighbours[k])
+            moved_s = min(self._overlapping_s(costs, before, after, on) for before, after in self.neighbours[k])
         if self.model.collectives.is_measured:  # a measured table need not be monotonic in bytes
             moved_s = 0.0
-        always_s = passes * unit.hooks_s + self.model.of(step).block_adding_s(costs[k])
         return Added(
-            always_s=always_s, moved_s=moved_s, hides_alone=not data.is_pipelined,
+            always_s=passes * unit.hooks_s + on.block_adding_s(costs[k]),
+            moved_s=moved_s,
+            hides_alone=not data.is_pipelined,
             interference=self.model.device.interference,
-        )  # fmt: skip
+        )
 
-    def _overlapping_s(self, costs: Sequence[BlockCost], before: int, after: int, step: Step) -> float:
+    def _overlapping_s(self, costs: Sequence[BlockCost], before: int, after: int, on: StepModel) -> float:
         """Return the seconds of collectives that overlap a block: the next block's gather and reduction, the previous block's gather."""
-        data, seconds_s = self.model.of(step).data, 0.0
+        data, seconds_s = on.data, 0.0
         if before >= 0:
-            seconds_s += data.gathers_always * self.model.of(step).unit(costs[before]).gather_s
+            seconds_s += data.gathers_always * on.unit(costs[before]).gather_s
         if after >= 0:
-            unit = self.model.of(step).unit(costs[after])
+            unit = on.unit(costs[after])
             seconds_s += data.gathers_always * unit.gather_s + data.reduces_always * unit.reduce_s
         return seconds_s
-
-    def _part(self, parameters: tuple[ParameterCost, ...], tp: int) -> tuple[ParameterCost, ...]:
-        """Return the smallest shares of parameters that a rank of ``tp`` may have."""
-        if tp == 1:
-            return parameters
-        if (parameters, tp) not in self._parts:
-            self._parts[parameters, tp] = tuple(
-                replace(p, shape=(p.numel // tp,)) if p.shape else p for p in parameters
-            )
-        return self._parts[parameters, tp]
 
     # --- a priced layout
 
@@ -250,44 +253,14 @@ class BlockFloors:
         self, layout: PricedLayout, costs: Sequence[BlockCost], step: Step
     ) -> tuple[list[BlockFloor], float]:
         longest_s = max(cost.forward_s + cost.communication_forward_s for cost in costs)
-        floors, first_s = [], float("inf")
-        has_collectives = self.model.of(step).data.sends_always
+        floors, first_s, on = [], float("inf"), self.model.of(step)
         for k, cost in enumerate(costs):
-            pairs = self.neighbour_pairs(costs, k) if has_collectives else []
-            gather_s = self.model.of(step).block_gather_s(cost)
+            pairs = self.neighbour_pairs(costs, k) if on.data.sends_always else []
+            gather_s = on.block_gather_s(cost)
             hidden_s = (1 - self.model.device.interference) * min(gather_s, longest_s)
             first_s = min(first_s, hidden_s)
-            floors.append(self._priced_floor(cost, step, self.blocks.modes[k], gather_s - hidden_s, pairs))
+            floors.append(_priced_floor(on, cost, self.blocks.modes[k], gather_s - hidden_s, pairs))
         return floors, first_s
-
-    def _priced_floor(
-        self,
-        cost: BlockCost,
-        step: Step,
-        modes: Sequence[Recompute],
-        gather_s: float,
-        neighbour_pairs: Sequence[Neighbours],
-    ) -> BlockFloor:
-        model = self.model
-        times = [model.of(step).block_time_s(cost, recompute=mode, neighbours=neighbour_pairs) for mode in modes]
-        passing = [
-            model.of(step).block_passing_bytes(cost, recompute=mode, neighbours=neighbour_pairs) for mode in modes
-        ]
-        forward_s, adding_s = min(time.forward_s for time in times), model.of(step).block_adding_s(cost)
-        return BlockFloor(
-            forward_s=forward_s,
-            modes=tuple(
-                ModeFloor(
-                    backward_s=time.forward_s + time.backward_s + adding_s - forward_s,
-                    kept_bytes=cost.kept_bytes(mode), passing_bytes=peak,
-                )
-                for time, mode, peak in zip(times, modes, passing, strict=True)
-            ),
-            gather_s=gather_s,
-            once_s=model.of(step).block_once_s(cost),
-            static_bytes=model.of(step).block_static_bytes(cost),
-            stepped_bytes=model.of(step).block_stepped_bytes(cost),
-        )  # fmt: skip
 
     def neighbour_pairs(self, costs: Sequence[BlockCost], k: int) -> list[Neighbours]:
         """Return the blocks before and after each of those that block ``k`` of the compact graph stands for."""
@@ -305,6 +278,30 @@ class BlockFloors:
                 costs.append(without_shared(cost) if k else cost)
             self._costs[layout] = costs
         return self._costs[layout]
+
+
+def _priced_floor(
+    on: StepModel, cost: BlockCost, modes: Sequence[Recompute], gather_s: float, neighbours: Sequence[Neighbours]
+) -> BlockFloor:
+    """Return the floor of a block whose gather in the step's first forward is exposed for ``gather_s`` seconds."""
+    times = [on.block_time_s(cost, recompute=mode, neighbours=neighbours) for mode in modes]
+    forward_s, adding_s = min(time.forward_s for time in times), on.block_adding_s(cost)
+    static_bytes, stepped_bytes = on.block_bytes(cost)
+    return BlockFloor(
+        forward_s=forward_s,
+        modes=tuple(
+            ModeFloor(
+                backward_s=time.forward_s + time.backward_s + adding_s - forward_s,
+                kept_bytes=cost.kept_bytes(mode),
+                passing_bytes=on.block_passing_bytes(cost, recompute=mode, neighbours=neighbours),
+            )
+            for time, mode in zip(times, modes, strict=True)
+        ),
+        gather_s=gather_s,
+        once_s=on.block_once_s(cost),
+        static_bytes=static_bytes,
+        stepped_bytes=stepped_bytes,
+    )
 
 
 def without_shared(cost: BlockCost) -> BlockCost:

@@ -95,27 +95,19 @@ class InstanceMaker:
         """Return the inputs and prelude values that each block of the model reads, in bytes; a stage keeps each once."""
         return [dict(layout.costs[k].prelude) for k in self.context.layouts.compact.class_of]
 
-    def of_group(self, candidate: Candidate, layout: PricedLayout, model: CostModel) -> PipelineInstance:
-        """Return the instance of one node group of a candidate with unequal shares, made as by :meth:`one_stage`.
-
-        Args:
-            layout: the layout of the group's micro-batch, at the prices of its devices.
-            model: the cost model of the group alone.
-        """
-        return self._with_ends(candidate, layout, self._floors_on(model, may_offload=False))
-
-    def one_stage(self, candidate: Candidate, layout: PricedLayout) -> PipelineInstance:
-        """Return the instance of a candidate without a pipeline, including what a step takes over the floors of its blocks."""
-        return self._with_ends(candidate, layout, self._of(self._everywhere, candidate))
-
-    def _with_ends(self, candidate: Candidate, layout: PricedLayout, on: BlockFloors) -> PipelineInstance:
-        """Return the instance of one rank, including what every step of it takes over the floors of its blocks.
+    def one_stage(self, candidate: Candidate, layout: PricedLayout, group: CostModel | None = None) -> PipelineInstance:
+        """Return the instance of one rank without a pipeline, including what every step of it takes over the floors of its blocks.
 
         A step has parts that no single block's floor counts: gathers and reductions at both ends of the model, those of the last
         micro-batch, and sums in buckets. The more a block recomputes, the more of them it hides. So they are least where every block
         recomputes as much as it may, and what that step takes over its floors is a lower bound for any choice of recompute. Sums take as
         long as with the fastest bucket size.
+
+        Args:
+            layout: the layout, at the prices of the rank's devices.
+            group: the cost model of one node group of a candidate with unequal shares; None: the rank is the slowest of all.
         """
+        on = self._floors_on(group, may_offload=False) if group else self._of(self._everywhere, candidate)
         model, base = on.model, self._one_rank(candidate, layout, on)
         step, compact = self.context.step(candidate, layout), self.context.layouts.compact
         m, floors = base.num_micro_batches, base.floors[0].blocks
@@ -228,9 +220,8 @@ class InstanceMaker:
     def _sent_s(self, candidate: Candidate, num_bytes: int) -> tuple[float, ...]:
         """Return the seconds of each pipeline rank's message of ``num_bytes`` to the next rank or back; the last sends to the first."""
         mesh, model = candidate.mesh, self.context.model.in_order(candidate.order)
-        if model.is_mixed:
-            return tuple(model.collectives.hop_time_s(num_bytes, mesh, r) for r in range(mesh.pp))
-        return (model.collectives.send_time_s(num_bytes, mesh),) * mesh.pp
+        here = range(mesh.pp) if model.is_mixed else (None,) * mesh.pp
+        return tuple(model.collectives.send_time_s(num_bytes, mesh, rank) for rank in here)
 
     def _more_s(
         self, candidate: Candidate, layout: PricedLayout, sends_s: Sequence[float], back_s: Sequence[float]

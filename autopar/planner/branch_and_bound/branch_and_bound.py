@@ -108,8 +108,6 @@ class BranchAndBound:
         try:
             self.work()
         except KeyboardInterrupt:
-            if not self.frontier.parts:  # first bounds are not exchanged: some processes would miss the next meeting
-                raise
             self.finished, interrupted = False, True
             self.group.stop()
         self._exchange_results()
@@ -146,14 +144,14 @@ class BranchAndBound:
         self.ledger.finish(self._excluded_s)
 
     def _compute_first_bounds(self) -> None:
-        """Compute the first bounds of all candidates; fork the group before where several processes are worth their start.
+        """Compute the first bounds of all candidates; then fork the group where several processes are worth their start.
 
         A search that a limit on trials may stop is not forked: which candidates it reaches would depend on timing.
         """
+        self.frontier.begin()
         is_exhaustive = len(self.pool) <= self._max_trials and self.rounds is None
         if is_exhaustive and len(self.pool) >= self.group.min_candidates:
             self.group.fork(self.frontier.keys)
-        self.frontier.begin()
 
     def _search_best_first(self) -> None:
         """Evaluate candidates in the order of their bounds, until no bound is below the incumbent."""

@@ -175,18 +175,8 @@ class Frontier:
         self.visited: set[int] = set()
 
     def begin(self) -> None:
-        """Compute the first bounds of all candidates; each process bounds a part of them."""
-        same_unsplit: dict[LayoutKey, list[int]] = {}
-        for i, key in enumerate(self.keys):
-            same_unsplit.setdefault(key.unsplit, []).append(i)
-        largest_first = sorted(same_unsplit.values(), key=len, reverse=True)
-        local = sorted(i for positions in largest_first[self.group.rank :: self.group.size] for i in positions)
-        local_s = dict(zip(local, self.evaluator.bounds_s(0, [self.pool[i] for i in local]), strict=True))
-        bounds_s: dict[int, float] = {}
-        for part_s, memos in self.group.allgather((local_s, self.evaluator.layouts.memos())):
-            bounds_s |= part_s
-            self.evaluator.layouts.learn(memos)
-        self.bounds |= {candidate: bounds_s[i] for i, candidate in enumerate(self.pool)}
+        """Compute the first bounds of all candidates."""
+        self.bounds |= zip(self.pool, self.evaluator.bounds_s(0, self.pool), strict=True)
         for i, candidate in enumerate(self.pool):
             if math.isfinite(self.bounds[candidate]):
                 self.parts.setdefault(self.keys[i], []).append(i)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,13 +41,6 @@ SLACK = 1.25
 
 POPULATION = 16
 """The number of candidates of a generation of NSGA-II."""
-
-
-class HasBounds(Protocol):
-    """The part of an evaluator that rounds need."""
-
-    def bounds_s(self, level: int, candidates: Sequence[Candidate], goal_s: float = math.inf) -> list[float]:
-        """Return lower bounds of a level in seconds; see :class:`autopar.planner.bounds.cascade.Cascade`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +86,7 @@ class Rounds:
     def __init__(
         self,
         pool: Sequence[Candidate],
-        evaluator: HasBounds,
+        evaluator: Evaluator,
         sampler: Sampler,
         *,
         max_s: float,
@@ -208,7 +201,7 @@ class Sampling:
         """Return the positions of the candidates that experts would try, with reasons."""
         return seeds(pool, self.devices_per_node, may_fit)
 
-    def rounds(self, pool: Sequence[Candidate], evaluator: HasBounds, max_s: float, rounding: float) -> Rounds:
+    def rounds(self, pool: Sequence[Candidate], evaluator: Evaluator, max_s: float, rounding: float) -> Rounds:
         """Return the rounds of a search; for arguments and errors see :class:`Rounds` and its sampler."""
         from autopar.planner.branch_and_bound.optuna_sampler import Sampler  # optuna is slow to import
 

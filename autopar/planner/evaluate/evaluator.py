@@ -16,12 +16,13 @@ from autopar.planner.bounds.chain_program import KEPT
 from autopar.planner.bounds.chain_proof import ChainProof, Key, key_of
 from autopar.planner.evaluate.layout_plans import LayoutPlans, SharesEvaluator
 from autopar.planner.layouts.layout import TypedLayout
-from autopar.planner.search import SLOW, Evaluation, Misfit, SearchContext, needs_text, readable
+from autopar.planner.search import SLOW, Evaluation, Misfit, SearchContext, needs_text
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import Space
 from autopar.planner.stages.block_options import BlockOptions
 from autopar.planner.stages.cut_problem import Failure
+from autopar.util.formatting import num_bytes
 
 QUICK = 4
 """The limit on chain programs before evaluations where ranks are equal; only the first candidate of a schedule solves any."""
@@ -92,10 +93,12 @@ class Evaluator:
             at_most_s: plans that cannot be faster are left unfinished, and such a result is not cached. The best plan does not depend on
                 this time as long as it is faster.
         """
-        if candidate.shares:
-            return self.shares.evaluate(candidate, at_most_s=at_most_s)
         if candidate in self._done:
             return self._done[candidate]
+        if candidate.shares:
+            if self.shares.bound_s(1, candidate) >= at_most_s:
+                return Misfit(candidate=candidate, reason=SLOW)
+            return self._remember(self.shares.evaluate(candidate))
         best: Evaluation | None = None
         failures: list[Failure] = []
         try:
@@ -127,28 +130,11 @@ class Evaluator:
         on_device = [failure.needs_bytes for failure in failures if not failure.host_bytes]
         if not on_device:
             least, has = min(failure.host_bytes for failure in failures), self.model.host.memory_bytes or 0
-            reason = f"memory of the host: needs {readable(least)} of {readable(has)} a device"
+            reason = f"memory of the host: needs {num_bytes(least)} of {num_bytes(has)} a device"
             return self._remember(Misfit(candidate=candidate, reason=reason))
         least_bytes = min(on_device)
         reason = f"memory: needs {needs_text(self.model, least_bytes)}"
         return self._remember(Misfit(candidate=candidate, reason=reason, needs_bytes=least_bytes))
-
-    def hopeless(self, candidate: Candidate) -> Misfit | None:
-        """Return why no layout of a candidate can fit in memory, without solving any; None where that is not certain.
-
-        It assumes that ``cp`` and ``tp`` divide everything that one rank holds.
-        """
-        if candidate.shares or self.plans.rank_devices.is_mixed(candidate):
-            return None  # a larger device may hold what is too much for one rank
-        layout = self.context.unsplit(candidate)
-        device = self.model.device
-        least = self.plans.options.least_bytes(candidate, layout, self.context.step(candidate, layout))
-        least /= candidate.mesh.cp * candidate.mesh.tp
-        needs = round(least * (1 + device.fragmentation)) + device.reserved_bytes
-        if needs <= self.model.fitting_bytes:
-            return None
-        reason = f"memory: needs at least {needs_text(self.model, needs)}"
-        return Misfit(candidate=candidate, reason=reason, needs_bytes=needs)
 
     def improved(self, plan: Evaluation) -> Evaluation:
         """Return a plan with better cut stages; the same plan where stages are given or data ranks take unequal shares."""

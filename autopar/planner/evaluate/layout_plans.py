@@ -19,7 +19,7 @@ from autopar.planner.bounds.chain_proof import ROUNDING
 from autopar.planner.bounds.feasibility import feasible_bounds
 from autopar.planner.bounds.instance_maker import InstanceMaker
 from autopar.planner.layouts.layout import LayoutKey, PricedLayout, layout_key_of
-from autopar.planner.search import SLOW, Evaluation, Misfit, SearchContext, needs_text
+from autopar.planner.search import Evaluation, Misfit, SearchContext, needs_text
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.block_options import BlockOptions
 from autopar.planner.stages.cut_problem import (
@@ -238,10 +238,8 @@ class SharesEvaluator:
     def __init__(self, context: SearchContext, options: BlockOptions, maker: InstanceMaker) -> None:
         self.context, self.options, self.maker = context, options, maker
         self.layouts, self.model = context.layouts, context.model
-        self._alone: dict[tuple[int, ...], tuple[CostModel, ...]] = {}
         self._shared: dict[Candidate, _Shared] = {}
         self._bounds: dict[tuple[int, Candidate], float] = {}
-        self._found: dict[Candidate, Evaluation | Misfit] = {}
 
     def seconds(self, place: int, size: int, vocab_multiple: int = 1) -> float:
         """Return the seconds in which a node group computes a micro-batch, without collectives.
@@ -284,22 +282,15 @@ class SharesEvaluator:
         if self.context.offloaded:
             return fastest_s
         parts = self._parts(candidate)
-        instances = [self.maker.of_group(candidate, *pair) for pair in zip(parts.layouts, parts.models, strict=True)]
+        instances = [self.maker.one_stage(candidate, *pair) for pair in zip(parts.layouts, parts.models, strict=True)]
         if not all(instance.holds_in_order() for instance in instances):
             return math.inf
         return max(fastest_s, float(max(feasible_bounds(instances))) * (1 - ROUNDING))
 
     # --- evaluation
 
-    def evaluate(self, candidate: Candidate, *, at_most_s: float = math.inf) -> Evaluation | Misfit:
-        """Return the best plan of a candidate; see :meth:`autopar.planner.evaluate.evaluator.Evaluator.evaluate`."""
-        if candidate not in self._found:
-            if self.bound_s(1, candidate) >= at_most_s:
-                return Misfit(candidate=candidate, reason=SLOW)
-            self._found[candidate] = self._evaluated(candidate)
-        return self._found[candidate]
-
-    def _evaluated(self, candidate: Candidate) -> Evaluation | Misfit:
+    def evaluate(self, candidate: Candidate) -> Evaluation | Misfit:
+        """Return the best plan of a candidate, or why there is none."""
         parts = self._parts(candidate)
         best: Evaluation | None = None
         needs: list[Memory] = []
@@ -386,12 +377,11 @@ class SharesEvaluator:
 
     def _parts(self, candidate: Candidate) -> _Shared:
         if candidate not in self._shared:
-            if candidate.order not in self._alone:
-                self._alone[candidate.order] = self.model.in_order(candidate.order).alone()
             groups = zip(self._places(candidate), candidate.shares, strict=True)
             layouts = tuple(self._layout(place, share, candidate.vocab_multiple) for place, share in groups)
             steps = tuple(self.context.step(candidate, layout) for layout in layouts)
-            self._shared[candidate] = _Shared(models=self._alone[candidate.order], layouts=layouts, steps=steps)
+            models = self.model.in_order(candidate.order).alone
+            self._shared[candidate] = _Shared(models=models, layouts=layouts, steps=steps)
         return self._shared[candidate]
 
     def _stages(self, parts: _Shared, modes: Modes) -> tuple[StageCost, ...]:

@@ -32,18 +32,19 @@ from autopar.planner.explain.reasons import (
 from autopar.planner.layouts.catalogue import TP, Layouts
 from autopar.planner.layouts.layout import PricedLayout, expert_degree
 from autopar.planner.layouts.rank_graphs import padding_notes
-from autopar.planner.search import Evaluation, Limits, Misfit, Outcome, Task, memory_of_devices, readable
+from autopar.planner.search import Evaluation, Limits, Misfit, Outcome, Task, memory_of_devices
 from autopar.planner.sharding.input_axes import BATCH, CP
 from autopar.planner.space.candidates import Candidate, conflict, remedies
 from autopar.planner.space.constraints import Problem
 from autopar.planner.space.pin_syntax import ParameterPin, StagePin
 from autopar.planner.space.pins import Pins
+from autopar.planner.space.preferences import leanness
 from autopar.planner.space.variants import against, offloaded, rank_groups
 from autopar.planner.stages.recompute import OFFLOADED, recompute_of
 from autopar.rules.local_calls import DISPATCH, EXPERTS, SAMPLES, SPREAD, can_spread
 from autopar.rules.missing import Found, key_of
 from autopar.rules.strategy import Strategy
-from autopar.util.formatting import seconds
+from autopar.util.formatting import num_bytes, seconds
 
 LEAST_REPEATED = 0.1
 """The part of the FLOPs from which on a note says that they are repeated; routers and small heads lie below."""
@@ -266,7 +267,7 @@ MAX_CONFLICT_TRIALS = 24
 """The number of candidates, the leanest first, that are evaluated before a set of pins counts as too large for the memory."""
 
 MAX_EVALUATED = 24
-"""The number of candidates excluded by a bound that are evaluated for the memory that they need, where no plan fits."""
+"""The number of candidates excluded by a bound, the leanest first, that are evaluated for the memory that they need, where no plan fits."""
 
 MayFit = Callable[[Pins, Problem], bool]
 """Returns whether some candidate fits in memory under these pins, for this problem."""
@@ -312,13 +313,11 @@ def _too_slow(outcome: Outcome, most_s: float) -> InfeasibleError:
 
 
 def _excluded_misfits(pool: Sequence[Candidate], evaluator: Evaluator, outcome: Outcome) -> list[Misfit]:
-    """Return why candidates that a bound excluded do not fit, with the memory that they need."""
+    """Return why the leanest candidates that a bound excluded do not fit, with the memory that they need."""
     evaluated = {misfit.candidate for misfit in outcome.misfits}
-    excluded = [candidate for candidate in pool if candidate not in evaluated]
-    hopeless = [evaluator.hopeless(candidate) for candidate in excluded]
-    others = [candidate for candidate, misfit in zip(excluded, hopeless, strict=True) if misfit is None]
-    evaluated_now = [evaluator.evaluate(candidate) for candidate in others[:MAX_EVALUATED]]
-    return [misfit for misfit in (*hopeless, *evaluated_now) if isinstance(misfit, Misfit)]
+    excluded = sorted((candidate for candidate in pool if candidate not in evaluated), key=leanness)
+    results = map(evaluator.evaluate, excluded[:MAX_EVALUATED])
+    return [misfit for misfit in results if isinstance(misfit, Misfit)]
 
 
 def too_large(
@@ -347,7 +346,7 @@ def too_large(
         without = remaining.without(pin.text)
         if not may_fit(without, problem):
             remaining = without
-    needed = readable(min(needs) * evaluator.model.memory_spread)
+    needed = num_bytes(min(needs) * evaluator.model.memory_spread)
     memory = f"{memory_of_devices(evaluator.model)} of memory a device (the leanest plan needs {needed})"
     world = f"{problem.world_size} device{'s' * (problem.world_size > 1)}"
     larger = replace(problem, global_batch_size=task.global_batch_size * problem.world_size)

@@ -19,10 +19,10 @@ from autopar.planner.branch_and_bound.process_group import ProcessGroup
 from autopar.planner.evaluate.evaluator import Evaluator
 from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.layout import layout_key_of
-from autopar.planner.search import Evaluation, Outcome, Task, readable
+from autopar.planner.search import Evaluation, Outcome, Task
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.variants import origins
-from autopar.util.formatting import percent, seconds
+from autopar.util.formatting import num_bytes, percent, seconds
 
 MAX_ALTERNATIVES = 10
 """The number of alternatives with which a plan is compared at most."""
@@ -160,7 +160,7 @@ def _compare(evaluator: Evaluator, best: Evaluation, other: Candidate, bound_s: 
     if best_s <= bound_s < float("inf"):
         more_s = bound_s - best_s
         return f"at least {seconds(more_s)} ({percent(more_s / best_s)}) slower ({other}), by its lower bound", None
-    evaluated = (evaluator.hopeless(other) if bound_s == float("inf") else None) or evaluator.evaluate(other)
+    evaluated = evaluator.evaluate(other)
     if not isinstance(evaluated, Evaluation):
         return f"no plan ({other}); {evaluated.reason}", None
     evaluated = evaluator.improved(evaluated)  # as was the plan with which it is compared
@@ -216,7 +216,7 @@ def host_note(best: Evaluation) -> tuple[str, ...]:
     most = max(memory.host for memory in best.prediction.memory)
     if not most or best.prediction.host_memory_limit_bytes:
         return ()
-    return (f"{readable(most)} of host memory for each device: the profile does not know how much there is",)
+    return (f"{num_bytes(most)} of host memory for each device: the profile does not know how much there is",)
 
 
 def mixing_note(mixing: Sequence[Op]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ several prices of memory. They are solved when they are first needed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 from autopar.cost.blocks.block_work import BlockWork
@@ -43,27 +43,6 @@ def pinned_types(graph: Graph, pins: Pins) -> dict[str, Type]:
     for pin in pins.parameters:
         types |= {p.name: pin.type for p in graph.parameters if pin.matches((p.key, p.fqn, *p.aliases))}
     return types
-
-
-@dataclass(slots=True, kw_only=True)
-class LayoutMemo:
-    """All results for the layouts of one key; another process can take them over.
-
-    Attributes:
-        typed: typed layouts by the orders of magnitude of their micro-batches.
-        priced: priced layouts by identity.
-        at_best: see :meth:`Layouts.unsplit`; None if it was not needed yet.
-    """
-
-    typed: dict[Order, tuple[TypedLayout, ...]] = field(default_factory=dict)
-    priced: dict[str, PricedLayout] = field(default_factory=dict)
-    at_best: PricedLayout | None = None
-
-    def learn(self, other: LayoutMemo) -> None:
-        """Add the results of another process; results that are there stay."""
-        self.typed = other.typed | self.typed
-        self.priced = other.priced | self.priced
-        self.at_best = other.at_best if self.at_best is None else self.at_best
 
 
 class Layouts:
@@ -104,7 +83,9 @@ class Layouts:
         )
         self.batch = self.graphs.batch
         self._solvers: dict[tuple[LayoutKey, str], AxisSolver] = {}
-        self._memos: dict[LayoutKey, LayoutMemo] = {}
+        self._typed: dict[tuple[LayoutKey, Order], tuple[TypedLayout, ...]] = {}
+        self._prices: dict[str, PricedLayout] = {}  # by identity
+        self._at_best: dict[LayoutKey, PricedLayout] = {}
         self._every: dict[LayoutKey, tuple[TypedLayout, ...]] = {}
         self._on_device: dict[str, PricedLayout] = {}
         self._local: dict[str, tuple[Graph, tuple[int, ...], tuple[BlockWork, ...]]] = {}  # by identity of the layout
@@ -113,21 +94,6 @@ class Layouts:
     def prelude(self) -> tuple[str, ...]:
         """The names of the strategies of the prelude on axis ``batch``."""
         return tuple(self.batch.strategies[op.name].name for op in self.graph.prelude)
-
-    # --- what processes exchange
-
-    def memo(self, key: LayoutKey) -> LayoutMemo:
-        """Return the results for the layouts of a key."""
-        return self._memos.setdefault(key, LayoutMemo())
-
-    def memos(self) -> dict[LayoutKey, LayoutMemo]:
-        """Return the results for the layouts of all keys, for another process."""
-        return dict(self._memos)
-
-    def learn(self, memos: Mapping[LayoutKey, LayoutMemo]) -> None:
-        """Add the results of another process."""
-        for key, memo in memos.items():
-            self.memo(key).learn(memo)
 
     # --- typed
 
@@ -144,11 +110,10 @@ class Layouts:
         Raises:
             InfeasibleError: the pins of parameters allow no layout.
         """
-        typed = self.memo(key).typed
         order = (_magnitude(num_micro_batches), _magnitude(in_flight)) if key.tp > 1 else (1, 1)
-        if order not in typed:
-            typed[order] = self._every_typed(key) or self._front(key, order)
-        return typed[order]
+        if (key, order) not in self._typed:
+            self._typed[key, order] = self._every_typed(key) or self._front(key, order)
+        return self._typed[key, order]
 
     def _front(self, key: LayoutKey, order: Order) -> tuple[TypedLayout, ...]:
         """Return the best typing at each price of memory, from the leanest to the quickest."""
@@ -244,31 +209,24 @@ class Layouts:
         """
         if key.cp == key.tp == 1:
             return self.price(TypedLayout(key=key, kind="", solution=None))
-        memo = self.memo(replace(key.unsplit, vocab_multiple=1))
-        if memo.at_best is None:
-            memo.at_best = self._at_best(replace(key.unsplit, vocab_multiple=1))
-        return memo.at_best
-
-    def _at_best(self, key: LayoutKey) -> PricedLayout:
-        """Return the layout without these axes at the best rates of the devices, or the priced layout if its costs are the same."""
-        layout = self.unsplit(key)
-        works = self._work(layout)[2]
-        prices = [self.model.price(work, self.graphs.mesh(key), at_best=True) for work in works]
-        if all(prices[number] == cost for number, cost in zip(layout.keys, layout.costs, strict=True)):
-            return layout
-        costs = tuple(prices[number] for number in layout.keys)
-        return replace(layout, identity=f"{layout.identity} at best", costs=costs, at_best=True)
+        unsplit = LayoutKey(micro_batch_size=key.micro_batch_size, ep_data=key.ep_data)
+        if unsplit not in self._at_best:
+            layout = self.unsplit(unsplit)
+            prices = [self.model.price(work, self.graphs.mesh(unsplit), at_best=True) for work in self._work(layout)[2]]
+            costs = tuple(prices[number] for number in layout.keys)
+            identity = f"{layout.identity} at best"
+            self._at_best[unsplit] = replace(layout, identity=identity, costs=costs, at_best=True)
+        return self._at_best[unsplit]
 
     def price(self, typed: TypedLayout) -> PricedLayout:
         """Return the layout with the costs of its blocks."""
-        priced = self.memo(typed.key).priced
-        if typed.identity not in priced:
-            priced[typed.identity] = self._priced(typed)
-        return priced[typed.identity]
+        if typed.identity not in self._prices:
+            self._prices[typed.identity] = self._priced(typed)
+        return self._prices[typed.identity]
 
     def is_priced(self, typed: TypedLayout) -> bool:
         """Return whether :meth:`price` has been called for a layout."""
-        return typed.identity in self.memo(typed.key).priced
+        return typed.identity in self._prices
 
     def _priced(self, typed: TypedLayout) -> PricedLayout:
         """Return the layout with the costs of its blocks, worked out anew."""

@@ -21,9 +21,6 @@ from numpy.typing import NDArray
 from autopar.errors import InternalError
 from autopar.planner.sharding.energy import (
     EliminationStep,
-    Energy,
-    Factor,
-    Minimum,
     States,
     Table,
     elimination_order,
@@ -127,8 +124,7 @@ class EnergySolver:
         """Return the table of one chunk of energies over ``keep``, and its decoder."""
         if self.steps is not None:
             return _eliminate(self.steps, tables, self.keep, len(self.sizes))
-        factors = tuple(Factor(scope=s, table=t[0]) for s, t in zip(self.scopes, tables, strict=True))
-        return _by_integer_program(Energy(sizes=self.sizes, factors=factors), self.keep)
+        return _by_integer_program(self.sizes, self.scopes, [table[0] for table in tables], self.keep)
 
 
 # --- preparing
@@ -243,16 +239,20 @@ def _eliminate(
 # --- the integer program
 
 
-def _by_integer_program(energy: Energy, keep: tuple[int, ...]) -> tuple[Table, Decoder]:
+def _by_integer_program(
+    sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], tables: Sequence[Table], keep: tuple[int, ...]
+) -> tuple[Table, Decoder]:
     """Return the same as :func:`_eliminate` by one integer program for each combination of the kept variables, for a single energy."""
-    table = np.full([1, *(energy.sizes[k] for k in keep)], np.inf)
+    least = np.full([1, *(sizes[k] for k in keep)], np.inf)
     assignments: dict[tuple[int, ...], tuple[int, ...]] = {}
-    program = _Program.of(energy)
-    for index in product(*(range(energy.sizes[k]) for k in keep)):
-        minimum = program.minimum(dict(zip(keep, index, strict=True)))
-        if minimum is not None:
-            table[0, *index], assignments[index] = minimum.value, minimum.assignment
-    return table, lambda entries: np.array([assignments[entry.index] for entry in entries], dtype=np.intp)
+    program = _Program.of(sizes, scopes, tables)
+    for index in product(*(range(sizes[k]) for k in keep)):
+        assignment = program.best(dict(zip(keep, index, strict=True)))
+        if assignment is not None:
+            assignments[index] = assignment
+            entries = [table[tuple(assignment[v] for v in scope)] for scope, table in zip(scopes, tables, strict=True)]
+            least[0, *index] = sum(entries)
+    return least, lambda entries: np.array([assignments[entry.index] for entry in entries], dtype=np.intp)
 
 
 _OPTIMAL, _INFEASIBLE = 0, 2  # of scipy.optimize.milp's status codes
@@ -266,52 +266,49 @@ class _Program:
     variables. Marginalisation constraints tie these entries to the states (the local polytope of Wainwright, Jordan).
 
     Attributes:
-        energy: the energy.
         first: the column of the first state of each variable, and the number of such columns at the end.
         cost: the cost of each column; infinite where it is forbidden.
         matrix: the coefficients of the equality constraints [rows, columns].
         rhs: their right-hand sides.
     """
 
-    energy: Energy
     first: NDArray[np.int64]
     cost: Table
     matrix: csc_array
     rhs: Table
 
     @classmethod
-    def of(cls, energy: Energy) -> _Program:
+    def of(cls, sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], tables: Sequence[Table]) -> _Program:
         """Return the program of an energy."""
         from scipy.sparse import coo_array  # slow to import: only where it is needed
 
-        sizes = np.array(energy.sizes)
         first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         states, num_columns, num_rows = np.zeros(first[-1]), int(first[-1]), len(sizes)
         costs = [states]
         # (rows, columns, coefficients): the states of a variable add up to one
         entries = [(np.repeat(np.arange(len(sizes)), sizes), np.arange(num_columns), np.ones(num_columns))]
-        for factor in energy.factors:
-            if len(factor.scope) <= 1:
-                for v in factor.scope or (0,):
-                    states[first[v] : first[v + 1]] += factor.table
+        for scope, table in zip(scopes, tables, strict=True):
+            if len(scope) <= 1:
+                for v in scope or (0,):
+                    states[first[v] : first[v + 1]] += table
                 continue
-            allowed = np.nonzero(np.isfinite(factor.table))
+            allowed = np.nonzero(np.isfinite(table))
             columns = num_columns + np.arange(len(allowed[0]))
             # Entries with a state in common add up to its column.
-            for v, state in zip(factor.scope, allowed, strict=True):
+            for v, state in zip(scope, allowed, strict=True):
                 every = np.arange(sizes[v])
                 entries.append((num_rows + state, columns, np.ones(len(columns))))
                 entries.append((num_rows + every, first[v] + every, -np.ones(len(every))))
                 num_rows += len(every)
-            costs.append(factor.table[allowed])
+            costs.append(table[allowed])
             num_columns += len(columns)
         rows, places, coefficients = (np.concatenate(parts) for parts in zip(*entries, strict=True))
         matrix = coo_array((coefficients, (rows, places)), shape=(num_rows, num_columns)).tocsc()
         rhs = (np.arange(num_rows) < len(sizes)).astype(float)
-        return cls(energy=energy, first=first, cost=np.concatenate(costs), matrix=matrix, rhs=rhs)
+        return cls(first=first, cost=np.concatenate(costs), matrix=matrix, rhs=rhs)
 
-    def minimum(self, fixed: Mapping[int, int]) -> Minimum | None:
-        """Return the minimum with the variables of ``fixed`` held at their states; None where no assignment is allowed.
+    def best(self, fixed: Mapping[int, int]) -> tuple[int, ...] | None:
+        """Return the assignment of least cost with the variables of ``fixed`` held at their states; None where no assignment is allowed.
 
         Raises:
             InternalError: the solver stops without an answer.
@@ -320,8 +317,8 @@ class _Program:
 
         is_allowed = np.isfinite(self.cost)
         for v, state in fixed.items():
-            is_other = np.arange(self.energy.sizes[v]) != state
-            is_allowed[self.first[v] : self.first[v + 1]][is_other] = False
+            columns = np.arange(self.first[v], self.first[v + 1])
+            is_allowed[columns[columns != self.first[v] + state]] = False
         cost = np.where(is_allowed, self.cost, 0.0)
         scale = float(np.max(np.abs(cost), initial=0.0)) or 1.0  # the tolerances of the solver are absolute
         result = milp(
@@ -336,5 +333,4 @@ class _Program:
         if result.status != _OPTIMAL:
             raise InternalError(f"The integer program has no answer: {result.message}")
         states = np.split(result.x, self.first[1:])[:-1]
-        assignment = tuple(int(np.argmax(of_variable)) for of_variable in states)
-        return Minimum(assignment=assignment, value=self.energy.value(assignment))
+        return tuple(int(np.argmax(of_variable)) for of_variable in states)

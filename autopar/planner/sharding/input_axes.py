@@ -54,7 +54,7 @@ class _BatchCosts:
         strategies: the strategies offered to each operator, by name.
         gathers: if true, values change their types as on any other axis, at a price of twice the elements that they move.
             Otherwise only changes between P and a whole value are allowed, which are totals.
-        tables: see ``Costs``; it stays empty, as no price class is known.
+        tables: see ``Costs``.
     """
 
     graph: Graph
@@ -101,8 +101,9 @@ class _BatchCosts:
     def at_rest(self, parameter: Parameter, rest: Type) -> Cost:
         return FREE
 
-    def price_class(self, ref: Ref) -> None:
-        """Return None: the cost of a change depends on whether the prelude produces the value, and each problem is solved only once."""
+    def price_class(self, ref: Ref) -> Hashable:
+        spec = self.graph.spec(ref)
+        return spec.numel, spec.requires_grad, self.graph.is_prelude(ref), self.graph.is_parameter(ref)
 
 
 def solve_batch(compact: Compact) -> Typing:

@@ -81,8 +81,8 @@ class Costs(Protocol):
     def at_rest(self, parameter: Parameter, rest: Type) -> Cost:
         """Return the cost of the state of a parameter."""
 
-    def price_class(self, ref: Ref) -> Hashable | None:
-        """Return a key that is equal for values whose changes of type cost the same, by which tables are cached; None caches none."""
+    def price_class(self, ref: Ref) -> Hashable:
+        """Return a key that is equal for values whose changes of type cost the same, by which tables are cached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,19 +317,16 @@ class TypingProblem:
 
     def _flow(self, ref: Ref, produced: Produced, wanted: tuple[Wanted, ...]) -> tuple[Flow, tuple[Table, ...]]:
         """Return the flow of a value to its readers and the parts of its cost table, both from the caches where they are known."""
-        price_class = self.costs.price_class(ref)
-        if price_class is None:
-            flow = self._new_flow(ref, produced, wanted)
-            return flow, self._cost_parts(ref, flow)
         number = self.structures.number
         key: tuple[object, ...] = (number(produced), *[number(types) for types in wanted])
         if len(wanted) > 1:
             key = (*key, self.max_extras, self.graph.spec(ref).requires_grad, ref.name in self.rests)
         if key not in self.structures.flows:
             self.structures.flows[key] = self._new_flow(ref, produced, wanted)
-        flow, priced_key = self.structures.flows[key], (key, price_class)
+        flow, priced_key = self.structures.flows[key], (key, self.costs.price_class(ref))
         if priced_key not in self.costs.tables:
-            self.costs.tables[priced_key] = self._cost_parts(ref, flow)
+            costs = [FREE, *[self._change(ref, source, target) for source, target in flow.changes]]
+            self.costs.tables[priced_key] = summed_parts(flow.terms, costs)
         return flow, self.costs.tables[priced_key]
 
     def _new_flow(self, ref: Ref, produced: Produced, wanted: tuple[Wanted, ...]) -> Flow:
@@ -337,10 +334,6 @@ class TypingProblem:
         if len(wanted) == 1:
             return flow_to_one(produced, wanted[0])
         return flow_to_many(produced, wanted, self.max_extras, lambda a, b: self._change(ref, a, b) is not None)
-
-    def _cost_parts(self, ref: Ref, flow: Flow) -> tuple[Table, ...]:
-        """Return the parts of the cost table of a flow."""
-        return summed_parts(flow.terms, [FREE, *[self._change(ref, source, target) for source, target in flow.changes]])
 
     def _add_costs(self, scope: tuple[int, ...], costs: Sequence[Cost | None]) -> None:
         """Add a factor over one variable with a cost for each state; None forbids a state."""

@@ -120,12 +120,12 @@ class BlockOptions:
             model: the cost model of these devices.
             neighbours: the blocks that may stand next to it.
         """
-        options = []
+        options, on = [], model.of(step)
         private_cost = without_shared(cost)
-        adding_s = model.of(step).block_adding_s(private_cost)
+        adding_s = on.block_adding_s(private_cost)
         for mode in modes:
             recompute, mode_cost = recompute_of(mode), self._on_host(cost) if mode == OFFLOADED else cost
-            time = model.of(step).block_time_s(cost, recompute=recompute, neighbours=neighbours)
+            time = on.block_time_s(cost, recompute=recompute, neighbours=neighbours)
             down_s = up_s = 0.0
             if moved_bytes := mode_cost.moved_bytes(recompute) if mode == OFFLOADED else 0:
                 down_s = model.host.latency_s + moved_bytes / model.host.to_host_bytes_per_s
@@ -141,11 +141,11 @@ class BlockOptions:
                     up_s=up_s,
                 )
             )
-        once_s = model.of(step).block_once_s(private_cost)
+        once_s = on.block_once_s(private_cost)
         return CutBlock(
             key=key,
             options=undominated(options),
-            static_bytes=model.of(step).block_static_bytes(cost),
+            static_bytes=on.block_bytes(cost)[0],
             once_s=once_s,
             more_s=once_s / step.num_micro_batches if self.model.is_mixed and step.mesh.pp > 1 else 0.0,
         )
@@ -180,13 +180,6 @@ class BlockOptions:
         """Return the quickest allowed mode of each block."""
         quickest = min(self.context.modes, key=RECOMPUTES.index)
         return tuple(self.context.recompute.get(index, quickest) for index in range(len(self.class_of)))
-
-    def least_bytes(self, candidate: Candidate, layout: PricedLayout, step: Step) -> float:
-        """Return a lower bound on the bytes of tensors on the fullest rank: those of the average rank, or of a single block."""
-        blocks = self.of_rank(layout, step, self.model, may_offload=candidate.offloads_activations).blocks
-        held = [b.static_bytes + min(o.held_bytes for o in b.options) for b in blocks]
-        peaks = (b.static_bytes + min(o.held_bytes + o.transient_bytes for o in b.options) for b in blocks)
-        return max(sum(held) / candidate.mesh.pp, *peaks)
 
 
 class RankDevices:

@@ -219,6 +219,11 @@ class CutProblem:
         """The number of stages of all ranks together."""
         return self.pp * self.candidate.virtual_stages
 
+    def may_exchange(self, fitting: Fitting) -> bool:
+        """Return whether blocks of one rank may exchange who recomputes: some do, on ranks of several stages, and none offloads."""
+        c, recomputes = self.candidate, {"selective", "full"} & {*fitting.modes}
+        return c.virtual_stages > 1 and not c.offloads_activations and bool(recomputes)
+
     def masks(self) -> list[list[Mask]]:
         """Return for each way of :attr:`allowed_stages` a mask for every stage, with the pinned blocks taken into account."""
         return [stage_masks(self.num_blocks, self.num_stages, allowed, self.pinned) for allowed in self.allowed_stages]

@@ -58,11 +58,7 @@ def exchanged(problem: CutProblem, fitting: Fitting, time_s: float) -> Fitting:
         fitting: a cut that fits.
         time_s: seconds of its step.
     """
-    if (
-        problem.candidate.virtual_stages == 1
-        or problem.candidate.offloads_activations
-        or not {"selective", "full"} & {*fitting.modes}
-    ):
+    if not problem.may_exchange(fitting):
         return fitting
     chains = _Chains(problem, fitting)
     best, seen, tries = fitting, {fitting.modes}, 0

@@ -63,11 +63,7 @@ def refined(problem: CutProblem, fitting: Fitting) -> Fitting:
 
     Cuts with one stage a rank, without recompute, or whose blocks may keep on the host what they need, are returned unchanged.
     """
-    if (
-        problem.candidate.virtual_stages == 1
-        or problem.candidate.offloads_activations
-        or not {"selective", "full"} & {*fitting.modes}
-    ):
+    if not problem.may_exchange(fitting):
         return fitting
     covering = _covering_modes(problem, fitting.stops, range(problem.pp))
     if covering is None or covering[0] == fitting.modes:

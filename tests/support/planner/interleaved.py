@@ -108,9 +108,6 @@ class Known:
     ) -> tuple[float, tuple[()]]:
         return min(self.times[self._index(found)], 1.5 * self.bounds[self._index(found)], goal_s), ()
 
-    def hopeless(self, found: Candidate) -> None:
-        return None
-
     def evaluate(self, found: Candidate, *, at_most_s: float = float("inf")) -> Evaluation | Misfit:
         index = self._index(found)
         self.asked.append(index)
