@@ -34,10 +34,17 @@ Copied = TypeVar("Copied", bound=nn.Module)
 def deep_copy(module: Copied, memo: dict[int, Any] | None = None) -> Copied:
     """Return ``copy.deepcopy`` of a module, in which closures refer to the copy.
 
-    Python does not copy functions. A hook or an activation like ``lambda x: x * self.scale`` would still read the parameters of the
+    Tensors that a hook before forward has computed as attributes (by pruning, ``weight_norm``) are copied without their history, which
+    torch refuses to copy. Python does not copy functions. A hook or an activation like ``lambda x: x * self.scale`` would still read the parameters of the
     original ``module``, and a hook that collects values would collect them there.
     """
     memo = {} if memo is None else memo
+    attributes = [value for inner in module.modules() for value in vars(inner).values()]
+    memo |= {
+        id(v): v.detach().clone()
+        for v in attributes
+        if isinstance(v, torch.Tensor) and not v.is_leaf and id(v) not in memo
+    }
     copied_functions: list[tuple[types.FunctionType, tuple[types.CellType, ...]]] = []
     for function in _functions([vars(inner) for inner in module.modules()]):
         cells = tuple(types.CellType() for _ in function.__closure__ or ())

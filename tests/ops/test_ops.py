@@ -8,15 +8,17 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from spmd_types.checker import typecheck
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.utils import prune
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autopar.errors import InternalError, RuleError
 from autopar.ops import collectives, kernels, plain, seeded
 from autopar.ops import sharded as sharded_ops
+from autopar.ops.opaque import deep_copy
 from autopar.plan.mesh import I, Mesh, P, R, S, Type, conversion
 from tests.support.close import assert_close
 from tests.support.lower.ranks import run_ranks, this_mesh
@@ -263,3 +265,10 @@ def test_types_of_the_vocabulary_parallel_operators(mesh: DeviceMesh, smoothing:
         assert spmd_types.get_axis_local_type(rows, "tp") is spmd_types.P
         assert spmd_types.get_axis_local_type(loss, "tp") is spmd_types.I
         assert spmd_types.get_axis_local_type(loss, "dp") is varying
+
+
+def test_a_pruned_model_is_copied_though_its_weight_has_a_history() -> None:
+    model = prune.l1_unstructured(nn.Linear(4, 4), "weight", 0.5)
+    copied, x = deep_copy(model), torch.randn(2, 4)
+    assert copied.weight_orig is not model.weight_orig
+    assert torch.equal(copied(x), model(x)) and copied.weight.grad_fn is not None
