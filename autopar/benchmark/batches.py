@@ -20,6 +20,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.run_log import COMPUTE, OPTIMIZER, predicted_parts
 from autopar.util.files import check_same, write_text
 from autopar.util.formatting import num_bytes, percent, plain_table, seconds
+from autopar.util.toml import Table
 from autopar.validate.scores import rank_correlation
 from autopar.verification.rank_pool import WorkerPool
 
@@ -297,6 +298,7 @@ def _read(path: Path, title: str) -> dict[str, dict[str, Any]]:
     data = load_json(path)
     what, fix = "The benchmark of this file of results", "Name another file, or remove this one"
     check_same(what, path, expected=title, got=data.get("title"), fix=fix)
+    Table(data, file=str(path)).table("measured")  # raises where it is none
     return dict(data["measured"])
 
 

@@ -15,7 +15,7 @@ import torch
 
 from autopar.benchmark.batches import Advance, Choice, Entry, Launch, Outcome, benchmark, local_ranks
 from autopar.benchmark.rank_links import measured_cluster
-from autopar.benchmark.rank_runs import Job
+from autopar.benchmark.rank_runs import OPTIMIZERS, Job
 from autopar.errors import InfeasibleError, UsageError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.machine import fingerprint, machine_profile, profile_path
@@ -90,9 +90,12 @@ def run_local(
     Raises:
         AutoparError: the model cannot make a step on one device.
         InfeasibleError: no plan fits.
-        UsageError: the plans do not have the rank of ``as_rank``, or too many ranks; there is no such space.
+        UsageError: the plans do not have the rank of ``as_rank``, or too many ranks; there is no such space; torch has no such
+            optimizer.
     """
     _check_ranks(request)
+    if request.optimizer.lower() not in OPTIMIZERS:
+        raise UsageError.unknown("optimizer of a benchmark", request.optimizer, OPTIMIZERS, where="--optimizer")
     load_space(request.space)  # before long measurements, as the model
     source = resolve_model(request.model, sequence_length=request.sequence)
     is_gpu = torch.cuda.is_available()

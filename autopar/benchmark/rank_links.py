@@ -178,14 +178,16 @@ def measured_cluster(
         data = {"when": time.strftime("%Y-%m-%d"), **launch(task)[0]["links"]}
         if kept is not None:
             write_json(kept, data, make_folder=True)
-    where = f"measured {data['when']} on {len(task.nodes)} ranks of {device_name()}, "
+    table = Table(data, file=str(kept))
+    where = f"measured {table.text('when')} on {len(task.nodes)} ranks of {device_name()}, "
     where += f"{machine.library}, torch {torch.__version__}"
+    points: Any = table.raw("points")
     links = links_of(
-        [GroupSet.from_table(Table(item, file=str(kept))) for item in data["sets"]], data["points"], nodes=task.nodes, machine=machine,
+        [GroupSet.from_table(item) for item in table.tables("sets")], points, nodes=task.nodes, machine=machine,
         library=machine.library, where=where, points_name="-",
     )  # fmt: skip
     if machine.device.overheads.layers_s:
-        factor = data["layers_s"] / machine.device.overheads.layers_s
+        factor = table.number("layers_s") / machine.device.overheads.layers_s
         machine = replace(machine, device=slowed(machine.device, 1.0 / factor, "its speed between collectives"))
-    group = machine.group(num_nodes, per_node, num_cores=per_node / data["crowding"])
+    group = machine.group(num_nodes, per_node, num_cores=per_node / table.number("crowding"))
     return links.on(Cluster(name=name, groups=(group,), library=load_library(machine.library)))

@@ -6,7 +6,7 @@ import gc
 import logging
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -152,7 +152,7 @@ class _Runner:
         self.parallel = ParallelModel(program, world, ModelWeights(model, 0))
         if job.as_rank is not None:
             self.parallel.monitor.close()  # the other ranks do not exist
-        self.optimizer = torch_optimizer(plan.optimizer, list(self.parallel.parameters()))
+        self.optimizer = OPTIMIZERS[plan.optimizer.lower()](self.parallel.parameters(), lr=LEARNING_RATE)
         self.scaler = self.parallel.grad_scaler()
         batch = job.source.make_batch(plan.global_batch_size)
         self.batch = {leaf.name: _as(batch[leaf.name], leaf.spec.dtype) for leaf in graph.inputs}
@@ -198,12 +198,14 @@ class _Runner:
         return sum(t.numel() * t.element_size() for t in local)
 
 
-def torch_optimizer(name: str, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-    """Return a plan's optimizer with torch's defaults."""
-    sgd = torch.optim.SGD
-    kinds: dict[str, Callable[..., torch.optim.Optimizer]]
-    kinds = {"adam": torch.optim.Adam, "momentum": partial(sgd, momentum=0.9), "sgd": sgd}
-    return kinds.get(name, torch.optim.AdamW)(parameters, lr=LEARNING_RATE)
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+    "sgd": torch.optim.SGD,
+    "adafactor": torch.optim.Adafactor,
+}
+"""The optimizers that can be run, by the names that plans have; one with declared bytes of states is not torch's."""
 
 
 def cpu_peak_bytes(function: Any) -> int:

@@ -5,7 +5,6 @@ Every rank gets the same global batches. Nothing is therefore gathered, and data
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from autopar.errors import UsageError
 from autopar.integrations.loss import check_precision, only_model, scaler_of, step_loss
+from autopar.runtime.data import PlannedLoader
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.world import Peers
 
@@ -109,7 +109,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if data_loader in self._dataloaders:
             return data_loader
         seed = self.dataloader_config.data_seed
-        if _is_planned(data_loader):
+        if isinstance(data_loader, PlannedLoader):
             prepared: Any = _Watched(data_loader)
         else:
             prepared = prepare_data_loader(
@@ -293,12 +293,6 @@ class _Watched(DataLoaderStateMixin):  # type: ignore[misc]
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         self.loader.load_state_dict(state_dict)
         self._state = None
-
-
-def _is_planned(loader: object) -> bool:
-    """Return whether ``par.dataloader`` made a loader. Its module may not be importable, and is not imported here."""
-    data = sys.modules.get("autopar.runtime.data")
-    return data is not None and isinstance(loader, data.PlannedLoader)
 
 
 def _same_everywhere(seed: int | None) -> int:

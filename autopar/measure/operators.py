@@ -23,6 +23,7 @@ from autopar.ops.collectives import on_meshes
 from autopar.ops.kernels import resolve
 from autopar.ops.seeded import draw
 from autopar.util.files import check_same, write_json
+from autopar.util.toml import Table
 
 REPEATS = 15
 MIN_BATCH_S = 1e-3
@@ -212,8 +213,10 @@ class OperatorFile:
         if path.exists():
             data = load_json(path)
             check_same("The device of this file of operator times", path, expected=device, got=data.get("device"))
-            self.times = {item["call"]: item for item in data.get("times", [])}
-            self.failed = {item["call"]: item["reason"] for item in data.get("failed", [])}
+            table = Table(data, file=str(path))
+            times = zip(table.tables("times"), data.get("times", ()), strict=True)
+            self.times = {entry.text("call"): item for entry, item in times}
+            self.failed = {entry.text("call"): entry.text("reason") for entry in table.tables("failed")}
 
     def save(self) -> None:
         """Write all times and failures."""

@@ -10,9 +10,7 @@ is called with the samples that the rank computes.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple, cast
 
@@ -22,13 +20,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 from autopar.errors import UsageError, check_counts, check_flags, whole
 from autopar.plan.plan import Plan
 from autopar.runtime.step.other_runs import WholeBatch
-
-try:
-    from torchdata.stateful_dataloader import StatefulDataLoader
-except ImportError as missing:
-    raise UsageError.missing(
-        "package torchdata, which par.dataloader needs", fix='Run: pip install "autopar[data]"'
-    ) from missing
 
 
 class _Part(NamedTuple):
@@ -114,14 +105,6 @@ class _Parts(_Order, IterableDataset[_Part]):
         return parts
 
 
-@contextmanager
-def without_its_warning() -> Iterator[None]:
-    """Hides a warning while a loader is made: torchdata 0.11 calls a function that torch 2.13 has deprecated."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
-        yield
-
-
 def _identity(part: _Part) -> _Part:
     return part
 
@@ -161,7 +144,7 @@ class PlannedBatches(_Order, Sampler[list[int]]):
             yield _Part(batch, count, self.is_whole(count))
 
 
-class PlannedLoader(StatefulDataLoader):  # type: ignore[misc]
+class PlannedLoader(DataLoader[Any]):
     """What ``par.dataloader`` returns: a data loader whose iterations are epochs, each of which shuffles a data set differently.
 
     ``state_dict()`` has the position in an epoch, the same on every rank. After :meth:`load_state_dict` the loader continues from there,
@@ -172,8 +155,8 @@ class PlannedLoader(StatefulDataLoader):  # type: ignore[misc]
 
     @property
     def _order(self) -> _Parts | PlannedBatches:
-        order: _Parts | PlannedBatches = self.dataset if self.batch_sampler is None else self.batch_sampler
-        return order
+        order: Any = self.dataset if self.batch_sampler is None else self.batch_sampler
+        return cast("_Parts | PlannedBatches", order)
 
     @property
     def global_batch_size(self) -> int:
@@ -183,7 +166,7 @@ class PlannedLoader(StatefulDataLoader):  # type: ignore[misc]
     def drops_last(self) -> bool:
         return self._order.drop_last
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Return the remaining batches of the epoch."""
         order, start = self._order, self._order.start
         batches = super().__iter__()  # starts reading, or gives worker processes their copies
@@ -227,7 +210,6 @@ class PlannedLoader(StatefulDataLoader):  # type: ignore[misc]
         self._given = order.start
 
 
-@without_its_warning()
 def planned_loader(  # noqa: PLR0913  keywords of the public call
     plan: Plan,
     data_rank: int,
@@ -280,7 +262,7 @@ def planned_loader(  # noqa: PLR0913  keywords of the public call
                 instead="Leave it out: workers start with each epoch",
             )
         parts = _Parts(cast("Iterable[Any]", dataset), own, size, collate_fn or default_collate, drop_last)
-        return PlannedLoader(parts, batch_size=None, collate_fn=_identity, **options)
+        return PlannedLoader(parts, batch_size=None, collate_fn=cast("Any", _identity), **options)
     num_samples = len(cast("Any", dataset))
     last_size = num_samples % size
     if last_size and not drop_last:

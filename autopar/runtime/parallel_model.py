@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from itertools import starmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from autopar.runtime.checkpoint.contents import WholeTensors, model_parts, part_
 from autopar.runtime.checkpoint.export import Export, ModelFacts
 from autopar.runtime.checkpoint.series import EXTRA, LOADER, SCHEDULER, CallerStates, Checkpointed
 from autopar.runtime.checkpoint.write import Save
+from autopar.runtime.data import PlannedLoader, planned_loader
 from autopar.runtime.state_dict import EXTRA_STATE, ModuleState, Untrained
 from autopar.runtime.step.global_loss import SCALER_NUMBERS
 from autopar.runtime.step.other_runs import split_of
@@ -25,9 +26,6 @@ from autopar.runtime.trained_module import TrainedModule
 from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
 from autopar.util.files import check_places
-
-if TYPE_CHECKING:
-    from autopar.runtime.data import PlannedLoader
 
 
 class ParallelModel(TrainedModule):
@@ -95,7 +93,7 @@ class ParallelModel(TrainedModule):
         return WholeTensors(parts, self._checkpointed.peers)
 
     def dataloader(self, dataset: Dataset[Any], **options: Any) -> PlannedLoader:
-        """Return a ``torchdata.stateful_dataloader.StatefulDataLoader`` that gives each rank its part of global batches.
+        """Return a ``torch.utils.data.DataLoader`` that gives each rank its part of global batches, and has its position as a state.
 
         Ranks that share samples load the same ones. Every rank loads all of a batch smaller than the plan's (the last of an epoch), as
         steps require. All ranks give the same options.
@@ -106,10 +104,8 @@ class ParallelModel(TrainedModule):
                 shuffle), ``drop_last`` (False), and those of torch's ``DataLoader``, such as ``collate_fn`` and ``num_workers``.
 
         Raises:
-            UsageError: torchdata is missing, or the batches cannot be computed (in training, or in evaluation after ``par.eval()``).
+            UsageError: the batches cannot be computed (in training, or in evaluation after ``par.eval()``).
         """
-        from autopar.runtime.data import planned_loader
-
         check = functools.partial(split_of, self._program, data_rank=self.data_rank, trains=self.training)
         return planned_loader(self.plan, self.data_rank, dataset, check_smaller=check, **options)
 

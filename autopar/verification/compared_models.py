@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
-from autopar.errors import InternalError, UsageError, reason
+from autopar.errors import UsageError, reason
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.describe import with_free_links
@@ -279,17 +279,15 @@ def of_file(path: Path, model: str | None) -> tuple[Plan, VerifiedModel, Graph]:
     plan = Plan.load(path)
     name = model or model_of(plan, path)
     source = resolve_model(name, sequence_length=sequence_of(plan, name))
-    graphs = {
-        masked: VerifiedModel(source, masked).trace(
+    for masked in (True, False):
+        subject = VerifiedModel(source, masked)
+        graph = subject.trace(
             plan.precision, global_batch_size=plan.global_batch_size, opaque=plan.opaque, as_trained=True
         )
-        for masked in (False, True)
-    }
-    for masked, graph in graphs.items():
         if graph.fingerprint == plan.model.fingerprint:
-            return plan, VerifiedModel(source, masked), graph
-    check_model(plan, graphs[False].name, graphs[False].fingerprint, place=str(path))
-    raise InternalError("A plan is for a model that has another fingerprint")
+            break
+    check_model(plan, graph.name, graph.fingerprint, place=str(path))
+    return plan, subject, graph
 
 
 def of_model(

@@ -66,6 +66,7 @@ def test_a_benchmark_all_of_whose_plans_fail_has_failed(run: Run, failures: tupl
         (("--ranks", "5000"), "--ranks: One machine does not run 5,000 ranks. Give at most 1024"),
         (("--space", "quik"), "Unknown space 'quik'. Did you mean 'quick'?"),
         (("--as-rank", "4"), "--as-rank: The plans have no rank 4"),
+        (("--optimizer", "adamw:bytes=2"), "--optimizer: Unknown optimizer of a benchmark 'adamw:bytes=2'"),
     ],
 )
 def test_options_are_refused_before_the_machine_is_measured(run: Run, options: tuple[str, ...], says: str) -> None:

@@ -7,9 +7,11 @@ import pytest
 
 from autopar.benchmark.rank_links import KINDS, LinkTask, measured_cluster
 from autopar.cost.network.collectives import CollectiveModel
+from autopar.errors import UsageError
 from autopar.hardware.read import load_profile
 from autopar.measure.job_of_ranks import group_sets
 from autopar.plan.mesh import Mesh
+from tests.support.said import refuses
 
 SIZES = (1024, 8192, 65536)
 
@@ -37,6 +39,8 @@ def test_a_cluster_is_as_its_ranks_measured_it(tmp_path: Path) -> None:
     kept = tmp_path / "ranks.json"
     measured_cluster("two", machine, (1, 4), lambda task: launched(task, tasks), kept=kept, again=True)
     assert len(tasks) == 2
+    kept.write_text('{"when": "today"}')
+    refuses(UsageError, r"ranks\.json: Missing key", measured_cluster, "two", machine, (1, 4), launched, kept=kept)
     device = clusters[0].devices[0]
     assert device.launch_s == pytest.approx(machine.device.launch_s * 2 * 2.5)
     times = CollectiveModel(clusters[0])

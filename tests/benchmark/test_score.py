@@ -1,7 +1,11 @@
+from pathlib import Path
+
 import pytest
 
-from autopar.benchmark.batches import Choice, Outcome, Row, measured, render, score
+from autopar.benchmark.batches import Choice, Outcome, Row, benchmark, measured, render, score
+from autopar.errors import UsageError
 from autopar.validate.scores import rank_correlation
+from tests.support.said import refuses
 
 
 def row(key: str, predicted_s: float, measured_s: float | None, **others: object) -> Row:
@@ -11,6 +15,13 @@ def row(key: str, predicted_s: float, measured_s: float | None, **others: object
         measured_bytes=None if measured_s is None else 100,
         failure="" if measured_s is not None else "Traceback\nValueError: no", **others,
     )  # fmt: skip
+
+
+def test_a_file_of_results_without_any_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    path.write_text('{"title": "t"}')
+    choice = Choice(entries=(), picked="", num_candidates=0, misfits=())
+    refuses(UsageError, "results.json: Missing key 'measured'", benchmark, None, choice, None, title="t", results=path)
 
 
 def test_score_of_known_values_and_no_regret_where_the_picked_plan_failed() -> None:

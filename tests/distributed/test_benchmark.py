@@ -22,6 +22,7 @@ from autopar.benchmark.local import (
 )
 from autopar.benchmark.rank_links import KINDS, LinkTask
 from autopar.benchmark.rank_runs import Job
+from autopar.cost.step.memory import OPTIMIZERS
 from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster
 from autopar.models.resolve import resolve_model
@@ -97,6 +98,19 @@ def test_one_device_runs_every_micro_batch_recompute_and_precision(pool: WorkerP
     job = Job(source=source, graphs={t.precision.name: t.graph for t in tasks}, plans={}, rounds=1, steps=1)
     outcome = benchmark(job, choice, lambda job: pool.run(ranks.run, job, size=1, timeout_s=300.0), title="t")
     assert outcome.score.plans == 4
+
+
+def test_the_optimizer_of_the_plan_is_run(pool: LocalRanks) -> None:
+    """Its states show which it is: two for each element, one, none, or a row and a column of a matrix."""
+    assert ranks.OPTIMIZERS.keys() == OPTIMIZERS.keys()
+    source, asked = task(cluster="cpu:1x1")
+    names = ("adamw", "Momentum", "adafactor", "sgd")
+    options: dict[str, Any] = {"cluster": "cpu:1x1", "global_batch_size": 4, "pins": ["micro_batch=4"]}
+    plans = {name: estimated(asked.graph, optimizer=name, **options) for name in names}
+    job = Job(source=source, graphs={"fp32": asked.graph}, plans=plans, rounds=1, steps=1)
+    (found,) = pool.run(ranks.run, job, size=1, timeout_s=300.0)
+    held = [found[name]["memory_bytes"] for name in names]
+    assert held == sorted(held, reverse=True) and len(set(held)) == 4
 
 
 @pytest.mark.parametrize(("model", "pins", "batch", "rank"), [

@@ -132,7 +132,6 @@ NEEDS = {
     "autopar.integrations.accelerate": ("accelerate", "autopar[hf]"),
     "autopar.integrations.hf": ("transformers", "autopar[hf]"),
     "autopar.integrations.lightning": ("lightning", "autopar[lightning]"),
-    "autopar.runtime.data": ("torchdata", "autopar[data]"),
 }
 
 

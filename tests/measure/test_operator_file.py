@@ -77,10 +77,19 @@ def test_a_second_run_continues_where_the_first_was_stopped(tmp_path: Path, monk
     refuses(UsageError, "device of this file of operator times does not match", ops.OperatorFile, path, "elsewhere")
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", ""),
+        ('{"device": "here", "times": 3}', ".*'times'.*a list"),
+        ('{"device": "here", "times": [{}]}', r".*'times\[0\]\.call'"),
+        ('{"device": "here", "failed": [{"call": "[]"}]}', r".*'failed\[0\]\.reason'"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "times.json"
-    path.write_text("{", encoding="utf-8")
-    refuses(UsageError, str(path), ops.OperatorFile, path, "here")
+    path.write_text(text, encoding="utf-8")
+    refuses(UsageError, str(path) + says, ops.OperatorFile, path, "here")
 
 
 def test_operators_of_a_cpu_are_timed_in_one_thread() -> None:
