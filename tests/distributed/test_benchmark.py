@@ -100,7 +100,7 @@ def test_one_device_runs_every_micro_batch_recompute_and_precision(pool: WorkerP
     assert outcome.score.plans == 4
 
 
-def test_the_optimizer_of_the_plan_is_run(pool: LocalRanks) -> None:
+def test_the_optimizer_of_the_plan_is_run(pool: WorkerPool) -> None:
     """Its states show which it is: two for each element, one, none, or a row and a column of a matrix."""
     assert ranks.OPTIMIZERS.keys() == OPTIMIZERS.keys()
     source, asked = task(cluster="cpu:1x1")
