@@ -7,6 +7,7 @@ from autopar.graph.rewrites import lengths, pad
 from autopar.runtime.step.gradients import lengthened
 from autopar.tracing.trace import trace
 from tests.support.close import assert_close
+from tests.support.said import refuses
 from tests.support.small_models import evaluate
 
 
@@ -99,7 +100,5 @@ def test_loss_and_gradients_are_those_without_padding(tied: bool, ranks: int, mu
 
 def test_vocabularies_are_padded_whole() -> None:
     _, graph = traced(tied=False)
-    with pytest.raises(ValueError, match="padded together"):
-        pad(graph, {"head.weight": 24})
-    with pytest.raises(ValueError, match="no dim"):
-        pad(graph, {"other.weight": 24})
+    refuses(ValueError, "padded together", pad, graph, {"head.weight": 24})
+    refuses(ValueError, "no dim", pad, graph, {"other.weight": 24})
