@@ -132,9 +132,8 @@ def test_memory_and_network_cards_can_be_stated_on_the_command_line() -> None:
     ],
 )  # fmt: skip
 def test_a_bad_description_is_refused_with_a_remedy(text: str, says: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(says)) as caught:
-        Cluster.parse(text)
-    assert caught.value.exit_code == 2
+    caught = refuses(UsageError, re.escape(says), Cluster.parse, text)
+    assert caught.exit_code == 2
 
 
 def test_a_file_can_mix_devices_links_and_tiers(tmp_path: Path) -> None:
@@ -166,9 +165,8 @@ def test_a_file_can_mix_devices_links_and_tiers(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_malformed_file_names_file_line_and_key(tmp_path: Path, old: str, new: str, line: int, problem: str) -> None:
     path = write(tmp_path, TWO_RACKS.replace(old, new, 1))
-    with pytest.raises(UsageError) as caught:
-        Cluster.parse(str(path))
-    assert (caught.value.where, caught.value.problem) == (f"{path}, line {line}", problem)
+    caught = refuses(UsageError, "", Cluster.parse, str(path))
+    assert (caught.where, caught.problem) == (f"{path}, line {line}", problem)
 
 
 @pytest.mark.parametrize("text", ["name = " + 100_000 * "[", "name = 1" + 5000 * "0"], ids=["nested", "digits"])

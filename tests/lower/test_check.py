@@ -139,8 +139,7 @@ def test_experts_on_ranks_are_well_typed(ranks: str, world_size: int) -> None:
 def test_a_process_with_a_group_is_refused() -> None:
     program = planned("llama-untied", 8, f"{STAGES[8]} {VIRTUAL}")
     assert not dist.is_initialized()
-    with pytest.raises(UsageError, match="beside a process group"):
-        run_ranks(Mesh(), lambda rank: typecheck(program))
+    refuses(UsageError, "beside a process group", run_ranks, Mesh(), lambda rank: typecheck(program))
 
 
 @pytest.mark.parametrize("world_size", CLUSTERS)

@@ -123,19 +123,16 @@ def test_fewer_heads_of_keys_than_ranks(heads: int) -> None:
     assert [kind for name, kind in at_rest(plan).items() if name.endswith("q_proj.weight")] == [S(0)]
 
 
-class Convolved(nn.Module):
+def _convolved(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    x = F.gelu(self.second(F.relu(self.norm(self.first(x)))))
+    return F.cross_entropy(self.head(self.last(x).mean((2, 3))), y)
+
+
+def convolved(norm: partial[nn.Module], groups: int = 1) -> nn.Module:
     """Two convolutions (the second grouped, if so) with a norm between them."""
-
-    def __init__(self, norm: partial[nn.Module], groups: int = 1) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1, bias=False), norm()
-        self.second, self.last = nn.Conv2d(8, 8, 3, padding=1, bias=False, groups=groups), nn.Conv2d(8, 4, 1)
-        self.head = nn.Linear(4, 5)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x = F.gelu(self.second(F.relu(self.norm(self.first(x)))))
-        return F.cross_entropy(self.head(self.last(x).mean((2, 3))), y)
+    first, wide = nn.Conv2d(3, 8, 3, padding=1, bias=False), partial(nn.Conv2d, 8, 8, 3, padding=1, bias=False)
+    parts = {"second": wide(groups=groups), "last": nn.Conv2d(8, 4, 1), "head": nn.Linear(4, 5)}
+    return model_of(_convolved, first=first, norm=norm(), **parts)
 
 
 def images(samples: int = 8) -> dict[str, Tensor]:
@@ -162,13 +159,13 @@ CHANNELS = {"first.weight": S(0), "norm.weight": S(0), "norm.bias": S(0), "secon
 @pytest.mark.parametrize("data", [1, 2])
 def test_convolutions_and_norms(norm: partial[nn.Module], groups: int, pinned: dict[str, object], data: int) -> None:
     pins = ["tp=2", f"dp_shard={data}", *(f"{name}=tp:{kind}" for name, kind in pinned.items())]
-    plan = check(Convolved(norm, groups), images(), pins)
+    plan = check(convolved(norm, groups), images(), pins)
     assert at_rest(plan).items() >= pinned.items()
     assert norm is not BATCH or any("statistics over the global batch" in note for note in plan.notes)
 
 
 def test_group_norm_of_fewer_groups_than_ranks_is_whole() -> None:
-    plan = check(Convolved(partial(nn.GroupNorm, 2, 8)), images(), ["tp=4", "first.weight=tp:S(0)"])
+    plan = check(convolved(partial(nn.GroupNorm, 2, 8)), images(), ["tp=4", "first.weight=tp:S(0)"])
     assert at_rest(plan)["first.weight"] == S(0)
 
 

@@ -1,5 +1,6 @@
 import json
 import operator
+import re
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -85,10 +86,7 @@ def test_corrupt_text_is_named(name: str, tmp_path: Path) -> None:
     text, expected = BAD_TEXTS[name]
     path = tmp_path / "plan.json"
     path.write_text(text)
-    with pytest.raises(PlanError) as caught:
-        load_plan(path)
-    assert str(caught.value).startswith(str(path))
-    assert expected in str(caught.value)
+    refuses(PlanError, f"^{re.escape(str(path))}.*{re.escape(expected)}", load_plan, path)
 
 
 def test_a_newer_format_says_who_reads_it() -> None:
@@ -152,9 +150,7 @@ def test_broken_plan_is_named(path: str, value: object, expected: str) -> None:
     inner[last] = value
     if value is ABSENT:
         del inner[last]
-    with pytest.raises(PlanError) as caught:
-        plan_from_dict(data, place="p.json")
-    assert expected in str(caught.value)
+    refuses(PlanError, re.escape(expected), plan_from_dict, data, place="p.json")
 
 
 def test_differences_are_paths_and_values() -> None:

@@ -243,6 +243,9 @@ def test_no_file_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         text = said(CheckpointError, par.load, tmp_path / "copy", optimizer)
         assert text == "" or forged in text
         assert not made.exists()
+    (tmp_path / "copy" / "checkpoint.json").unlink()  # beside the forgery of what torch.distributed.checkpoint writes
+    refuses(CheckpointError, r"\.metadata, which torch", par.load, tmp_path / "copy", optimizer)
+    assert not made.exists()
     for reader in ("load", "loads", "Unpickler"):
         monkeypatch.setattr(pickle, reader, None)
     monkeypatch.setattr(torch, "load", None)

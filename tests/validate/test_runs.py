@@ -39,11 +39,10 @@ def test_a_row_is_read() -> None:
 )  # fmt: skip
 def test_a_bad_cell_is_named(tmp_path: Path, column: str, text: str) -> None:
     path = _with(tmp_path, column, text)
-    with pytest.raises(UsageError) as error:
-        read_runs(path)
-    assert str(path) in str(error.value) and "row 2" in str(error.value)
-    assert column in str(error.value) or (column == "dp" and "devices" in str(error.value))
-    assert error.value.fix
+    error = refuses(UsageError, "", read_runs, path)
+    assert str(path) in str(error) and "row 2" in str(error)
+    assert column in str(error) or (column == "dp" and "devices" in str(error))
+    assert error.fix
 
 
 UNCLOSED = r": The file is not comma-separated values: .* Close each"
