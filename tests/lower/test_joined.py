@@ -202,17 +202,11 @@ MEET: dict[str, Code] = {
 }
 
 
-@pytest.mark.parametrize("code", MEET.values(), ids=MEET)
+@pytest.mark.parametrize("code", [*MEET.values(), statistics], ids=[*MEET, "statistics, which are totalled"])
 def test_samples_that_meet_among_joined_batches_are_found(code: Code) -> None:
     graph = autopar.trace(model(code), example_inputs=batch(), global_batch_size=8, precision="fp64")
-    assert graph.mixing
+    assert bool(graph.mixing) == (code is not statistics)
     check(model(code), batch(), ["dp_shard=2"], graph=graph)
-
-
-def test_statistics_over_joined_batches_are_totalled() -> None:
-    graph = autopar.trace(model(statistics), example_inputs=batch(), global_batch_size=8, precision="fp64")
-    assert not graph.mixing
-    check(model(statistics), batch(), ["dp_shard=2"], graph=graph)
 
 
 def _returning(self: Any, x: Tensor) -> dict[str, Tensor]:
