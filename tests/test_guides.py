@@ -115,12 +115,6 @@ def test_the_loop_of_float16_steps() -> None:
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
-def planned(run: Run, *words: str) -> str:
-    done = run(*words)
-    assert done.code == 0, done.err
-    return done.out
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_tutorial_trains_and_goes_on(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +124,7 @@ def test_the_tutorial_trains_and_goes_on(run: Run, tmp_path: Path, monkeypatch: 
     planning = [words[1:] for words in commands(page) if words[:1] == ["autopar"] and "my_model:build" in words]
     assert [words[0] for words in planning] == ["trace", "search", "verify"]
     for words in planning:
-        planned(run, *(word.replace("local", "cpu:1x2") for word in words))
+        assert run(*(word.replace("local", "cpu:1x2") for word in words)).text
     assert any(words[0] == "torchrun" for words in commands(page))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     halves = tmp_path / "halves"
@@ -165,7 +159,7 @@ def test_plans_of_the_guides_are_found(run: Run, name: str, count: int, tmp_path
     chosen = [w for w in commands(page) if w[0] == "autopar" and w[1] in ("search", "show", "explain")]
     assert len(chosen) == count
     for words in chosen:
-        assert "mesh" in planned(run, *words[1:], *(["--trials", "1"] if words[1] == "search" else []))
+        assert "mesh" in run(*words[1:], *(["--trials", "1"] if words[1] == "search" else [])).text
 
 
 @pytest.mark.slow
@@ -173,7 +167,7 @@ def test_the_plan_that_is_explained_is_the_one_that_is_found(run: Run) -> None:
     """Each line of the listing is one of the plan's text; figures may change with profiles and bounds."""
     page = ROOT / "docs" / "reading-a-plan.md"
     (words,) = (words for words in commands(page) if words[:2] == ["autopar", "search"])
-    found = shapes(planned(run, *words[1:]))
+    found = shapes(run(*words[1:]).text)
     (listing,) = blocks(page, "text")
     assert [line for line in shapes(listing) if line not in found] == []
 

@@ -13,6 +13,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.describe import scaled
 from autopar.hardware.topology import Fabric
 from autopar.plan.mesh import Mesh
+from tests.support.said import refuses
 
 TABLE = Path(__file__).parents[3] / "shared" / "validation" / "collective_bandwidth.csv"
 
@@ -89,10 +90,8 @@ def test_gloo_counts_one_way_delays() -> None:
 
 
 def test_an_unknown_collective_and_a_large_mesh_are_named() -> None:
-    with pytest.raises(UsageError, match="all_shuffle"):
-        CollectiveModel(H100).time_s("all_shuffle", 1, Mesh(tp=2), ("tp",))
-    with pytest.raises(UsageError, match=r"has 64 ranks, but .* has 32 devices"):
-        group_shape(Mesh(tp=64), ("tp",), Fabric(H100))
+    refuses(UsageError, "all_shuffle", CollectiveModel(H100).time_s, "all_shuffle", 1, Mesh(tp=2), ("tp",))
+    refuses(UsageError, r"has 64 ranks, but .* has 32 devices", group_shape, Mesh(tp=64), ("tp",), Fabric(H100))
 
 
 @pytest.mark.parametrize("devices", [4, 5, 6, 7, 8])

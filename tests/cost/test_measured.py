@@ -19,6 +19,7 @@ from autopar.hardware.read import load_profile
 from autopar.plan.plan import FP32
 from autopar.util.toml import as_table
 from tests.support.planner.graphs import spec
+from tests.support.said import refuses
 
 CPU = Cluster.parse("cpu:1x1").devices[0]
 X, W = Ref("x"), Ref("w")
@@ -107,13 +108,11 @@ def test_a_profile_with_operators_survives_a_round_trip(tmp_path: Path) -> None:
     assert alone.op_time_s(*linear(64)) == OpTime(1e-3, 3e-3)
     assert crowded.op_time_s(*linear(64)) == OpTime(2e-3, 6e-3)
     (tmp_path / "times.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(UsageError, match=r"times\.json.*'times'"):
-        Cluster.parse(f"{tmp_path}/mine.toml:1x2")
+    refuses(UsageError, r"times\.json.*'times'", Cluster.parse, f"{tmp_path}/mine.toml:1x2")
 
 
 def test_a_table_of_nonsense_is_refused_and_the_note_counts() -> None:
     bad = replace(TABLE, times=(OperatorTime(call="[1]", forward_s=1.0, backward_s=0.0),))
-    with pytest.raises(UsageError, match="names no call"):
-        Measured(bad, CPU)
+    refuses(UsageError, "names no call", Measured, bad, CPU)
     text = measurement_note(Counter({"measured": 5, "scaled": 2}))
     assert text.endswith("5 of 7 operators at their measured time, 2 scaled from the nearest measured size")

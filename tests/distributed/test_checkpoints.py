@@ -1,7 +1,5 @@
-import pickle
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors import safe_open
@@ -10,13 +8,11 @@ from autopar import api
 from autopar.errors import AutoparError
 from autopar.models.resolve import resolve_model
 from autopar.plan.mesh import Mesh
-from autopar.plan.plan import Plan
 from autopar.runtime.checkpoint.chunk_files import Folder
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
-from tests.support.damage import Touch
 from tests.support.distributed import checkpoints, jobs
-from tests.support.distributed.layouts import batches, on_ranks, planned, planned_on, traced
+from tests.support.distributed.layouts import batches, on_ranks, planned, planned_on
 from tests.support.distributed.plans import estimated
 from tools.campaigns import checkpoints as campaign
 
@@ -114,41 +110,29 @@ def _tensors(folder: Path) -> set[str]:
     return found
 
 
-def passed_on_by_torch(pool: WorkerPool, folder: Path, subject: Any, graph: Any, batch: Any, *plans: Plan) -> None:
+TORCHS_ROUTE = (
+    "tp=4 transformer.wte.weight=tp:S(0)", "pp=2 tp=2", "tp=2 dp_shard=2 zero=3", "pp=2 dp_replicate=2",
+    "pp=2 dp_shard=2 zero=3", "pp=2 dp_replicate=2 schedule=Interleaved1F1B virtual_stages=2", "dp_shard=4 zero=3",
+    "dp_replicate=4",
+)  # fmt: skip
+
+
+def test_torchs_checkpoints_go_on_under_other_plans_whose_vocabularies_are_lengthened(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     """What ``torch.distributed.checkpoint`` saves under one plan it loads under the next, which saves it again."""
-    folders = [str(folder / f"{number}") for number in range(len(plans))]
-    (wanted, *_) = on_ranks(pool, checkpoints.saved_by_torch, subject, plans[0], graph, batch, folders[0])
-    for plan, *some in zip(plans[1:], folders, folders[1:], strict=False):
-        (found, *_) = on_ranks(pool, checkpoints.loaded_by_torch, subject, plan, graph, batch, *some)
-        assert found == (1, pytest.approx(wanted, rel=1e-6)), plan.mesh
-
-
-def test_torchs_checkpoints_go_on_under_other_plans(pool: WorkerPool, tmp_path: Path) -> None:
-    layouts = ("tp2 x dp2 ZeRO 3", "pp2 x dp2", "pp2 x dp2 ZeRO 3", "pp2 two virtual stages", "dp4 ZeRO 3")
-    subject, graph = traced("gpt2")
-    plans = (planned(layout, "gpt2")[1] for layout in layouts)
-    passed_on_by_torch(pool, tmp_path, subject, graph, *batches(subject, 1), *plans)
-
-
-def test_lengthened_vocabularies_have_the_models_length_in_torchs_checkpoints(pool: WorkerPool, tmp_path: Path) -> None:
     subject = resolve_model("hf:gpt2?n_embd=32&n_layer=2&n_head=4&vocab_size=257&n_positions=17")
     graph = api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0, padded=True))
-    pins = ("tp=4 transformer.wte.weight=tp:S(0)", "pp=2 tp=2", "tp=2 dp_shard=2 zero=3", "dp_replicate=4")
-    plans = [estimated(graph, cluster="cpu:1x4", global_batch_size=8, pins=one.split()) for one in pins]
-    assert plans[0].padding
-    passed_on_by_torch(pool, tmp_path, subject, graph, subject.make_batch(8, seed=0, padded=True), *plans)
-
-
-def test_all_ranks_refuse_a_forged_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
-    subject, plan, graph = planned("tp2 x dp2", "gpt2")
-    data, run, made = batches(subject, 2), tmp_path / "run", tmp_path / "made"
-    on_ranks(pool, jobs.save_run, subject, plan, graph, data, str(run))
-    (run / "checkpoint.json").unlink()
-    for forged, said in ((".metadata", "which torch.distributed.checkpoint writes"), ("checkpoint.json", "checksum")):
-        (run / forged).write_bytes(pickle.dumps(Touch(made)))
-        with pytest.raises(AutoparError, match=rf"CheckpointError.*{said}"):
-            on_ranks(pool, jobs.load_run, subject, plan, graph, data, str(run), "")
-        assert not made.exists(), forged
+    batch, wanted = subject.make_batch(8, seed=0, padded=True), None
+    for number, pins in enumerate(TORCHS_ROUTE):
+        plan = estimated(graph, cluster="cpu:1x4", global_batch_size=8, pins=pins.split())
+        given = subject, plan, graph, batch, str(tmp_path / f"{number - 1}"), str(tmp_path / f"{number}")
+        if wanted is None:
+            assert plan.padding
+            (wanted, *_) = on_ranks(pool, checkpoints.saved_by_torch, *given[:4], given[5])
+            continue
+        (found, *_) = on_ranks(pool, checkpoints.loaded_by_torch, *given)
+        assert found == (1, pytest.approx(wanted, rel=1e-6)), plan.mesh
 
 
 @pytest.mark.parametrize("layout", ["dp4", "tp2 x dp2", "pp2 x dp2"])

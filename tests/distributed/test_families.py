@@ -22,27 +22,21 @@ from tests.support.distributed.plans import estimated
 from tests.support.small_models import model_of
 
 
-class Normalised(nn.Module):
+def _normalised(self: Any, target: Tensor, losses: Tensor) -> Tensor:
+    x = functional.relu(self.norms[0](self.first(target)))
+    x = functional.adaptive_avg_pool2d(self.second(x), 1).flatten(1)
+    return (self.head(self.norms[1](x)).squeeze(1) - losses).square().mean()
+
+
+def normalised(bias: bool = False) -> tuple[nn.Module, dict[str, Tensor]]:
     """Convolutions and batch norms, called by keywords of torch's pipelines; a bias before a norm has no gradient but rounding."""
-
-    def __init__(self, bias: bool = False) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(3, 8, 3, bias=bias), nn.Conv2d(8, 8, 3, bias=False)
-        self.norms = nn.ModuleList([nn.BatchNorm2d(8), nn.BatchNorm1d(8)])
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, target: Tensor, losses: Tensor) -> Tensor:
-        x = functional.relu(self.norms[0](self.first(target)))
-        x = functional.adaptive_avg_pool2d(self.second(x), 1).flatten(1)
-        return (self.head(self.norms[1](x)).squeeze(1) - losses).square().mean()
-
-
-def normalised() -> tuple[nn.Module, dict[str, Tensor]]:
-    return Normalised(), {"target": torch.randn(2, 3, 8, 8), "losses": torch.randn(2)}
+    parts = {"first": nn.Conv2d(3, 8, 3, bias=bias), "second": nn.Conv2d(8, 8, 3, bias=False), "head": nn.Linear(8, 1)}
+    model = model_of(_normalised, **parts, norms=nn.ModuleList([nn.BatchNorm2d(8), nn.BatchNorm1d(8)]))
+    return model, {"target": torch.randn(2, 3, 8, 8), "losses": torch.randn(2)}
 
 
 def biased() -> tuple[nn.Module, dict[str, Tensor]]:
-    return Normalised(bias=True), normalised()[1]
+    return normalised(bias=True)
 
 
 def transcribed() -> tuple[nn.Module, dict[str, Tensor]]:

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from autopar import api
-from autopar.plan.mesh import Mesh
-from autopar.plan.plan import BF16, FP16
+from autopar.plan.plan import FP16
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.reference import loss_of
 from tests.support.distributed import scaled
-from tests.support.distributed.layouts import batches, on_ranks, planned, planned_on
+from tests.support.distributed.layouts import batches, on_ranks, planned
 from tests.support.distributed.mixtures import mixture
 from tests.support.distributed.plans import estimated
 from tests.support.distributed.subjects import HfSubject, Unpadded
@@ -108,17 +107,6 @@ def test_a_checkpoint_keeps_the_scale(pool: WorkerPool, tmp_path: Path, before: 
     for found, again in second:
         assert found == state
         assert again == pytest.approx(loss, rel=EPSILON / 8)
-
-
-def test_a_checkpoint_without_a_scale_is_loaded(pool: WorkerPool, tmp_path: Path) -> None:
-    (batch,) = batches(SUBJECT, 1)
-    plain = planned_on(Mesh(dp_shard=2), "llama", precision=BF16, zero_stage=3)
-    on_ranks(pool, scaled.save_plain, *plain, batch, str(tmp_path))
-    wanted = loss_of(SUBJECT.build()(**batch)).item()
-    job, other = partial(scaled.load, late=False), planned("tp2", "llama", precision=FP16)
-    for state, loss in on_ranks(pool, job, *other, batch, str(tmp_path)):
-        assert state["scale"] == 65536.0
-        assert loss == pytest.approx(wanted, rel=EPSILON)
 
 
 @pytest.mark.parametrize(("subject", "pins"), [

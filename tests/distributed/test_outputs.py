@@ -14,14 +14,12 @@ from autopar.lower.program import lower
 from autopar.models.resolve import resolve_model
 from autopar.plan.plan import Plan
 from autopar.verification.rank_pool import WorkerPool
-from autopar.verification.reference import loss_of
 from tests.support.close import assert_close
 from tests.support.clusters import two_kinds
 from tests.support.distributed import returning
 from tests.support.distributed.layouts import LAYOUTS, on_batch, on_ranks
 from tests.support.distributed.plans import estimated, make_plan
 from tests.support.distributed.returning import Returning, plain
-from tests.support.said import refuses
 from tests.support.zoo import description
 
 PINS = {
@@ -160,13 +158,6 @@ def test_outputs_where_a_function_makes_the_loss_and_of_experts_over_data_ranks(
     for (found,) in on_ranks(pool, returning.predicted, subject, plan, graph, [batch]):
         for name in ("loss", "logits"):
             assert_close(found["complete"][name], expected[name], place=name)
-
-
-def test_one_stage_is_needed_for_a_loss_with_gradients(pool: WorkerPool) -> None:
-    subject, plan, graph = planned("pair", "pp2 x dp2")
-    said = r"by autopar\.integrations\.loss\.step_loss\(par, batch\)\. par\.predict"
-    refuses(Exception, said, on_batch, pool, returning.called, subject, plan, graph)
-    assert loss_of(subject.build()(**subject.make_batch(8, seed=1))).requires_grad
 
 
 def test_outputs_of_unequal_shares(pool: WorkerPool) -> None:

@@ -22,7 +22,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.describe import with_free_links
 from autopar.lower.program import lower
 from autopar.plan.mesh import Mesh
-from autopar.plan.plan import BF16, Plan
+from autopar.plan.plan import BF16, Plan, PrecisionName
 from autopar.plan.run_log import CATEGORIES, DATA, OPTIMIZER, PIPELINE, TENSOR, read_log
 from autopar.runtime.monitor import MEASURED_STEPS
 from autopar.runtime.parallel_model import ParallelModel
@@ -182,19 +182,15 @@ def test_a_step_runs_what_is_priced(pool: WorkerPool, kind: str, layout: str, op
     compare(pool, kind, plan, graph)
 
 
-@pytest.mark.parametrize("pins", ["tp=2 dp_shard=2 zero=3", "pp=2 dp_replicate=2 zero=0 num_micro_batches=2"])
-def test_a_step_in_float16_runs_the_collectives_that_are_priced(pool: WorkerPool, pins: str) -> None:
-    """One of them asks all ranks for infinities."""
-    _, graph = traced("gpt2", precision="fp16")
-    plan = estimated(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=pins.split(), precision="fp16")
+@pytest.mark.parametrize(("pins", "precision"), [
+    ("tp=2 dp_shard=2 zero=3", "fp16"), ("pp=2 dp_replicate=2 zero=0 num_micro_batches=2", "fp16"),
+    *((f"dp_shard=2 cp=2 zero=2 num_micro_batches=2 cp_attention={kind}", "fp32") for kind in ("gather", "ulysses")),
+])  # fmt: skip
+def test_a_scaled_or_split_step_runs_what_is_priced(pool: WorkerPool, pins: str, precision: PrecisionName) -> None:
+    """In float16 one collective asks all ranks for infinities."""
+    _, graph = traced("gpt2", precision=precision)
+    plan = estimated(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=pins.split(), precision=precision)
     compare(pool, "gpt2", plan, graph)
-
-
-@pytest.mark.parametrize("attention", ["gather", "ulysses"])
-def test_a_split_sequence_runs_the_collectives_that_are_priced(pool: WorkerPool, attention: str) -> None:
-    _, graph = traced("gpt2")
-    pins = f"dp_shard=2 cp=2 zero=2 num_micro_batches=2 cp_attention={attention}".split()
-    compare(pool, "gpt2", estimated(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=pins), graph)
 
 
 def test_the_prices_are_those_of_the_plan() -> None:
@@ -249,22 +245,19 @@ def check_states(pool: WorkerPool, subject: Any, graph: Graph, plan: Plan, *, sh
     ("gpt2", "dp_shard=2 tp=2 zero=3 num_micro_batches=2", 1),
     ("llama-untied", "dp_shard=2 dp_replicate=2 zero=3 num_micro_batches=2", 1),
     ("gpt2", "dp_shard=2 cp=2 zero=2 num_micro_batches=2", 1),
+    ("gpt2 in float16", "dp_shard=2 tp=2 zero=3 num_micro_batches=2", 1),
+    ("gpt2 in float16", "pp=2 tp=2 num_micro_batches=2", 1),
     # whole gradients accumulate
     ("gpt2", "pp=2 dp_shard=2 zero=3 num_micro_batches=4", 2),
     ("llama-untied", "pp=2 dp_shard=2 zero=1 num_micro_batches=2", 2),
     ("llama-untied", "dp_shard=2 tp=2 zero=1 num_micro_batches=2", 2),
 ])  # fmt: skip
 def test_states_are_those_predicted(pool: WorkerPool, kind: str, pins: str, shards: int) -> None:
-    subject, graph = traced(kind)
-    plan = estimated(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=pins.split())
+    name, _, given = kind.partition(" in ")
+    precision: PrecisionName = "fp16" if given else "fp32"
+    subject, graph = traced(name, precision=precision)
+    plan = estimated(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=pins.split(), precision=precision)
     check_states(pool, subject, graph, plan, shards=shards)
-
-
-@pytest.mark.parametrize("pins", ["dp_shard=2 tp=2 zero=3 num_micro_batches=2", "pp=2 tp=2 num_micro_batches=2"])
-def test_states_in_float16(pool: WorkerPool, pins: str) -> None:
-    subject, graph = traced("gpt2", precision="fp16")
-    plan = estimated(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=pins.split(), precision="fp16")
-    check_states(pool, subject, graph, plan)
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adafactor"])

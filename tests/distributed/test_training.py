@@ -175,7 +175,7 @@ def test_a_rank_that_cannot_build_its_part_ends_all(tmp_path: Path) -> None:
     ("dp4 ZeRO 3", "Adafactor", "Adafactor needs each matrix complete"),
     ("pp2 x dp2", "clipping", "would be that of this rank's pipeline stages or experts alone. Call par.clip_grad_norm_"),
     ("dp4 ZeRO 3", "clipping", ""),
-    ("pp2 GPipe", "call", r"2 pipeline stages cannot be called(?s:.*)train_step\(batch\)"),
+    ("pp2 GPipe", "call", r"2 pipeline stages cannot be called(?s:.*)train_step\(batch\).*step_loss\(par, batch\)\. par\.predict"),
 ])  # fmt: skip
 def test_what_needs_what_other_ranks_hold_is_refused(pool: WorkerPool, layout: str, kind: str, said: str) -> None:
     found = on_batch(pool, jobs.refused, *planned(layout, "gpt2"), kind)
@@ -258,28 +258,17 @@ def test_a_save_that_fails_leaves_the_checkpoint_before(pool: WorkerPool, tmp_pa
             assert left == []
 
 
-def test_a_load_that_fails_changes_nothing(pool: WorkerPool, tmp_path: Path) -> None:
-    """Who starts anew where there is no checkpoint, or goes back to the one before, starts from where he is."""
-    others, cut = "Rank 1 loads another checkpoint than rank 0", "the file has 100 bytes of"
-    for found in on_ranks(pool, jobs.loads_that_fail, *planned_on(Mesh(dp_shard=2), zero_stage=3), str(tmp_path)):
-        for name, value in {"nothing": "no such file", "others": others, "cut": cut}.items():
-            said, states, same = found[name]
-            assert value in said
-            assert states == 0 and same, name
+def test_a_load_of_different_checkpoints_changes_nothing(pool: WorkerPool, tmp_path: Path) -> None:
+    """Damaged ones: ``test_damage_is_refused_by_all_ranks_alike``."""
+    planned = planned_on(Mesh(dp_shard=2), zero_stage=3)
+    for text, same in on_ranks(pool, jobs.load_of_different_checkpoints, *planned, str(tmp_path)):
+        assert "Rank 1 loads another checkpoint than rank 0" in text and same
 
 
 def test_a_group_without_parameters_on_a_rank_is_loaded_like_others(pool: WorkerPool, tmp_path: Path) -> None:
     """A scheduler that is made after the load asks each group for its first rate."""
     first, second = on_ranks(pool, jobs.empty_groups_after_load, *planned_on(Mesh(pp=2)), str(tmp_path))
     assert first == second == [(0.25, 1.0), (0.0625, 0.25)]
-
-
-def test_checkpoint_of_another_model_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
-    subject, plan, graph = planned("dp4", "gpt2")
-    on_ranks(pool, jobs.save_run, subject, plan, graph, batches(subject, 1), str(tmp_path))
-    other, other_plan, other_graph = planned("dp4", "llama")
-    with pytest.raises(AutoparError, match="The checkpoint is of another model"):
-        on_ranks(pool, jobs.load_run, other, other_plan, other_graph, batches(other, 1), str(tmp_path), "")
 
 
 @pytest.mark.parametrize("layout", ["tp2 x dp2 ZeRO 3", "pp2 x dp2"])

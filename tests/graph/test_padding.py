@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,27 +9,19 @@ from autopar.graph.rewrites import lengths, pad
 from autopar.runtime.step.gradients import lengthened
 from autopar.tracing.trace import trace
 from tests.support.close import assert_close
-from tests.support.small_models import evaluate
+from tests.support.said import refuses
+from tests.support.small_models import evaluate, model_of
 
 
-class Language(nn.Module):
-    """A head beside or tied to the embedding, with a soft cap, and what ``peek`` adds to the loss."""
-
-    def __init__(self, tied: bool, peek: str = "") -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(21, 4), nn.Linear(4, 21, bias=not tied)
-        self.peek = peek
-        if tied:
-            self.head.weight = self.table.weight
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        logits = 3.0 * torch.tanh(self.head(self.table(ids)) / 3.0)
-        loss = nn.functional.cross_entropy(logits.view(-1, 21), labels.view(-1), label_smoothing=0.1)
-        if self.peek == "logsumexp":
-            loss = loss + logits.logsumexp(-1).mean()
-        if self.peek == "weight":
-            loss = loss + self.head.weight.pow(2).mean()
-        return loss
+def forward(self: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    """With a soft cap, and what ``peek`` adds to the loss."""
+    logits = 3.0 * torch.tanh(self.head(self.table(ids)) / 3.0)
+    loss = nn.functional.cross_entropy(logits.view(-1, 21), labels.view(-1), label_smoothing=0.1)
+    if self.peek == "logsumexp":
+        loss = loss + logits.logsumexp(-1).mean()
+    if self.peek == "weight":
+        loss = loss + self.head.weight.pow(2).mean()
+    return loss
 
 
 def batch() -> dict[str, Tensor]:
@@ -36,8 +30,12 @@ def batch() -> dict[str, Tensor]:
     return {"ids": torch.randint(0, 21, (4, 5)), "labels": labels}
 
 
-def traced(tied: bool, peek: str = "") -> tuple[Language, Graph]:
-    model = Language(tied, peek).double()
+def traced(tied: bool, peek: str = "") -> tuple[nn.Module, Graph]:
+    """With a head beside the embedding, or tied to it."""
+    table, head = nn.Embedding(21, 4), nn.Linear(4, 21, bias=not tied)
+    if tied:
+        head.weight = table.weight
+    model = model_of(forward, table=table, head=head, peek=peek).double()
     return model, trace(model, (), batch())
 
 
@@ -61,16 +59,12 @@ def test_rows_are_aligned_without_a_split() -> None:
 
 
 def test_what_is_only_looked_up_in_is_not_aligned() -> None:
-    class Placed(Language):
-        def __init__(self) -> None:
-            super().__init__(tied=False)
-            self.places = nn.Embedding(5, 4)
+    def placed(self: Any, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.table(ids) + self.places(torch.arange(5)))
+        return nn.functional.cross_entropy(logits.view(-1, 21), labels.view(-1))
 
-        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-            logits = self.head(self.table(ids) + self.places(torch.arange(5)))
-            return nn.functional.cross_entropy(logits.view(-1, 21), labels.view(-1))
-
-    graph = trace(Placed().double(), (), batch())
+    model = model_of(placed, table=nn.Embedding(21, 4), head=nn.Linear(4, 21), places=nn.Embedding(5, 4))
+    graph = trace(model.double(), (), batch())
     assert lengths(graph, 2)["places.weight"] == 6
     assert set(lengths(graph, 1, 4)) == {"head.weight", "head.bias"}
 
@@ -99,7 +93,5 @@ def test_loss_and_gradients_are_those_without_padding(tied: bool, ranks: int, mu
 
 def test_vocabularies_are_padded_whole() -> None:
     _, graph = traced(tied=False)
-    with pytest.raises(ValueError, match="padded together"):
-        pad(graph, {"head.weight": 24})
-    with pytest.raises(ValueError, match="no dim"):
-        pad(graph, {"other.weight": 24})
+    refuses(ValueError, "padded together", pad, graph, {"head.weight": 24})
+    refuses(ValueError, "no dim", pad, graph, {"other.weight": 24})

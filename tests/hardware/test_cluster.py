@@ -21,6 +21,7 @@ from autopar.hardware.read import known_devices, load_library, load_profile
 from autopar.hardware.topology import Fabric
 from autopar.plan.mesh import Mesh
 from autopar.util.files import data_directory
+from tests.support.said import refuses
 
 TWO_RACKS = """
 name = "two-racks"
@@ -131,9 +132,8 @@ def test_memory_and_network_cards_can_be_stated_on_the_command_line() -> None:
     ],
 )  # fmt: skip
 def test_a_bad_description_is_refused_with_a_remedy(text: str, says: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(says)) as caught:
-        Cluster.parse(text)
-    assert caught.value.exit_code == 2
+    caught = refuses(UsageError, re.escape(says), Cluster.parse, text)
+    assert caught.exit_code == 2
 
 
 def test_a_file_can_mix_devices_links_and_tiers(tmp_path: Path) -> None:
@@ -165,37 +165,31 @@ def test_a_file_can_mix_devices_links_and_tiers(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_malformed_file_names_file_line_and_key(tmp_path: Path, old: str, new: str, line: int, problem: str) -> None:
     path = write(tmp_path, TWO_RACKS.replace(old, new, 1))
-    with pytest.raises(UsageError) as caught:
-        Cluster.parse(str(path))
-    assert (caught.value.where, caught.value.problem) == (f"{path}, line {line}", problem)
+    caught = refuses(UsageError, "", Cluster.parse, str(path))
+    assert (caught.where, caught.problem) == (f"{path}, line {line}", problem)
 
 
 @pytest.mark.parametrize("text", ["name = " + 100_000 * "[", "name = 1" + 5000 * "0"], ids=["nested", "digits"])
 def test_what_the_reader_of_toml_cannot_hold_is_refused(tmp_path: Path, text: str) -> None:
-    with pytest.raises(UsageError, match=r"^Cannot read .*Check the path and the file"):
-        Cluster.load(write(tmp_path, text))
+    refuses(UsageError, r"^Cannot read .*Check the path and the file", Cluster.load, write(tmp_path, text))
 
 
 @pytest.mark.parametrize("wrong", [None, 3, b"cpu:1x2", ["cpu:1x2"]], ids=repr)
 def test_what_is_no_description_is_refused(wrong: Any) -> None:
-    with pytest.raises(UsageError, match="A cluster is a text, and not"):
-        Cluster.parse(wrong)
+    refuses(UsageError, "A cluster is a text, and not", Cluster.parse, wrong)
 
 
 @pytest.mark.parametrize("wrong", [0, -1, True, 2.0, "2", None], ids=repr)
 def test_degrees_are_whole_numbers_from_one(wrong: Any) -> None:
-    with pytest.raises(UsageError, match=f"The degree of tp is {wrong!r}. Give a whole number, at least 1"):
-        Mesh(tp=wrong)
+    refuses(UsageError, f"The degree of tp is {wrong!r}. Give a whole number, at least 1", Mesh, tp=wrong)
 
 
 def test_a_group_without_nodes_a_library_or_a_rank_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="at least one"):
-        Cluster.load(write(tmp_path, 'name = "empty"'))
+    refuses(UsageError, "at least one", Cluster.load, write(tmp_path, 'name = "empty"'))
     mixed = 'name = "mixed"\n' + "".join(
         f'[[group]]\ndevice = "{name}"\nnum_nodes = 1\ndevices_per_node = 1\n' for name in ("cpu", "h100-sxm5-80gb")
     )
-    with pytest.raises(UsageError, match="Missing collective library of the cluster"):
-        Cluster.load(write(tmp_path, mixed))
+    refuses(UsageError, "Missing collective library of the cluster", Cluster.load, write(tmp_path, mixed))
     with pytest.raises(UsageError, match=r"line 2: Unknown collective library 'mpi'.*nccl"):
         Cluster.load(write(tmp_path, mixed.replace("\n", '\nlibrary = "mpi"\n', 1)))
 
@@ -302,5 +296,4 @@ def test_the_bottleneck_of_a_group_is_that_of_the_links_on_its_way(order: list[i
 def test_tiers_that_are_no_tree_are_refused(name: str, num_nodes: int, says: str, tmp_path: Path) -> None:
     data = RACKS_AND_PODS.to_dict()
     data["tier"][1] |= {"name": name, "num_nodes": num_nodes}
-    with pytest.raises(UsageError, match=says):
-        Cluster.from_dict(data)
+    refuses(UsageError, says, Cluster.from_dict, data)

@@ -14,6 +14,7 @@ from autopar.hardware.read import MachineProfile, load_profile
 from autopar.measure import timers as measure
 from autopar.util.toml import Table, as_table
 from tests.support.measured import MEASURED
+from tests.support.said import refuses
 
 
 def interpreter(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -80,8 +81,7 @@ def test_a_measured_link_to_the_host_is_read_back(monkeypatch: pytest.MonkeyPatc
     host = Table(table, file="measured").record(HostLink)
     assert host.memory_bytes == detect.host_memory_bytes() // 4
     assert as_table(host) == table
-    with pytest.raises(UsageError, match="The device cpu has no link to a host"):
-        measure.host_link(torch.device("cpu"))
+    refuses(UsageError, "The device cpu has no link to a host", measure.host_link, torch.device("cpu"))
 
 
 Gpus = Callable[..., None]
@@ -126,8 +126,7 @@ def test_a_machine_whose_speed_cannot_be_kept_is_not_measured(tmp_path: Path, mo
     monkeypatch.setattr(detect, "_shipped_here", lambda: None)
     monkeypatch.setattr(detect, "_measure", None)
     (tmp_path / "taken").write_text("")
-    with pytest.raises(UsageError, match=r"^Cannot write .*taken"):
-        detect.machine_profile(cache_dir=tmp_path / "taken")
+    refuses(UsageError, r"^Cannot write .*taken", detect.machine_profile, cache_dir=tmp_path / "taken")
 
 
 def test_unknown_gpus_are_measured_by_nccl(
@@ -167,20 +166,17 @@ def test_a_kept_file_that_was_damaged_is_named(tmp_path: Path, monkeypatch: pyte
     detect.machine_profile(cache_dir=tmp_path)
     (path,) = tmp_path.iterdir()
     path.write_text(path.read_text(encoding="utf-8").replace('kind = "cpu"', 'kind = "tpu"'), encoding="utf-8")
-    with pytest.raises(UsageError, match=r"line 5: Unknown kind 'tpu'"):
-        detect.machine_profile(cache_dir=tmp_path)
+    refuses(UsageError, r"line 5: Unknown kind 'tpu'", detect.machine_profile, cache_dir=tmp_path)
     assert detect.machine_profile(cache_dir=tmp_path, refresh=True).device.kind == "cpu"
 
 
 def test_workers_that_fail_or_hang_end_in_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interpreter(tmp_path, monkeypatch, "echo no torch here >&2\nexit 1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(AutoparError, match="no torch here"):
-        detect.machine_profile(cache_dir=tmp_path / "cache")
+    refuses(AutoparError, "no torch here", detect.machine_profile, cache_dir=tmp_path / "cache")
     interpreter(tmp_path, monkeypatch, "exec sleep 60")
     monkeypatch.setattr(detect, "TIMEOUT_S", 0.3)
-    with pytest.raises(AutoparError, match="took longer than"):
-        detect.machine_profile(cache_dir=tmp_path / "cache")
+    refuses(AutoparError, "took longer than", detect.machine_profile, cache_dir=tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())  # which is made first, as a test that it can be
 
 
@@ -224,5 +220,4 @@ def test_gpus_of_several_kinds_are_not_taken_for_the_first(monkeypatch: pytest.M
     gpus(3)
     kinds = [types.SimpleNamespace(name=name, total_memory=size) for name, size in (("A", 80), ("A", 80), ("B", 40))]
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: kinds[i])
-    with pytest.raises(UsageError, match=r"A of 80 bytes, B of 40 bytes.*CUDA_VISIBLE_DEVICES"):
-        detect._check_alike()
+    refuses(UsageError, r"A of 80 bytes, B of 40 bytes.*CUDA_VISIBLE_DEVICES", detect._check_alike)

@@ -66,8 +66,7 @@ def test_a_loss_in_fp16_is_given_to_the_scaler() -> None:
     model, par = pair(precision="fp16")
     refuses(UsageError, r"Write scaler = par\.grad_scaler\(\) before the first step", step_loss, par, BATCHES[0])
     scaler = par.grad_scaler(init_scale=1024.0)
-    with pytest.raises(UsageError, match="a loss that the scaler of this model has not scaled"):
-        step_loss(par, BATCHES[0]).backward()
+    refuses(UsageError, "a loss that the scaler of this model has not scaled", step_loss(par, BATCHES[0]).backward)
     scaler.scale(step_loss(par, BATCHES[1]) / 2).backward()
     optimizer = torch.optim.SGD(par.parameters(), lr=0.1)
     refuses(UsageError, "still times the scale", par.clip_grad_norm_, 1.0)
@@ -96,8 +95,7 @@ def test_gradients_that_would_not_be_those_of_all_ranks_are_refused(called: bool
         loss().backward(create_graph=True)
     refuses(UsageError, r"torch\.autograd\.grad or backward\(inputs=\.\.\.\)", torch.autograd.grad, loss(), parameters)
     penalty = sum((p.abs().sum() for p in parameters), torch.zeros(()))
-    with pytest.raises(UsageError, match="The loss was added to a DTensor, as a penalty"):
-        (loss() + penalty).backward()
+    refuses(UsageError, "The loss was added to a DTensor, as a penalty", (loss() + penalty).backward)
 
 
 def test_resuming_takes_the_last_numbered_checkpoint_that_is_complete(tmp_path: Path) -> None:
@@ -141,7 +139,5 @@ def test_a_missing_package_is_named(module: str, monkeypatch: pytest.MonkeyPatch
     for name in [name for name in sys.modules if name == module or name.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UsageError) as caught:
-        importlib.import_module(module)
-    assert package in str(caught.value)
-    assert f'Run: pip install "{extra}"' in str(caught.value)
+    caught = refuses(UsageError, package, importlib.import_module, module)
+    assert f'Run: pip install "{extra}"' in str(caught)

@@ -16,6 +16,7 @@ from tests.support.graphs_by_hand import graph_of_ops
 from tests.support.lower.chooser import named_typing
 from tests.support.lower.models import plan_of
 from tests.support.planner.graphs import op, spec
+from tests.support.said import refuses
 from tools.campaigns import program_types as check
 from tools.campaigns.program_types import typecheck
 
@@ -71,9 +72,8 @@ def wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_refused(made: Program, monkeypatch: pytest.MonkeyPatch, *said: str) -> None:
-    with pytest.raises(InternalError, match=r"^block 0 \(m\): ") as caught:
-        typecheck(made)
-    assert [words for words in said if words not in str(caught.value)] == []
+    caught = refuses(InternalError, r"^block 0 \(m\): ", typecheck, made)
+    assert [words for words in said if words not in str(caught)] == []
     monkeypatch.setattr(check, "check_program", lambda program: None)
     assert typecheck(made) > 0  # the types of single operators do not show it
 
@@ -110,5 +110,4 @@ def test_a_forgotten_sum_at_rest_is_refused() -> None:
     made = program(Mesh(dp_shard=2, cp=2), batch=SPLIT, cp=SPLIT)
     parameters = tuple(replace(p, gradient_sum_axes=()) for p in made.graph.parameters)
     forgotten = replace(made, graph=replace(made.graph, parameters=parameters))
-    with pytest.raises(InternalError, match=r"parameter m.w, I on cp, lacks its sum over the ranks .* beside it"):
-        typecheck(forgotten)
+    refuses(InternalError, r"parameter m.w, I on cp, lacks its sum over the ranks .* beside it", typecheck, forgotten)

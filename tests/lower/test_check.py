@@ -23,6 +23,7 @@ from tests.support.lower.chooser import named_typing
 from tests.support.lower.models import plan_of, traced
 from tests.support.lower.ranks import run_ranks
 from tests.support.planner import graphs
+from tests.support.said import refuses
 from tools.campaigns.pairs import Pair, check_pair, draw_typing
 from tools.campaigns.program_types import typecheck
 
@@ -61,8 +62,7 @@ def test_each_change_of_type_of_a_model_is_needed(name: str) -> None:
     drawn = draw_typing(random.Random(0).randrange, local, "tp", 2)
     program = lower(plan_of(graph, Mesh(tp=2), 1, (batch, drawn), cuts=(2,)), graph)
     for _place, broken in islice(mutants(program), 0, None, 8):
-        with pytest.raises(InternalError, match=r"^block \d"):
-            typecheck(broken)
+        refuses(InternalError, r"^block \d", typecheck, broken)
 
 
 CLUSTERS = {8: "h100-sxm5-80gb:1x8", 64: "h100-sxm5-80gb:8x8", 1024: "h100-sxm5-80gb:128x8"}
@@ -139,8 +139,7 @@ def test_experts_on_ranks_are_well_typed(ranks: str, world_size: int) -> None:
 def test_a_process_with_a_group_is_refused() -> None:
     program = planned("llama-untied", 8, f"{STAGES[8]} {VIRTUAL}")
     assert not dist.is_initialized()
-    with pytest.raises(UsageError, match="beside a process group"):
-        run_ranks(Mesh(), lambda rank: typecheck(program))
+    refuses(UsageError, "beside a process group", run_ranks, Mesh(), lambda rank: typecheck(program))
 
 
 @pytest.mark.parametrize("world_size", CLUSTERS)
@@ -158,8 +157,7 @@ def test_a_change_of_type_on_a_split_sequence_is_needed(kind: str) -> None:
     of_sequence = [broken for place, broken in found if "_cp_" in place]
     assert of_sequence
     for broken in of_sequence[:6]:
-        with pytest.raises(InternalError, match=r"^block \d"):
-            typecheck(broken)
+        refuses(InternalError, r"^block \d", typecheck, broken)
 
 
 MESH = Mesh(cp=2, tp=2)

@@ -17,6 +17,7 @@ from autopar.planner.sharding import input_axes
 from autopar.planner.sharding.input_axes import samples_apart
 from autopar.tracing.batch import named_inputs
 from tests.support.cli_runner import Run
+from tests.support.said import refuses
 from tests.support.small_models import model_of
 
 X = torch.zeros(6, 4)
@@ -48,8 +49,7 @@ def test_inputs_that_are_missing_in_the_example_may_be_missing_in_a_batch() -> N
     model, batch = model_of(_pair, linear=nn.Linear(4, 4)), {"a": {"c": None}, "a_b": X}
     graph = api.trace(model, example_inputs=batch)
     assert list(named_inputs(batch)) == [one.name for one in graph.inputs] == ["a_b"]
-    with pytest.raises(TraceError, match="Two inputs are called 'a_b'"):
-        api.trace(model, example_inputs={"a": {"b": X}, "a_b": X})
+    refuses(TraceError, "Two inputs are called 'a_b'", api.trace, model, example_inputs={"a": {"b": X}, "a_b": X})
 
 
 @pytest.mark.parametrize("own", [torch.float32, torch.float64, torch.bfloat16])
@@ -82,8 +82,7 @@ def test_models_that_are_parallel_already_autocast_and_complex_parameters_are_re
     model = net()
     model.linear.register_parameter("turn", nn.Parameter(torch.zeros(4, dtype=torch.complex64)))
     said = r"linear\.turn: A parameter of dtype complex64 is not supported.*Keep a real parameter"
-    with pytest.raises(UsageError, match=said):
-        api.trace(model, example_inputs={"x": X})
+    refuses(UsageError, said, api.trace, model, example_inputs={"x": X})
 
 
 def _attending(self: Any, x: Tensor) -> Tensor:

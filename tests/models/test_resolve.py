@@ -13,6 +13,7 @@ from autopar.models.inputs import example_of, fields_of_config, fields_of_exampl
 from autopar.models.resolve import example_batch_for, resolve_model
 from autopar.models.specs import MeanSquareLoss, optional_keys
 from autopar.ops.opaque import without_dropout
+from tests.support.said import refuses
 
 GPT = "gpt:layers=2,hidden=32,heads=4,vocab=64"
 
@@ -251,8 +252,7 @@ def test_samples_that_are_equal_stay_whole_and_a_trace_gets_the_values_of_a_fact
     ],
 )
 def test_bad_descriptions_have_one_clear_message(factories: str, spec: str, says: str) -> None:
-    with pytest.raises(UsageError, match=says):
-        resolve_model(spec)
+    refuses(UsageError, says, resolve_model, spec)
 
 
 def test_a_sequence_beyond_the_models_positions_is_refused() -> None:
@@ -269,8 +269,7 @@ def test_a_package_that_a_model_needs_is_named(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(UsageError, match=r"package that is not installed: .*requires the timm library.*Install"):
         resolve_model("hf:gpt2")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UsageError, match="pip install"):
-        resolve_model("hf:gpt2")
+    refuses(UsageError, "pip install", resolve_model, "hf:gpt2")
 
 
 def test_a_wave_has_the_samples_that_the_convolutions_turn_into_the_sequence_length() -> None:

@@ -18,6 +18,7 @@ from autopar.rules.table import Rule, default_table
 from autopar.tracing.trace import trace
 from tests.support.clusters import two_kinds
 from tests.support.planner.graphs import mlp, op
+from tests.support.said import refuses
 from tests.support.small_models import model_of
 
 
@@ -29,10 +30,8 @@ def test_an_operator_that_mixes_samples_is_named() -> None:
     ops[2] = ops[2].with_operands((Ref("mixed"), Ref("up0")))
     blocks = (Block(index=0, start=0, stop=len(ops), hash="all", label="all"),)
     mixed: Graph = replace(graph, ops=tuple(ops), blocks=blocks)
-    with pytest.raises(RuleError) as caught:
-        solve_batch(compact(mixed))
-    assert "Samples of the batch depend on each other" in str(caught.value)
-    assert "mixed (aten.softmax.int)" in str(caught.value) and "model.py:7" in str(caught.value)
+    caught = refuses(RuleError, "Samples of the batch depend on each other", solve_batch, compact(mixed))
+    assert "mixed (aten.softmax.int)" in str(caught) and "model.py:7" in str(caught)
 
 
 def test_where_samples_meet_no_gradient_of_a_parameter_is_taken_for_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,28 +123,21 @@ def test_values_that_inner_layers_read_of_others_are_those_of_the_compact_graph(
     assert len(plan.blocks) == len(graph.blocks) and plan.mesh.tp == 2
 
 
-class Meets(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        losses = self.linear(x).square().mean((1, 2))
-        return (torch.softmax(losses, 0) * losses).sum()
-
-
-def _meets(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def _meets(output: torch.Tensor, batch: Any = None) -> torch.Tensor:
     return (torch.softmax(output.mean((1, 2)), 0) * output.mean((1, 2))).sum()
 
 
 def test_what_needs_too_much_memory_as_samples_meet_says_so_and_where() -> None:
-    graph = api.trace(Meets(), example_inputs={"x": torch.ones(2, 256, 64)}, global_batch_size=64)
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return _meets(self.linear(x).square())
+
+    model = model_of(forward, linear=torch.nn.Linear(64, 64))
+    graph = api.trace(model, example_inputs={"x": torch.ones(2, 256, 64)}, global_batch_size=64)
     assert "test_batch.py:" in graph.mixing
     reserve = 400 * 2**20
     small = two_kinds(fast_memory=reserve + 2_000_000, slow_memory=reserve + 2_000_000)
     said = r"samples that meet in .*test_batch\.py:\d+.*Keep samples apart there, or"
-    with pytest.raises(InfeasibleError, match=said):
-        api.search(graph, cluster=small, global_batch_size=64)
+    refuses(InfeasibleError, said, api.search, graph, cluster=small, global_batch_size=64)
 
 
 def test_samples_that_meet_in_a_loss_function_are_said_to_do_so_there() -> None:

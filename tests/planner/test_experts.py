@@ -21,6 +21,7 @@ from tests.support.distributed.mixtures import mixture, mixture_graph
 from tests.support.distributed.subjects import HfSubject, graph_of
 from tests.support.example_plans import at_rest
 from tests.support.planner.graphs import mlp
+from tests.support.said import refuses
 from tools.campaigns.program_types import typecheck
 
 
@@ -61,15 +62,12 @@ def test_ep_borrows_ranks_of_tp_or_data(pins: tuple[str, ...], ep: int, ep_data:
 
 
 def test_what_ep_cannot_be_is_named() -> None:
-    with pytest.raises(InfeasibleError, match=r"layers\.0.*: The pins leave no strategy to autopar\.experts"):
-        planned("ep=3", ranks=3)
-    with pytest.raises(InfeasibleError, match="ep_data divides 4 experts"):
-        planned("ep_data=8", ranks=8)
+    refuses(InfeasibleError, r"layers\.0.*: The pins leave no strategy to autopar\.experts", planned, "ep=3", ranks=3)
+    refuses(InfeasibleError, "ep_data divides 4 experts", planned, "ep_data=8", ranks=8)
     with pytest.raises(InfeasibleError, match=r"layers\.0.*: The pins leave no strategy to autopar\.experts"):
         planned("ep=8", "tp=8", ranks=8)
     plan = planned("ep=4", "dp_replicate=4")
-    with pytest.raises(PlanError, match=r"ep_data=.*, or ep_data times tp"):
-        check_plan(replace(plan, mesh=replace(plan.mesh, ep=2)))
+    refuses(PlanError, r"ep_data=.*, or ep_data times tp", check_plan, replace(plan, mesh=replace(plan.mesh, ep=2)))
     layouts = tuple(replace(a, typings=tuple(t for t in a.typings if t.axis != "ep_data")) for a in plan.layouts)
     with pytest.raises(PlanError, match="number of strategies on axis ep_data does not match"):
         lower(replace(plan, layouts=layouts), mixture_graph())
@@ -89,8 +87,7 @@ def test_an_auxiliary_loss_is_no_mean_of_means() -> None:
     assert not any(op.spec.requires_grad for op in totals)
     with pytest.raises(InfeasibleError, match="one micro-batch a data rank"):
         estimate(graph, cluster=cluster, global_batch_size=16, pins=["dp=4", "micro_batch=2"])
-    with pytest.raises(PlanError, match=r"in 2 micro-batches\. Pin num_micro_batches=1"):
-        lower(replace(plan, micro_batch_size=2), graph)
+    refuses(PlanError, r"in 2 micro-batches\. Pin num_micro_batches=1", lower, replace(plan, micro_batch_size=2), graph)
 
 
 # --- sequences
@@ -118,8 +115,7 @@ def test_what_cannot_be_split_is_refused_by_name() -> None:
     assert "cp divides 8 heads (Ulysses)" in conflict(LONG, Pins.parse(["cp=16", "cp_attention=ulysses"]))
     plain = replace(SMALL, sequences=())
     assert "cp=1 in a model without attention operators" in conflict(plain, Pins.parse(["cp=2"]))
-    with pytest.raises(InfeasibleError, match="heads \\(Ulysses\\)"):
-        split_sequence("ulysses", ranks=8)
+    refuses(InfeasibleError, "heads \\(Ulysses\\)", split_sequence, "ulysses", ranks=8)
     written = replace(LONG, has_written_attention=True)
     found = conflict(written, Pins.parse(["cp=2", "cp_attention=ring"]))
     assert any("attention is written out" in name for name in found)

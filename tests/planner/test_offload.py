@@ -21,6 +21,7 @@ from autopar.util.files import data_files
 from tests.support.clusters import HOST, with_device
 from tests.support.planner.graphs import mlp
 from tests.support.planner.tasks import check_search, planner_of
+from tests.support.said import refuses
 
 ROOM_FOR_SOME, NEEDS_HOST = "440MB", "430MB"
 
@@ -153,15 +154,13 @@ def test_without_a_link_there_is_no_offload_and_a_pin_says_so() -> None:
 
     assert search(["offload!=optimizer", "tp=1"]).offload == ()
     for pin in ("offload=optimizer", "offload=activations@layers.0"):
-        with pytest.raises(UsageError, match=rf"pin '{pin}': .*profile of cpu has no link to it\. Add \[device.host\]"):
-            search([pin])
+        refuses(UsageError, rf"pin '{pin}': .*profile of cpu has no link to it\. Add \[device.host\]", search, [pin])
     for pins, said in (
         (["offload=activations", "offload=none"], "The pins offload=activations, offload=none contradict each other"),
         (["offload=activations@head"], "No block of the model matches 'head'"),
         (["offload=optimizer", "offload=none"], "leave nothing to choose"),
     ):
-        with pytest.raises(UsageError, match=said):
-            search(pins)
+        refuses(UsageError, said, search, pins)
     options = {"cluster": cluster("16GB"), "global_batch_size": 64, "optimizer": "adafactor"}
     with pytest.raises(UsageError, match=r"The optimizer adafactor cannot live on the host.* Take one of adamw, adam"):
         api.estimate(graph(), pins=["offload=optimizer"], **options)
@@ -171,6 +170,5 @@ def test_where_nothing_fits_the_error_names_the_space_with_the_host() -> None:
     def search(space: str) -> Plan:
         return api.search(graph(), cluster=cluster(NEEDS_HOST), global_batch_size=64, space=space)
 
-    with pytest.raises(InfeasibleError, match="or search --space wide, where optimizers may live on the host"):
-        search("default")
+    refuses(InfeasibleError, "or search --space wide, where optimizers may live on the host", search, "default")
     assert search("wide").offload == ("optimizer",)

@@ -12,6 +12,7 @@ from autopar.planner.space.pin_syntax import PIN_KINDS, PinKind, parse_pin
 from autopar.planner.space.pins import Pins
 from tests.support.cli_runner import Run
 from tests.support.planner.graphs import mlp
+from tests.support.said import refuses
 
 
 @pytest.mark.parametrize(
@@ -36,8 +37,7 @@ def test_blocks_are_selected_by_ranges_and_patterns_and_unknown_ones_refused() -
     assert pins.stages(graph) == dict.fromkeys(range(1, 7), 0)
     assert set(Pins.parse(["recompute=full"]).recompute(graph)) == set(range(8))
     for text, said in (("recompute=full@layer.0-3", "layers.1"), ("layers.*.upp=tp:S(0)", "layers.0.up")):
-        with pytest.raises(UsageError, match=said):
-            Pins.parse([text]).check(mlp(layers=2))
+        refuses(UsageError, said, Pins.parse([text]).check, mlp(layers=2))
 
 
 def test_blocks_of_several_modules_are_selected_by_one_of_them_unless_another_has_its_name() -> None:
@@ -68,8 +68,7 @@ def test_parameters_are_matched_by_pattern() -> None:
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said(text: str, said: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(said)):
-        parse_pin(text)
+    refuses(UsageError, re.escape(said), parse_pin, text)
 
 
 def test_sizes_of_buckets() -> None:

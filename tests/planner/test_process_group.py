@@ -30,6 +30,7 @@ from tests.support.clusters import two_kinds
 from tests.support.planner.graphs import mlp
 from tests.support.planner.interleaved import Known, candidate
 from tests.support.planner.tasks import task_of
+from tests.support.said import refuses
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="processes are copied on Linux alone")
 
@@ -78,8 +79,7 @@ def test_other_questions_ask_several_processes_too_and_no_plan_is_told_of_once(a
     assert same(made.fastest(Limits(), processes=2), alone)
     most_s = alone.search.lower_bound_s / 2
     assert made.fastest(Limits(max_step_time_s=most_s), processes=2) is None
-    with pytest.raises(InfeasibleError, match="at most"):
-        by(2, max_step_time_s=most_s)
+    refuses(InfeasibleError, "at most", by, 2, max_step_time_s=most_s)
     assert no_process_is_left()
 
 
@@ -197,8 +197,7 @@ def send_what_cannot_be() -> None:
 
 
 def test_what_no_process_can_send_is_an_error() -> None:
-    with pytest.raises(LostProcessError, match="local object"):
-        send_what_cannot_be()
+    refuses(LostProcessError, "local object", send_what_cannot_be)
 
 
 # --- plan files

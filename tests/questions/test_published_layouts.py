@@ -13,6 +13,7 @@ from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.questions.comparisons import cluster_of, load_study, run_study, study_files
 from tests.support.cli_runner import Run
+from tests.support.said import refuses
 
 SMALL = """
 title = "small"
@@ -92,8 +93,7 @@ def test_a_layout_that_does_not_fit_is_said(run: Run, tmp_path: Path) -> None:
 def test_a_malformed_study_says_where(tmp_path: Path, change: tuple[str, str], message: str) -> None:
     path = tmp_path / "small.toml"
     path.write_text(SMALL.format(pins="[]", family="gpt").replace(*change))
-    with pytest.raises(UsageError, match=re.escape(message)):
-        load_study(str(path))
+    refuses(UsageError, re.escape(message), load_study, str(path))
 
 
 @pytest.mark.parametrize(
@@ -106,13 +106,11 @@ def test_a_cluster_and_pins_are_read_before_the_model_is_traced(
     path = tmp_path / "small.toml"
     path.write_text(SMALL.format(pins="[]", family="gpt").replace(*change))
     monkeypatch.setattr("autopar.questions.comparisons.graph_of", None)
-    with pytest.raises(UsageError, match=re.escape(message)):
-        run_study(load_study(str(path)))
+    refuses(UsageError, re.escape(message), run_study, load_study(str(path)))
 
 
 def test_an_unknown_study_is_told_the_known_ones(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="bloom-176b"):
-        load_study("blom")
+    refuses(UsageError, "bloom-176b", load_study, "blom")
     # a space is looked for before the model is traced
     monkeypatch.setattr("autopar.questions.comparisons.run_study", None)
     assert "Unknown space 'vast'" in run("published", "bloom-176b", "--space", "vast").error

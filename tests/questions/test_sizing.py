@@ -19,6 +19,7 @@ from autopar.questions.sizing import Ask, cheapest_cluster, largest_batch, longe
 from tests.support.cli_runner import Run
 from tests.support.example_plans import llama_plan
 from tests.support.planner.graphs import llama_block, mlp
+from tests.support.said import refuses
 
 KIND = "h100-sxm5-80gb:3x4"
 MLP = mlp(layers=6, batch=2, width=4096, hidden=16384)
@@ -56,8 +57,7 @@ def test_the_smallest_cluster_is_that_of_all_sizes(times: dict[str, float]) -> N
         found = smallest_cluster(replace(ASK, max_step_time_s=most_s))
         assert found.value == first and found.plan.predicted.step_time_s == times[first]
         assert found.plan.cluster == first
-    with pytest.raises(InfeasibleError, match="within"):
-        smallest_cluster(replace(ASK, max_step_time_s=0.9 * min(times.values())))
+    refuses(InfeasibleError, "within", smallest_cluster, replace(ASK, max_step_time_s=0.9 * min(times.values())))
 
 
 def test_the_cheapest_cluster_is_that_of_all_sizes_of_all_kinds(times: dict[str, float]) -> None:
@@ -75,10 +75,8 @@ def test_the_cheapest_cluster_is_that_of_all_sizes_of_all_kinds(times: dict[str,
             dear = trial.value in costs and costs[trial.value] > min(costs.values())
             missing = ("", "none cheaper") if dear else ("", "none fits", f"none within {most_s or 0:g} s")
             assert trial.missing in missing and (trial.plan is None) is bool(trial.missing)
-    with pytest.raises(InfeasibleError, match="within 0 s"):
-        cheapest_cluster(replace(ASK, max_step_time_s=0.0), {"h100-sxm5-80gb": 2.0})
-    with pytest.raises(UsageError, match="price"):
-        cheapest_cluster(ASK, {"a100-sxm4-80gb": 1.0})
+    refuses(InfeasibleError, "within 0 s", cheapest_cluster, replace(ASK, max_step_time_s=0.0), {"h100-sxm5-80gb": 2.0})
+    refuses(UsageError, "price", cheapest_cluster, ASK, {"a100-sxm4-80gb": 1.0})
 
 
 def test_a_sweep_has_the_best_plan_of_each_cluster() -> None:
@@ -148,14 +146,12 @@ def test_nothing_fits_is_said() -> None:
     for asked in (lambda: longest_sequence(half, step=64), lambda: largest_batch(ask), lambda: smallest_cluster(ask)):
         with pytest.raises(InfeasibleError):
             asked()
-    with pytest.raises(InfeasibleError, match="No plan fits"):
-        front(ask, ("time", "memory"))
+    refuses(InfeasibleError, "No plan fits", front, ask, ("time", "memory"))
 
 
 @pytest.mark.parametrize("text", ["link.bandwidth", "link.bandwidth=", "link.bandwidth=a,2"])
 def test_a_malformed_sweep_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="NAME=FACTOR"):
-        parse_sweep(text)
+    refuses(UsageError, "NAME=FACTOR", parse_sweep, text)
 
 
 MODEL = ("gpt:layers=2,hidden=64,heads=4,vocab=128", "--cluster", "cpu:1x2", "--global-batch", "8")
@@ -298,16 +294,14 @@ def test_a_price_joins_time_and_devices() -> None:
         assert one.cost == pytest.approx(one.num_devices * one.plan.predicted.step_time_s)
     costs = [one.cost for one in found]
     assert costs == sorted(costs, key=lambda cost: -(cost or 0.0))  # what is slower is cheaper
-    with pytest.raises(UsageError, match="--price: Missing price"):
-        front(ASK, ("time", "price"))
+    refuses(UsageError, "--price: Missing price", front, ASK, ("time", "price"))
 
 
 @pytest.mark.parametrize(
     ("text", "message"), [("time", "two different"), ("time,time", "two different"), ("time,memroy", "memory")]
 )
 def test_objectives_that_are_none(text: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        parse_objectives(text)
+    refuses(UsageError, message, parse_objectives, text)
 
 
 @pytest.mark.slow

@@ -98,8 +98,7 @@ def test_timeline_of_equal_stages_is_the_closed_form() -> None:
     plan = replace(plan, predicted=replace(plan.predicted, breakdown=breakdown, stage_times=times))
     assert max(span.end_s for span in timeline(plan)) == (16 + 2 - 1) * 3.0
     assert "<svg" not in render_html(single_plan())  # which has no stage times
-    with pytest.raises(PlanError, match=r"predicted\.stage_times: Missing predicted times of the stages"):
-        timeline(single_plan())
+    refuses(PlanError, r"predicted\.stage_times: Missing predicted times of the stages", timeline, single_plan())
 
 
 # --- runs beside their plans

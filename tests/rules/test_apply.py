@@ -12,6 +12,7 @@ from autopar.rules.apply import shard
 from autopar.rules.strategy import Strategy, Typing
 from tests.support.lower.chooser import batch_typing, named_typing
 from tests.support.planner.graphs import mlp
+from tests.support.said import refuses
 
 GRAPH = mlp(layers=2)
 
@@ -31,8 +32,7 @@ LAYER = {"a": "split n", "s": "split x.1", "b": "split k", "r": "split x.1"}
 
 def test_consumers_of_one_block_share_a_conversion_and_blocks_do_not() -> None:
     """The last layer's addition reads the stream whole, as its first product does; what every rank has is no loss."""
-    with pytest.raises(InternalError, match="cannot become"):
-        shard(batch_graph(), tensor_typing(r1="replicate", loss="replicate"))
+    refuses(InternalError, "cannot become", shard, batch_graph(), tensor_typing(r1="replicate", loss="replicate"))
     local = shard(batch_graph(), tensor_typing(r1="replicate", loss="linear 0"))
     gathered = [op for op in local.block_ops(local.blocks[2]) if op.name.startswith("r0_tp_R")]
     assert len(gathered) == 1
@@ -52,8 +52,7 @@ def test_a_dim_that_does_not_divide_and_a_missing_strategy_are_refused() -> None
         shard(batch_graph(), replace(tensor_typing(), size=Fraction(3)))
     typing = tensor_typing()
     rest = {name: s for name, s in typing.strategies.items() if name != "s1"}
-    with pytest.raises(InternalError, match=r"s1 .* has no strategy on axis tp"):
-        shard(batch_graph(), replace(typing, strategies=rest))
+    refuses(InternalError, r"s1 .* has no strategy on axis tp", shard, batch_graph(), replace(typing, strategies=rest))
 
 
 def test_operators_with_and_without_gradient_are_told_apart() -> None:

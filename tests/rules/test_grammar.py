@@ -15,6 +15,7 @@ from autopar.plan.mesh import I, P, R, S
 from autopar.rules.grammar import Pattern, bind, enumerate_strategies, parse
 from autopar.rules.strategy import Strategy
 from tests.support.planner.graphs import spec
+from tests.support.said import refuses
 
 LINEAR = "b... k+, n k+, n -> b... n; linear 0+2?, 1+2?"
 
@@ -84,8 +85,7 @@ def test_only_dims_that_divide_are_split(size: object, splits: set[str]) -> None
     ],
 )  # fmt: skip
 def test_malformed_lines_are_refused_with_the_problem(line: str, problem: str) -> None:
-    with pytest.raises(RuleError, match=problem):
-        parse(line)
+    refuses(RuleError, problem, parse, line)
 
 
 @pytest.mark.parametrize(
@@ -93,8 +93,7 @@ def test_malformed_lines_are_refused_with_the_problem(line: str, problem: str) -
     [(LINEAR, ((4, 8), (12, 9)), (4, 12)), ("a b -> a b", ((4,),), (4,)), ("b s+, b s+ -> b", ((4, 8), (8,)), (4,))],
 )
 def test_sizes_that_contradict_the_line_are_refused(line: str, operands: Any, output: tuple[int, ...]) -> None:
-    with pytest.raises(RuleError, match="do not fit the rule"):
-        bind(parse(line), operands, (output,))
+    refuses(RuleError, "do not fit the rule", bind, parse(line), operands, (output,))
 
 
 labels = st.sampled_from("abcdef")

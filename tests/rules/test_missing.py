@@ -13,6 +13,7 @@ from autopar.rules.missing import adopt, complete, discover_rule, extra_rules
 from autopar.rules.table import RuleTable, has_rule, register_rule, torch_rules
 from tests.support.graphs_by_hand import graph_of_ops
 from tests.support.rule_examples import Maker
+from tests.support.said import refuses
 
 LIBRARY = torch.library.Library("autopar_test", "DEF")
 OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
@@ -123,8 +124,7 @@ def test_a_declared_rule_is_checked_by_execution() -> None:
         register_rule("autopar_test::gated", "b... n, m -> b... n m", table=table)
     example = torch.rand(4, 8, dtype=torch.float64), 1
     register_rule("aten::cumsum", "b n^ -> b n; linear 0", example=example, table=table)
-    with pytest.raises(RuleError, match="split n"):
-        register_rule("aten::cumsum", "b n -> b n", example=example, table=table)
+    refuses(RuleError, "split n", register_rule, "aten::cumsum", "b n -> b n", example=example, table=table)
     register_rule("autopar_test::gated", "b... n, n -> b... n; linear 0", table=table, check=False)
 
 
@@ -175,5 +175,4 @@ def test_discovered_lines_hold_and_say_what_is_known(name: str) -> None:
 
 def test_a_random_operator_has_no_rule_to_discover() -> None:
     example = make.call("aten.dropout.default", make.real(4, 6), 0.5, True)
-    with pytest.raises(RuleError, match="different results when it runs twice"):
-        discover_rule(example.op, example.operands)
+    refuses(RuleError, "different results when it runs twice", discover_rule, example.op, example.operands)

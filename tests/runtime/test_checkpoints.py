@@ -26,7 +26,7 @@ from autopar.tracing.trace import trace
 from tests.support.damage import KINDS, Touch, damage
 from tests.support.distributed.checkpoints import Position
 from tests.support.distributed.plans import make_plan
-from tests.support.parallel import halve, on_rank
+from tests.support.parallel import halve, on_rank, small
 from tests.support.said import refuses, said
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -192,6 +192,7 @@ def test_loaders_and_extras_come_back_as_they_were(tmp_path: Path) -> None:
     )
     refuses(UsageError, "The scheduler is a int, which has no state_dict", par.save, tmp_path, scheduler=3)
     refuses(PlanError, "has no state of a scheduler.*without scheduler=", par.load, tmp_path, scheduler=Position())
+    refuses(PlanError, "The checkpoint is of another model", small().load, tmp_path)
     assert par.load(tmp_path) == extra
 
 
@@ -243,6 +244,9 @@ def test_no_file_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         text = said(CheckpointError, par.load, tmp_path / "copy", optimizer)
         assert text == "" or forged in text
         assert not made.exists()
+    (tmp_path / "copy" / "checkpoint.json").unlink()  # beside the forgery of what torch.distributed.checkpoint writes
+    refuses(CheckpointError, r"\.metadata, which torch", par.load, tmp_path / "copy", optimizer)
+    assert not made.exists()
     for reader in ("load", "loads", "Unpickler"):
         monkeypatch.setattr(pickle, reader, None)
     monkeypatch.setattr(torch, "load", None)

@@ -93,14 +93,6 @@ def test_one_rank_trains_as_the_model_itself(kind: str, precision: Any, device: 
         assert kind != "gpt2" or torch.equal(found["lm_head.weight"], found["transformer.wte.weight"])
 
 
-@pytest.mark.slow
-@BOTH
-def test_experts_train_as_the_model_itself(device: str) -> None:
-    subject = resolve_model(MIXTRAL, sequence_length=16)
-    found = trained(parallel_of(subject, device), subject, range(3))
-    assert found == pytest.approx(alone(subject, device, range(3)), rel=1e-3)
-
-
 @BOTH
 def test_dropout_is_the_same_for_the_same_seed_and_none_in_an_evaluation(device: str) -> None:
     subject, quiet = HfSubject("gpt2", dropout=0.3), HfSubject("gpt2")
@@ -117,9 +109,10 @@ def test_dropout_is_the_same_for_the_same_seed_and_none_in_an_evaluation(device:
 
 
 @BOTH
-def test_an_optimizer_on_the_host_steps_as_one_on_the_device(device: str) -> None:
-    subject = HfSubject("llama")
-    found = trained(parallel_of(subject, device, offload=("optimizer",)), subject, range(4))
+@pytest.mark.parametrize("experts", [pytest.param(True, marks=pytest.mark.slow), False], ids=["experts", "on the host"])
+def test_experts_and_steps_on_the_host_train_as_the_model_itself(experts: bool, device: str) -> None:
+    subject = resolve_model(MIXTRAL, sequence_length=16) if experts else HfSubject("llama")
+    found = trained(parallel_of(subject, device, offload=() if experts else ("optimizer",)), subject, range(4))
     assert found == pytest.approx(alone(subject, device, range(4)), rel=1e-3)
 
 

@@ -216,20 +216,19 @@ def test_loss_and_gradients_are_the_same(meshes: Any, kind: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+def _wave(self: Any, x: Tensor, scale: Tensor) -> Tensor:
+    y = self.up(x).sin()
+    return x + self.down((y * y.transpose(0, 1).transpose(0, 1)).cos()) * scale  # type: ignore[no-any-return]
 
-    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        y = self.up(x).sin()
-        return x + self.down((y * y.transpose(0, 1).transpose(0, 1)).cos()) * scale
+
+def wave(width: int) -> nn.Module:
+    return model_of(_wave, up=nn.Linear(width, 4 * width), down=nn.Linear(4 * width, width))
 
 
 def gradients(device: str, width: int, rows: int, *, moves: bool) -> tuple[list[Tensor], Mover, int]:
     """Of four blocks; the bytes that the device holds at the end of the forward of all of them."""
     torch.manual_seed(0)
-    blocks = [Block(width).to(device) for _ in range(4)]
+    blocks = [wave(width).to(device) for _ in range(4)]
     mover, scale = Mover(device), torch.full((width,), 0.5, device=device)
     held = 0
     for seed in range(2):
@@ -262,7 +261,7 @@ def few_objects() -> Iterator[None]:
 
 @pytest.mark.usefixtures("few_objects")
 def test_nothing_outlives_the_graph_that_kept_it() -> None:
-    block, mover = Block(8), Mover("cpu")
+    block, mover = wave(8), Mover("cpu")
     x = torch.randn(4, 8)
     mover.begin([x])
     with mover.block(block.parameters()):

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from autopar.errors import UsageError
 from autopar.runtime.local_optimizer import ELEMENTWISE, LocalSteps
 from tests.support.close import assert_close, error_of
+from tests.support.said import refuses
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -100,10 +101,9 @@ def test_what_might_notice_steps_as_before(how: str) -> None:
     if how == "hook":
         optimizer.register_step_pre_hook(lambda o, *_: seen.append(o.param_groups[0]["params"][0]))
     look = optimizer._optimizer_step_code
-    refuses = LocalSteps(held[:2] if how == "other parameters" else held, on_host=True)
-    with pytest.raises(UsageError, match=r"\w*AdamW cannot step .*[Pp]in offload=none"):
-        optimizer.step(*given)
-    refuses.remove()
+    on_host = LocalSteps(held[:2] if how == "other parameters" else held, on_host=True)
+    refuses(UsageError, r"\w*AdamW cannot step .*[Pp]in offload=none", optimizer.step, *given)
+    on_host.remove()
     seen.clear()
     optimizer._optimizer_step_code = lambda: (seen.append(optimizer.param_groups[0]["params"][0]), look())
     for p in held:

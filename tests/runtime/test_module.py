@@ -42,15 +42,9 @@ def counting() -> ParallelModel:
     return alone(model, api.trace(model, example_inputs={"x": torch.ones(4, 4)}))
 
 
-class Around(nn.Module):
+def around_of(inside: nn.Module) -> nn.Module:
     """What a framework makes of a model: a module that holds it."""
-
-    def __init__(self, inside: nn.Module) -> None:
-        super().__init__()
-        self.inside = inside
-
-    def forward(self, **batch: Tensor) -> Any:
-        return self.inside(**batch)
+    return model_of(lambda self, **batch: self.inside(**batch), inside=inside)
 
 
 def test_parameters_and_modules_are_listed_as_of_any_module(parallel: ParallelModel) -> None:
@@ -60,7 +54,7 @@ def test_parameters_and_modules_are_listed_as_of_any_module(parallel: ParallelMo
     assert "par.transformer.h.0.attn.c_attn.weight[32:64]" in named
     assert [id(p) for p in named.values()] == [id(p) for p in parallel.parameters()]
     assert len(named) == len(list(parallel.named_parameters())) == len(graph_of(SMALL).parameters)
-    around = dict(Around(parallel).named_parameters())
+    around = dict(around_of(parallel).named_parameters())
     assert [id(p) for p in around.values()] == [id(p) for p in named.values()]
     assert (parallel.device, parallel.rank, parallel.world_size) == (torch.device("cpu"), 0, 1)
     assert parallel.is_main_process
@@ -71,7 +65,7 @@ def test_buffers_are_those_of_the_last_step() -> None:
     for step in (1, 2):
         parallel.train_step({"x": torch.ones(4, 4)})
         assert {name: value.item() for name, value in parallel.named_buffers()} == {"steps": step}
-    assert list(dict(Around(parallel).named_buffers())) == ["inside.steps"]
+    assert list(dict(around_of(parallel).named_buffers())) == ["inside.steps"]
 
 
 def test_gradients_are_cleared_and_parameters_frozen_as_of_any_module(parallel: ParallelModel, batch: Batch) -> None:
@@ -105,7 +99,7 @@ def test_modes(parallel: ParallelModel, batch: Batch) -> None:
 ])  # fmt: skip
 def test_a_move_to_the_same_place_is_none(parallel: ParallelModel, same: Callable[[nn.Module], nn.Module]) -> None:
     assert same(parallel) is parallel
-    around = Around(parallel)
+    around = around_of(parallel)
     assert same(around) is around
 
 
@@ -115,12 +109,12 @@ def test_a_move_to_the_same_place_is_none(parallel: ParallelModel, same: Callabl
     pytest.param(lambda m: m.cuda(), marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it is a move then")),
 ])  # fmt: skip
 def test_moves_and_casts_are_refused(parallel: ParallelModel, other: Callable[[nn.Module], nn.Module]) -> None:
-    for module in (parallel, Around(parallel)):
+    for module in (parallel, around_of(parallel)):
         refuses(UsageError, r"cannot be moved, cast or replaced: its plan has them in float32 on cpu", other, module)
 
 
 def around_it(wrap: Callable[[nn.Module], object]) -> Callable[[nn.Module], object]:
-    return lambda module: wrap(Around(module))
+    return lambda module: wrap(around_of(module))
 
 
 @pytest.mark.parametrize("wrap", [
@@ -206,8 +200,8 @@ def test_a_state_dict_is_put_back_under_its_own_names_and_the_models(parallel: P
         assert (found.missing_keys, found.unexpected_keys) == ([], [])
         for (name, mine), (_, theirs) in zip(parallel.named_parameters(), other.named_parameters(), strict=True):
             assert torch.equal(mine.full_tensor(), theirs.full_tensor()), name
-    around = Around(small())
-    around.load_state_dict(Around(parallel).state_dict())
+    around = around_of(small())
+    around.load_state_dict(around_of(parallel).state_dict())
     assert torch.equal(next(around.parameters()), next(parallel.parameters()))
 
 

@@ -19,10 +19,11 @@ from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16, FP16, PRECISIONS, Precision
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.tracing.trace import trace
+from autopar.verification.reference import loss_of
 from tests.support.distributed import scaled
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.subjects import HfSubject
-from tests.support.parallel import alone, on_rank
+from tests.support.parallel import alone, halve, on_rank
 from tests.support.said import refuses
 from tests.support.small_models import evaluate, model_of
 
@@ -111,6 +112,16 @@ def test_a_load_that_is_refused_leaves_the_optimizer_as_it_was(tmp_path: Path) -
     refuses(UsageError, "would step by the gradients of the scaled loss", parallel.load, tmp_path / "saved", optimizer)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25]
     assert all(p.grad is grad for p, grad in zip(parallel.parameters(), before, strict=True))
+
+
+def test_a_checkpoint_without_a_scale_is_loaded(tmp_path: Path) -> None:
+    build(BF16).save(tmp_path)
+    parallel, batch = build(), SUBJECT.make_batch(8, seed=0)
+    halve(parallel)
+    scaler = parallel.grad_scaler()
+    parallel.load(tmp_path)
+    assert scaler.state_dict()["scale"] == 65536.0
+    assert parallel.train_step(batch).item() == pytest.approx(loss_of(SUBJECT.build()(**batch)).item(), rel=2.0**-10)
 
 
 F = nn.functional

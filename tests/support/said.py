@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 
-def refuses(kind: type[Exception], said: str, call: Callable[..., object], *args: Any, **options: Any) -> None:
-    """The call is refused with an error of this kind, in whose message this pattern is found."""
-    with pytest.raises(kind, match=said):
+def refuses(kind: type[Exception], said: str, call: Callable[..., object], *args: Any, **options: Any) -> Any:
+    """The error with which the call is refused, of this kind, in whose message this pattern (empty: whatever) is found."""
+    with pytest.raises(kind, match=said or None) as caught:
         call(*args, **options)
+    return caught.value
 
 
 def said(kind: type[Exception], call: Callable[..., object], *args: Any, **options: Any) -> str:

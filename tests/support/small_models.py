@@ -31,15 +31,9 @@ def in_double(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor
     return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
 
 
-def evaluate(
-    graph: Graph,
-    batch: Mapping[str, Tensor],
-    parameters: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor] | None = None,
-    model: nn.Module | None = None,
-) -> Tensor:
-    """The loss of a batch, differentiable in the parameters; ``model`` has the code of opaque regions."""
-    return step(graph, batch, parameters, buffers, model)[0]
+def evaluate(graph: Graph, batch: Mapping[str, Tensor], *given: Any) -> Tensor:
+    """The loss of a batch, differentiable in the parameters; ``given``: as to :func:`step`."""
+    return step(graph, batch, *given)[0]
 
 
 def step(
@@ -49,7 +43,7 @@ def step(
     buffers: Mapping[str, Tensor] | None = None,
     model: nn.Module | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss, and the new values of the buffers that a step changes, by name in the model."""
+    """The loss, and the new values of the buffers that a step changes, by name in the model, which has the code of opaque regions."""
     env = leaves(graph, batch, parameters, buffers or {})
     run((*graph.prelude, *graph.ops), env, model)
     names = {buffer.name: buffer.fqn for buffer in graph.buffers}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from autopar.graph.graph import Graph
 from autopar.models.resolve import resolve_model
 from autopar.tracing.trace import trace
+from tests.support.small_models import model_of
 
 SMALL = "hidden_size=32&num_attention_heads=4&vocab_size=96&intermediate_size=64"
 HUGGING_FACE = {
@@ -33,39 +34,24 @@ def description(kind: str, layers: int = 2) -> str:
     return f"{HUGGING_FACE[kind]}&{key}={layers}"
 
 
-class Mlp(nn.Module):
+def _mlp(self: Any, x: Tensor, y: Tensor) -> Tensor:
     """Unrolled by hand, under names without numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(6, 12)
-        self.red, self.green, self.blue, self.grey = (nn.Linear(12, 12) for _ in range(4))
-        self.out = nn.Linear(12, 5)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x = self.stem(x)
-        for layer in (self.red, self.green, self.blue, self.grey):
-            x = F.relu(layer(x))
-        return F.cross_entropy(self.out(x), y)
+    x = self.stem(x)
+    for layer in (self.red, self.green, self.blue, self.grey):
+        x = F.relu(layer(x))
+    return F.cross_entropy(self.out(x), y)
 
 
-class Encoder(nn.Module):
+def _encoder(self: Any, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    logits = self.out(self.layers(self.table(x)))
+    return {"logits": logits, "loss": F.cross_entropy(logits.flatten(0, 1), y.flatten())}
+
+
+def encoder(depth: int) -> nn.Module:
     """PyTorch's own layers, whose attention projects in one product."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.table = nn.Embedding(96, 32)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True) for _ in range(depth)
-        )
-        self.out = nn.Linear(32, 96)
-
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        h = self.table(x)
-        for layer in self.layers:
-            h = layer(h)
-        logits = self.out(h)
-        return {"logits": logits, "loss": F.cross_entropy(logits.flatten(0, 1), y.flatten())}
+    layers = (nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True) for _ in range(depth))
+    parts = {"layers": nn.Sequential(*layers), "out": nn.Linear(32, 96)}
+    return model_of(_encoder, table=nn.Embedding(96, 32), **parts)
 
 
 class Handwritten(nn.Module):
@@ -109,8 +95,10 @@ def subject(kind: str, *, padded: bool = False, layers: int = 2) -> tuple[nn.Mod
         return source.build(seed=1), source.make_batch(2, seed=2, padded=padded)
     torch.manual_seed(1)
     if kind == "mlp":
-        return Mlp(), {"x": torch.randn(2, 6), "y": torch.tensor([0, 4])}
-    return {"encoder": Encoder, "handwritten": Handwritten}[kind](layers), tokens()
+        inner = {name: nn.Linear(12, 12) for name in ("red", "green", "blue", "grey")}
+        model = model_of(_mlp, stem=nn.Linear(6, 12), **inner, out=nn.Linear(12, 5))
+        return model, {"x": torch.randn(2, 6), "y": torch.tensor([0, 4])}
+    return encoder(layers) if kind == "encoder" else Handwritten(layers), tokens()
 
 
 @cache

@@ -73,21 +73,19 @@ def test_a_literal_or_a_shape_makes_another_hash() -> None:
     assert hashes(one.trace())[1] != hashes(other.trace())[1]
 
 
-class _Layer(nn.Module):
-    def __init__(self, width: int, kept: float = 1.0) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, width), nn.Linear(width, 4)
-        self.kept = kept
+def _dropped(self: Any, x: Tensor) -> Tensor:
+    y = self.down(self.up(x).tanh())
+    if self.kept < 1:  # stochastic depth
+        y = y / self.kept * (self.kept + torch.rand(len(x), 1)).floor()
+    return x + y  # type: ignore[no-any-return]
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.down(self.up(x).tanh())
-        if self.kept < 1:  # stochastic depth
-            y = y / self.kept * (self.kept + torch.rand(len(x), 1)).floor()
-        return x + y
+
+def _layer(width: int, kept: float = 1.0) -> nn.Module:
+    return model_of(_dropped, up=nn.Linear(4, width), down=nn.Linear(width, 4), kept=kept)
 
 
 def _plain() -> nn.Module:
-    """Calls nothing that a :class:`_Layer` does not call as well."""
+    """Calls nothing that a :func:`_layer` does not call as well."""
     return model_of(lambda self, x: x + self.down(self.up(x)), up=nn.Linear(4, 8), down=nn.Linear(8, 4))
 
 
@@ -99,10 +97,10 @@ def _in_order(self: Any, x: Tensor) -> Tensor:
     return x.square().mean()
 
 
-@pytest.mark.parametrize("other", [partial(_Layer, 16), _plain])
+@pytest.mark.parametrize("other", [partial(_layer, 16), _plain])
 @pytest.mark.parametrize("count", [3, 6, 8, 12])
 def test_layers_of_several_kinds_in_turn_are_blocks_of_their_own(count: int, other: Callable[[], nn.Module]) -> None:
-    in_turn = nn.ModuleList([other() if i % 3 == 2 else _Layer(8) for i in range(count)])
+    in_turn = nn.ModuleList([other() if i % 3 == 2 else _layer(8) for i in range(count)])
     graph = trace(model_of(_in_order, first=nn.Linear(4, 4), layers=in_turn, stages=[in_turn]), (torch.randn(2, 4),))
     first, *layers, last = graph.blocks
     assert [b.label for b in layers] == [f"layers.{i}" for i in range(count)]
@@ -122,7 +120,7 @@ def test_blocks_begin_with_layers_below_modules_with_a_number_of_their_own() -> 
 
 
 def test_layers_of_stochastic_depth_are_equal_blocks_under_the_names_of_their_own_modules() -> None:
-    stages = [nn.ModuleList([_Layer(8, 0.9 - 0.1 * i - 0.05 * k) for k in range(2)]) for i in range(3)]
+    stages = [nn.ModuleList([_layer(8, 0.9 - 0.1 * i - 0.05 * k) for k in range(2)]) for i in range(3)]
     model = model_of(_in_order, first=nn.Linear(4, 4), stages=nn.ModuleList(stages))
     graph = trace(model, (torch.randn(2, 4),))
     assert [b.label for b in graph.blocks[1:-1]] == [f"stages.{i}.{k}" for i in range(3) for k in range(2)]

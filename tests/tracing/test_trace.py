@@ -277,9 +277,8 @@ def test_a_failure_in_forward_names_the_line_and_the_reason() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         return (self.linear(x) @ x).sum()
 
-    with pytest.raises(TraceError, match=r"self\.linear") as caught:
-        trace(model_of(forward, linear=nn.Linear(4, 4)), (torch.ones(2, 4),))
-    assert "test_trace.py" in caught.value.where
+    caught = refuses(TraceError, r"self\.linear", trace, model_of(forward, linear=nn.Linear(4, 4)), (torch.ones(2, 4),))
+    assert "test_trace.py" in caught.where
 
 
 X = torch.ones(2, 4)
@@ -341,9 +340,8 @@ def _layerdrop(self: Any, x: Tensor) -> Tensor:
 ])  # fmt: skip
 def test_bad_models_and_inputs_have_one_message(model: nn.Module, inputs: Any, loss_fn: Any, problem: str) -> None:
     given = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
-    with pytest.raises(TraceError, match=problem) as caught:
-        trace(model, *given, loss_fn=loss_fn)
-    assert caught.value.fix
+    caught = refuses(TraceError, problem, trace, model, *given, loss_fn=loss_fn)
+    assert caught.fix
 
 
 @pytest.mark.parametrize(("model", "said"), [

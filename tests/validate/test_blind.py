@@ -17,6 +17,7 @@ from autopar.validate.scores import evaluate
 from autopar.validate.session import Session
 from tests.support.practices import doing
 from tests.support.published import NEEDS_PUBLISHED, OWN, PUBLISHED, at_sites, parameter_values, read_runs
+from tests.support.said import refuses
 from tools.evidence import blind as blind_page
 from tools.evidence.blind import TESTS, hidden, page, read_before, read_figures
 
@@ -293,12 +294,10 @@ def test_a_test_that_is_run_again_takes_the_place_of_its_figures(tmp_path: Path)
 
 
 def test_unknown_tests_and_files_without_scores_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="Unknown blind test 'seventh'"):
-        blind_page.main(["seventh"])
+    refuses(UsageError, "Unknown blind test 'seventh'", blind_page.main, ["seventh"])
     path = tmp_path / "before.json"
     path.write_text('{"runs": []}')
-    with pytest.raises(UsageError, match=r"before\.json"):
-        read_before(path)
+    refuses(UsageError, r"before\.json", read_before, path)
 
 
 # --- runs that add up in one order

@@ -13,6 +13,7 @@ from autopar.validate.express import stage_stops
 from autopar.validate.runs import COLUMNS, Run
 from tests.support.cli_runner import Run as Shell
 from tests.support.published import NEEDS_PUBLISHED, OWN, PUBLISHED, read_runs, with_cells
+from tests.support.said import refuses
 from tools.evidence.noise import bound, bounds_table
 
 
@@ -38,11 +39,10 @@ def test_a_row_is_read() -> None:
 )  # fmt: skip
 def test_a_bad_cell_is_named(tmp_path: Path, column: str, text: str) -> None:
     path = _with(tmp_path, column, text)
-    with pytest.raises(UsageError) as error:
-        read_runs(path)
-    assert str(path) in str(error.value) and "row 2" in str(error.value)
-    assert column in str(error.value) or (column == "dp" and "devices" in str(error.value))
-    assert error.value.fix
+    error = refuses(UsageError, "", read_runs, path)
+    assert str(path) in str(error) and "row 2" in str(error)
+    assert column in str(error) or (column == "dp" and "devices" in str(error))
+    assert error.fix
 
 
 UNCLOSED = r": The file is not comma-separated values: .* Close each"
@@ -62,8 +62,7 @@ UNCLOSED = r": The file is not comma-separated values: .* Close each"
 )  # fmt: skip
 def test_a_row_that_cannot_be_is_refused(tmp_path: Path, column: str, text: str, row: int, said: str) -> None:
     path = _with(tmp_path, column, text, row=row)
-    with pytest.raises(UsageError, match=rf"changed\.csv{said}"):
-        read_runs(path)
+    refuses(UsageError, rf"changed\.csv{said}", read_runs, path)
 
 
 HEADER, *ROWS = OWN.read_text().splitlines()
@@ -83,8 +82,7 @@ HEADER, *ROWS = OWN.read_text().splitlines()
 def test_a_table_of_another_form_is_named(tmp_path: Path, lines: list[str], said: str) -> None:
     path = tmp_path / "other.csv"
     path.write_text("\n".join(lines))
-    with pytest.raises(UsageError, match=rf"other\.csv.*{said}"):
-        read_runs(path)
+    refuses(UsageError, rf"other\.csv.*{said}", read_runs, path)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from autopar.validate.report import markdown
 from autopar.validate.scores import as_read, calibrate, evaluate, may_fit, memory_width, score
 from autopar.validate.session import Session
 from tests.support.published import NEEDS_PUBLISHED, OWN, PUBLISHED, parameter_values, read_runs
+from tests.support.said import refuses
 from tools.evidence.accuracy import ERRATA, document, unslowed, without_errata
 
 
@@ -83,10 +84,8 @@ def test_calibrated_profiles_say_so_and_read_back(session: Session, tmp_path: Pa
     assert as_table(again) == as_table(made)
     said = "fitted on: made (1) (2 runs), made (2) (1 runs), other (3 runs)"
     assert said in again.device.provenance["bandwidth"]
-    with pytest.raises(UsageError, match="nobody"):
-        calibrate(session, ["nobody"])
-    with pytest.raises(UsageError, match=r"2 runs of these sources are too few.* 4 timed runs"):
-        calibrate(session, ["made (1)"])
+    refuses(UsageError, "nobody", calibrate, session, ["nobody"])
+    refuses(UsageError, r"2 runs of these sources are too few.* 4 timed runs", calibrate, session, ["made (1)"])
 
 
 def test_the_width_of_memory_is_that_of_the_residuals(session: Session) -> None:
@@ -182,8 +181,7 @@ def test_what_a_site_states_is_checked(tmp_path: Path, line: str, message: str) 
     file = tmp_path / "sites.toml"
     file.write_text(f'[[site]]\nsource = "x"\n{line}\nprovenance = "in percent"\n')
     (table,) = Table.load(file).tables("site")
-    with pytest.raises(UsageError, match=message):
-        site_from(table, frozenset({"dropout", "fused_loss"}))
+    refuses(UsageError, message, site_from, table, frozenset({"dropout", "fused_loss"}))
 
 
 def test_every_practice_means_something_to_predictions_and_nothing_else_does(checkout: Path) -> None:

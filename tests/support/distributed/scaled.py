@@ -102,8 +102,3 @@ def load(parallel: ParallelModel, batch: Batch, folder: str, *, late: bool) -> t
     if not late:
         parallel.load(Path(folder))
     return scaler.state_dict(), _trained(parallel, scaler, batch)
-
-
-def save_plain(parallel: ParallelModel, batch: Batch, folder: str) -> None:
-    parallel.train_step(batch)
-    parallel.save(Path(folder))
