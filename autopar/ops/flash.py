@@ -124,8 +124,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> None:
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, block_lse: Tensor) -> None:
     """Merge one more block of the same rows into ``out`` and the log-sum-exp ``lse``, in place; -inf is that of a row that sees nothing."""
-    share = torch.sigmoid(block_lse - lse).nan_to_num(
-        0.0
-    )  # of a row that saw nothing so far, and sees nothing in this block
+    # nan is the share of a row that saw nothing so far, and sees nothing in this block
+    share = torch.sigmoid(block_lse - lse).nan_to_num(0.0)
     out.lerp_(part.to(out.dtype), share.unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, block_lse))
