@@ -106,7 +106,7 @@ MISTAKES = (
     (2, f"search MODELS:net {ON} --seq 32", "Leave --seq out"),
     (2, f"search MODELS:net {ON} --precision fp9", "Unknown precision 'fp9'. Did you mean 'fp8'?"),
     (2, f"search MODELS:net {ON} --space quik", "Unknown space 'quik'. Did you mean 'quick'?"),
-    (2, f"search MODELS:net {ON} --space space.toml", "space.toml: Missing key 'schedules'"),
+    (2, f"search MODELS:net {ON} --space space.toml", "space.toml: Missing key 'name'"),
     (2, f"search MODELS:net {ON} --storage nowhere", "--storage: Cannot open the storage 'nowhere'"),
     (2, f"search MODELS:net {ON} --optimizer adamm", "Unknown optimizer 'adamm'. Did you mean 'adam'?"),
     (2, f"search MODELS:net {ON} --pin tpp=2", "Unknown pin 'tpp'. Did you mean 'tp'?"),

@@ -125,13 +125,13 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def step_of(plan: Plan, graph: Graph, *, clips: bool) -> Step:
+def step_of(plan: Plan, graph: Graph) -> Step:
     local = lower(plan, graph).graph
     return Step(
         mesh=plan.mesh, schedule=plan.schedule, num_micro_batches=plan.num_micro_batches, zero_stage=plan.zero_stage,
         global_batch_size=plan.global_batch_size, flops_per_sample=plan.model.flops_per_sample,
         tokens_per_sample=plan.model.tokens_per_sample, totals=tuple(local.spec(ref).num_bytes for ref in local.sums),
-        clips=clips, bucket_bytes=plan.bucket_bytes,
+        bucket_bytes=plan.bucket_bytes,
     )  # fmt: skip
 
 
@@ -149,7 +149,7 @@ def as_recorded(found: Counter[Collective], mesh: Mesh, rank: int) -> dict[Recor
 def compare(pool: WorkerPool, kind: str, plan: Plan, graph: Graph) -> None:
     subject, _ = traced(kind)
     model = CostModel(Cluster.parse(f"cpu:1x{plan.mesh.world_size}"), plan.precision, plan.optimizer)
-    predicted = traffic(model, stages_of(model, plan, graph), step_of(plan, graph, clips=True))
+    predicted = traffic(model, stages_of(model, plan, graph), step_of(plan, graph), clips=True)
     for rank, row in enumerate(on_batch(pool, one_step, subject, plan, graph)):
         assert row
         expected = as_recorded(predicted[plan.mesh.coordinate(rank)["pp"]], plan.mesh, rank)
@@ -198,7 +198,7 @@ def test_the_prices_are_those_of_the_plan() -> None:
     _, graph = traced("gpt2")
     plan = estimated(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=["tp=2", "dp_shard=2", "zero=3"])
     model = CostModel(Cluster.parse("cpu:1x4"), plan.precision, plan.optimizer)
-    again = model.predict(stages_of(model, plan, graph), step_of(plan, graph, clips=False))
+    again = model.predict(stages_of(model, plan, graph), step_of(plan, graph))
     assert again.breakdown.data_parallel_s == pytest.approx(plan.predicted.breakdown.data_parallel_s, rel=1e-9)
     assert again.breakdown.tensor_parallel_s == pytest.approx(plan.predicted.breakdown.tensor_parallel_s, rel=1e-9)
     assert again.memory == plan.predicted.memory
@@ -223,7 +223,7 @@ def test_buckets_have_the_size_of_the_plan(pool: WorkerPool, pins: str, size: in
 
 def count_sums(plan: Plan, graph: Graph) -> Counter[Collective]:
     model = CostModel(Cluster.parse(f"cpu:1x{plan.mesh.world_size}"), plan.precision, plan.optimizer)
-    found = traffic(model, stages_of(model, plan, graph), step_of(plan, graph, clips=False))[0]
+    found = traffic(model, stages_of(model, plan, graph), step_of(plan, graph))[0]
     return Counter({c: n for c, n in found.items() if c.kind == "all_reduce"})
 
 

@@ -24,10 +24,20 @@ from dataclasses import dataclass, replace
 from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
 from autopar.cost.model import CostModel
 from autopar.cost.step.data_parallel import DataParallel, itemsize
-from autopar.cost.step.gradient_buckets import Summed, buckets, is_fsdps, late_sums, scalars, stage_parameters, tied
+from autopar.cost.step.gradient_buckets import (
+    SCALAR_BYTES,
+    Summed,
+    buckets,
+    is_fsdps,
+    late_sums,
+    scalars,
+    stage_parameters,
+    tied,
+)
 from autopar.cost.step.step import StageCost, Step
 from autopar.graph.graph import Graph
 from autopar.lower.program import lower
+from autopar.plan.mesh import MESH_AXES
 from autopar.plan.plan import Plan
 from tests.support.example_plans import schedule_actions
 
@@ -46,9 +56,12 @@ Traffic = Counter[Collective]
 """How often each runs in a step."""
 
 
-def traffic(model: CostModel, stages: Sequence[StageCost], step: Step) -> tuple[Traffic, ...]:
+def traffic(model: CostModel, stages: Sequence[StageCost], step: Step, *, clips: bool = False) -> tuple[Traffic, ...]:
+    """For each pipeline rank; ``clips``: with the norm of all gradients, which training takes by a call after the step."""
     data = model.of(step).data
-    return tuple(_rank_traffic(stages, data, step, pp_rank=rank) for rank in range(step.mesh.pp))
+    norm = Collective(kind="all_reduce", axes=MESH_AXES, num_bytes=SCALAR_BYTES * clips * (step.mesh.world_size > 1))
+    ranks = (_rank_traffic(stages, data, step, pp_rank=rank) for rank in range(step.mesh.pp))
+    return tuple(found + Counter({norm: bool(norm.num_bytes)}) for found in ranks)
 
 
 def _rank_traffic(stages: Sequence[StageCost], data: DataParallel, step: Step, *, pp_rank: int) -> Traffic:
