@@ -53,10 +53,12 @@ def torchrun_job(max_bytes: int, budget: float, timeout: float) -> Iterator[Link
     from torch.distributed.rendezvous import rendezvous
 
     from autopar.measure.collective_times import Limits, LinkJob
+    from autopar.runtime.job import fresh
 
     device = local_device()
     store, rank, world = next(iter(rendezvous("env://", timeout=timedelta(seconds=GRACE_S))))
-    store = PrefixStore("autopar", store)
+    # a start after a failure finds the tasks and answers of the one before in the store of torchrun
+    store = fresh(PrefixStore("autopar", store), rank, world, timeout_s=GRACE_S)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend, store=PrefixStore("group", store), rank=rank, world_size=world, timeout=timedelta(seconds=timeout)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from autopar.measure.collective_times import COLLECTIVES
 from tests.support.distributed import fit_script
 
 pytestmark = pytest.mark.slow
@@ -16,10 +17,12 @@ ROOT = Path(__file__).parents[2]
 STEPS = 12
 
 
-def run(folder: Path, *pins: str, faults: str = "", ranks: int = 2, restarts: int = 0) -> Any:
+def run(
+    folder: Path, *pins: str, faults: str = "", ranks: int = 2, restarts: int = 0, script: str = fit_script.__file__
+) -> Any:
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
-        *(f"--max-restarts={restarts}", fit_script.__file__, str(folder), *pins),
+        *(f"--max-restarts={restarts}", script, str(folder), *pins),
     ]
     told = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FIT_FAULTS": faults, "FIT_DROPOUT": "0"}
     found = subprocess.run(command, env=os.environ | told, capture_output=True, text=True, check=False, timeout=240.0)
@@ -69,6 +72,33 @@ def test_a_job_goes_on_after_a_rank_was_killed_and_with_fewer_ranks_after_it_was
     assert list(found) == [*map(str, range(1, STEPS + 1)), "end"]
     losses = [float(value) for key, value in found.items() if key != "end"]
     assert losses == pytest.approx(losses_of_one_device(), rel=1e-5)
+
+
+KILLED = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from autopar.measure.collective_times import measure_links
+from autopar.measure.job_of_ranks import torchrun_job
+
+def killed(job):
+    while not job.store.check(["task2"]):
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+with torchrun_job(1024, 5.0, 20.0) as job:
+    if (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]) == ("0", "1"):
+        threading.Thread(target=killed, args=(job,), daemon=True).start()
+    found = measure_links(job, Path(sys.argv[1]) / "points.json")
+    if found is not None:
+        (Path(sys.argv[1]) / "found").write_text(f"{len(found.points)} {len(found.failed)}")
+"""
+"""Links are measured; one rank is killed by the time that it is given its second task, and all start again with the same store."""
+
+
+def test_links_are_measured_after_a_rank_was_killed(tmp_path: Path) -> None:
+    (tmp_path / "killed.py").write_text(KILLED)
+    run(tmp_path, restarts=1, script=str(tmp_path / "killed.py"))
+    assert (tmp_path / "found").read_text() == f"{len(COLLECTIVES)} 0"
 
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
