@@ -69,9 +69,8 @@ def cut(program: torch.export.ExportedProgram) -> None:
     output = program.graph.output_node()
     output.args = (tuple(output.args[0][:count]),)
     del program.graph_signature.output_specs[count:]
-    for (
-        node
-    ) in program.graph.nodes:  # an unused first line of an autocast block is no user of its operands after an export
+    # torch.export leaves an unused line before an autocast block of which its operands do not know that they are used
+    for node in program.graph.nodes:
         for source in node.all_input_nodes:
             source.users.setdefault(node)
     program.graph.eliminate_dead_code()
