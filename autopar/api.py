@@ -59,7 +59,7 @@ def trace(
         example_inputs=example_inputs, precision=precision, global_batch_size=global_batch_size, loss_fn=loss_fn,
         opaque=opaque, name=name,
     )  # fmt: skip
-    return graph_of(model, request)
+    return graph_of(model, request, evaluates=True)
 
 
 def search(  # noqa: PLR0913  keywords of the public call
@@ -353,7 +353,7 @@ def _searched(model: torch.nn.Module, request: Request, ranks: int, limits: Limi
 
     samples = request.global_batch_size or samples_of(request.example_inputs) or SAMPLES_PER_RANK * ranks
     request = replace(request, global_batch_size=samples)
-    graph = graph_of(model, request)
+    graph = graph_of(model, request, evaluates=True)
     task = task_of(graph, replace(request, example_inputs=None, loss_fn=None))
     return Planner(task).search(limits=limits), graph
 

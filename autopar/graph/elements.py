@@ -214,6 +214,23 @@ class Mutation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What a model computes in ``eval()``, by the values of its training graph (:mod:`autopar.tracing.in_eval`).
+
+    Dropout and torch's batch norms are not described here: the runtime knows what they do.
+
+    Attributes:
+        replaced: values that ``eval()`` does not compute, with the values that their readers use instead.
+        unknown: why the training graph does not say what ``eval()`` computes; empty if it does.
+        where: the place in the user's code that ``unknown`` is about.
+    """
+
+    replaced: tuple[tuple[Ref, Ref], ...] = ()
+    unknown: str = ""
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """The operators ``start:stop`` of :attr:`Graph.ops`; blocks partition them in order.
 

@@ -16,6 +16,7 @@ from autopar.graph.elements import (
     Argument,
     Block,
     Buffer,
+    Evaluation,
     Input,
     Layout,
     Mutation,
@@ -36,6 +37,7 @@ __all__ = [
     "Argument",
     "Block",
     "Buffer",
+    "Evaluation",
     "Graph",
     "Input",
     "Layout",
@@ -122,6 +124,7 @@ class Graph:
         exact: whether constants or shapes may count samples, so that the graph holds only for a global batch of ``batch_size``.
         pins: the pins that modules of the model carry (:mod:`autopar.pins.on_modules`).
         outputs: what the model returns besides the loss; passes keep it as it was traced.
+        evaluation: what the model computes in ``eval()``; None if that was not looked for.
     """
 
     name: str
@@ -141,6 +144,7 @@ class Graph:
     exact: bool = False
     pins: tuple[str, ...] = ()
     outputs: Outputs | None = None
+    evaluation: Evaluation | None = None
 
     def spec(self, ref: Ref) -> TensorSpec:
         """Return the spec of any tensor of the graph.
@@ -189,8 +193,12 @@ class Graph:
         return tuple(dict.fromkeys(r for r in refs if r.name not in others))
 
     def block_prelude(self, block: Block) -> tuple[Ref, ...]:
-        """Return the inputs, buffers and values of the prelude that this block reads, in order of first use."""
-        refs = (r for op in self.block_ops(block) for r in op.operands)
+        """Return the inputs, buffers and values of the prelude that this block reads, in training or in ``eval()``, in order of first use."""
+        ops = self.block_ops(block)
+        refs = [r for op in ops for r in op.operands]
+        if self.evaluation is not None and self.evaluation.replaced:
+            made = {op.name for op in ops}
+            refs += [instead for ref, instead in self.evaluation.replaced if ref.name in made]
         return tuple(dict.fromkeys(r for r in refs if self.is_prelude(r)))
 
     def block_outputs(self, block: Block) -> tuple[Ref, ...]:

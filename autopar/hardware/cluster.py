@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import permutations
+from itertools import pairwise, permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from autopar.util.toml import Table, as_table
 if TYPE_CHECKING:
     import networkx
 
-NETWORK = "network"
+NETWORK, NODE = "network", "node"
 
 MOST_DEVICES = 2**20
 """Some ten times the largest clusters that are built. The time of a search grows with the number."""
@@ -175,10 +175,35 @@ class Cluster:
         return replace(self, groups=tuple(self.groups[i] for i in order))
 
     def topology(self) -> networkx.Graph[str]:
-        """Devices, node switches, cards and switches as a networkx graph; see :func:`autopar.hardware.topology.topology`."""
-        from autopar.hardware import topology  # it reads clusters
+        """Devices, node switches, cards and switches as a networkx graph, for people and their tools; a search needs none.
 
-        return topology.topology(self)
+        Nodes have ``kind`` (``device``, ``switch``, ``nic``), devices also ``device``, the name of their profile. Edges have ``link``,
+        the name of theirs, ``bandwidth_bytes_per_s`` of one direction and ``latency_s``, half of that of a message that goes up through a link
+        and down through an equal one, so that the delays on a path add up. Names: ``device:RANK``, ``node:NODE``,
+        ``nic:NODE.CARD``, ``TIER:DOMAIN`` and ``network``.
+        """
+        import networkx
+
+        graph: networkx.Graph[str] = networkx.Graph()
+        rank = node = 0
+        for group in self.groups:
+            for _ in range(group.num_nodes):
+                here = f"{NODE}:{node}"
+                switches = [*(f"{tier.name}:{node // tier.num_nodes}" for tier in self.tiers), NETWORK]
+                graph.add_nodes_from((here, *switches), kind="switch")
+                for tier, (below, above) in zip(self.tiers, pairwise(switches), strict=True):
+                    graph.add_edge(below, above, **_edge(tier.uplink))
+                for card in range(group.nics_per_node):
+                    graph.add_node(f"nic:{node}.{card}", kind="nic")
+                    graph.add_edge(f"nic:{node}.{card}", switches[0], **_edge(group.nic))
+                for index in range(group.devices_per_node):
+                    graph.add_node(f"device:{rank}", kind="device", device=group.device.name)
+                    graph.add_edge(f"device:{rank}", here, **_edge(group.intra_node))
+                    card = index * group.nics_per_node // group.devices_per_node
+                    graph.add_edge(f"device:{rank}", f"nic:{node}.{card}", **{**_edge(group.nic), "latency_s": 0.0})
+                    rank += 1
+                node += 1
+        return graph
 
     def to_dict(self) -> dict[str, Any]:
         """Return the cluster as plain data without references to profiles; written as TOML it is a cluster file."""
@@ -199,3 +224,8 @@ class Cluster:
     def with_groups(self, change: Callable[[NodeGroup], NodeGroup]) -> Cluster:
         """Return the same cluster with ``change`` applied to each group of nodes."""
         return replace(self, groups=tuple(map(change, self.groups)))
+
+
+def _edge(link: Link) -> dict[str, Any]:
+    bandwidth = link.bandwidth_bytes_per_s
+    return {"link": link.name, "bandwidth_bytes_per_s": bandwidth, "latency_s": link.latency_s / 2}

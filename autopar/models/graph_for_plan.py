@@ -82,7 +82,7 @@ def _with_samples(inputs: Inputs, samples: int | None) -> dict[str, Any] | list[
     return _mapped(cut, inputs)
 
 
-def trace_model(
+def trace_model(  # noqa: PLR0913  what a graph depends on
     model: torch.nn.Module,
     example_inputs: Inputs | None,
     precision: Precision,
@@ -91,6 +91,7 @@ def trace_model(
     name: str = "",
     loss_fn: LossFunction | None = None,
     opaque: Sequence[str] = (),
+    evaluates: bool = True,
     samples_apart: Callable[[Graph], object],
 ) -> Graph:
     """Return the graph that plans of this model, precision and global batch are for. ``model`` is not changed.
@@ -102,6 +103,7 @@ def trace_model(
         name: the name of the model in plans.
         loss_fn: computes the loss from the model's output and the batch.
         opaque: modules that are not traced.
+        evaluates: whether its program shall evaluate too; see :func:`autopar.tracing.trace.trace`.
         samples_apart: see :func:`for_batch`.
 
     Raises:
@@ -126,7 +128,8 @@ def trace_model(
             inputs = _mapped(lambda value: value.to(dtype) if value.is_floating_point() else value, inputs)
         args, kwargs = ((), inputs) if isinstance(inputs, dict) else (tuple(inputs), {})
         is_exact, examples = samples is not None, plain(batch)
-        return trace(model, args, kwargs, name=name, loss_fn=loss_fn, opaque=opaque, examples=examples, exact=is_exact)
+        return trace(model, args, kwargs, name=name, loss_fn=loss_fn, opaque=opaque, examples=examples, exact=is_exact,
+                     evaluates=evaluates)  # fmt: skip
 
     def ordered_at(samples: int | None) -> Graph:
         graph = trace_at(samples)
@@ -324,7 +327,7 @@ def traced(
     advance("tracing the model", 0, 0)
     source = resolve_model(model, sequence_length=sequence)
     graph = trace_model(source.model, source.example_inputs, recipe, name=source.name, opaque=opaque,
-                        global_batch_size=global_batch_size, samples_apart=samples_apart)  # fmt: skip
+                        global_batch_size=global_batch_size, evaluates=False, samples_apart=samples_apart)  # fmt: skip
     if files:
         _save(graph, files[graph.exact])
     return graph

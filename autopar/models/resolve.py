@@ -81,7 +81,7 @@ class ModelSource:
         Raises:
             TraceError: the model cannot be traced.
         """
-        return trace(self.model, (), self.example_inputs, name=self.name, opaque=opaque)
+        return trace(self.model, (), self.example_inputs, name=self.name, opaque=opaque, evaluates=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         resolve = partial(

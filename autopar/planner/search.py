@@ -109,8 +109,8 @@ def _check_traced_for(graph: Graph, request: Request) -> None:
         )
 
 
-def graph_of(model: torch.nn.Module, request: Request) -> Graph:
-    """Return the traced graph of a request's model; for errors see :func:`autopar.models.graph_for_plan.trace_model`."""
+def graph_of(model: torch.nn.Module, request: Request, *, evaluates: bool = False) -> Graph:
+    """Return the traced graph of a request's model; for errors and ``evaluates`` see :func:`autopar.models.graph_for_plan.trace_model`."""
     from autopar.models.graph_for_plan import trace_model  # the tracer is slow to import
     from autopar.planner.sharding.input_axes import samples_apart
 
@@ -121,6 +121,7 @@ def graph_of(model: torch.nn.Module, request: Request) -> Graph:
         name=request.name,
         loss_fn=request.loss_fn,
         opaque=_opaque(request),
+        evaluates=evaluates,
         global_batch_size=request.global_batch_size,
         samples_apart=samples_apart,
     )

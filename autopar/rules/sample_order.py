@@ -19,7 +19,7 @@ from typing import cast
 from autopar.errors import RuleError
 from autopar.graph.aliasing import dim_groups
 from autopar.graph.elements import unused
-from autopar.graph.graph import Argument, Graph, Op, Ref, TensorSpec
+from autopar.graph.graph import Argument, Evaluation, Graph, Op, Ref, TensorSpec
 from autopar.ops.kernels import aten_targets
 from autopar.rules.grammar import Pattern
 from autopar.rules.table import default_table
@@ -114,6 +114,9 @@ class _Ordering:
         moved = {ref: (r.dim, r.outer, r.inner) for ref, r in rows.items() if r.outer > 1}
         roots = (graph.loss, *(m.value for m in mutations), *taps)
         free = {leaf.name for leaf in graph.inputs} | {leaf.name for leaf in graph.buffers}
+        evaluation = graph.evaluation
+        if evaluation is not None and any(self.rows.get(a) != self.rows.get(b) for a, b in evaluation.replaced):
+            evaluation = Evaluation(unknown="in eval() the samples of joined batches lie in another order")
         prelude, live = split_prelude(alive(self.ops, roots), free)
         return replace(
             graph,
@@ -122,6 +125,7 @@ class _Ordering:
             blocks=find_blocks(live, self.specs, frozenset(p.name for p in graph.parameters), graph.loss),
             mutations=mutations,
             outputs=None if graph.outputs is None else rows_restored(graph.outputs, moved, is_exact=graph.exact),
+            evaluation=evaluation,
         )
 
     # --- new operators

@@ -8,22 +8,18 @@ from numbers import Real
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from autopar.errors import OutOfMemoryError, RuntimeMismatchError, UsageError
+from autopar.errors import InternalError, OutOfMemoryError, RuntimeMismatchError, UsageError
+from autopar.graph.graph import Evaluation
 from autopar.hardware.describe import multiplies_in_tf32
-from autopar.lower.emit import ancestors, is_random
+from autopar.lower.emit import OPAQUE
 from autopar.lower.program import Program
 from autopar.plan.plan import TF32_PRODUCTS, Plan, Precision
 from autopar.runtime.local_optimizer import LocalSteps
 from autopar.runtime.step.gradients import RankParameter
-from autopar.runtime.step.other_runs import noise
+from autopar.runtime.step.other_runs import EVALUATE_ALONE, replacements
 from autopar.runtime.world import World
 from autopar.util.formatting import num_bytes, some
-
-_RUNNING = "autopar.batch_norm_running"
-_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
-"""Names of the buffers of a batch norm."""
 
 _INSTEAD = {
     "module": "the model is what was given to autopar.parallelize; model.load_state_dict(par.full_state_dict())",
@@ -206,42 +202,28 @@ class Parameters:
             )
 
 
-def unknown_in_eval(program: Program, model: nn.Module) -> tuple[str, ...]:
-    """Name of the buffers that training changes and whose use in ``eval()`` no plan knows.
-
-    The running statistics of torch's batch norms, and of subclasses of these, are known: ``eval()`` reads them unchanged.
-    """
-    graph, changed = program.graph, tuple(buffer.fqn for buffer in program.state)
-    norms = {path for path, module in model.named_modules(remove_duplicate=False) if isinstance(module, _BatchNorm)}
-    sum_ops = {op.name for op in ancestors(graph.prelude, graph.sums)}
-    running = [op for op in (*graph.prelude, *graph.ops) if op.target == _RUNNING]
-    if any(op.module not in norms or op.name in sum_ops for op in running):
-        return changed
-    parts = ((name, *name.rpartition(".")) for name in changed)
-    return tuple(name for name, path, _, buffer in parts if path not in norms or buffer not in _STATISTICS)
-
-
-def check_evaluates(program: Program, unknown: Sequence[str]) -> None:
-    """Return checks, as far as possible, that what the plan runs in ``eval()`` is what the model computes there.
-
-    Args:
-        unknown: the result of :func:`unknown_in_eval`.
+def check_evaluates(program: Program) -> None:
+    """Check that the program can compute what the model computes in ``eval()``.
 
     Raises:
-        UsageError: it may not be.
+        UsageError: it cannot.
     """
-    graph = program.graph
-    drawn = noise((*graph.prelude, *graph.ops)) or next((op for op in graph.prelude if is_random(op)), None)
-    if drawn is None and not unknown:
-        return
-    raise UsageError(
-        f"The model cannot be evaluated by its plan: training changes its buffers {', '.join(unknown[:3])}, "
-        "and what eval() does with them is known of torch's batch norms alone"
-        if drawn is None
-        else f"The model cannot be evaluated by its plan: it draws random numbers ({drawn.target})",
-        where="" if drawn is None else drawn.source or drawn.module or drawn.name,
-        fix="Put par.full_state_dict() into the model itself, and evaluate that in eval()",
-    )
+    evaluation = program.graph.evaluation or Evaluation(unknown="its graph was traced for a search alone")
+    region = next((op for op in program.graph.prelude if op.target == OPAQUE), None)
+    if region is not None:
+        why = "an opaque region that no parameter leads to runs as in training"
+        evaluation = Evaluation(unknown=why, where=region.source or region.module or region.name)
+    if evaluation.unknown:
+        raise UsageError(
+            f"The model cannot be evaluated by its plan: {evaluation.unknown}",
+            where=evaluation.where,
+            fix=EVALUATE_ALONE,
+        )
+    bodies = [block.module for stage in program.stages for block in stage.blocks]
+    bodies += [stage.prelude.module for stage in program.stages if stage.prelude is not None]
+    replaced = sum(len(replacements(body.graph, evaluation)) for body in bodies)
+    if replaced < len(evaluation.replaced):
+        raise InternalError("The program lacks a value that eval() replaces")
 
 
 _ON_HOST = "can't allocate memory"

@@ -21,7 +21,6 @@ from autopar.runtime.checks import (
     check_evaluates,
     check_max_norm,
     check_modes,
-    unknown_in_eval,
 )
 from autopar.runtime.failure_watch import Alarm, Calls, launched_on, ordinary
 from autopar.runtime.local_optimizer import LocalSteps
@@ -102,7 +101,8 @@ class TrainedModule(PlannedModule):
         )
         weakref.finalize(self, self._local_steps.remove)
         self._memory_report = self._calls.memory = MemoryReport(self.plan, world, held, self._local_steps)
-        self._unknown_in_eval = unknown_in_eval(program, weights.model)
+        self._evaluates = False  # as far as was checked
+        self._num_evaluations = 0
         self._names_of_inputs = positional(weights.model)
         self._outputs = ModelOutputs(program, world, weights, stages, held)
         if self.plan.mesh.pp > 1 or self.plan.mesh.ep_data > 1:
@@ -156,14 +156,14 @@ class TrainedModule(PlannedModule):
 
     @_not_compiled
     def evaluate(self, batch: Batch) -> Tensor:
-        """Return the loss of a batch, as :meth:`train_step` takes it, without gradients and dropout; all ranks call it.
+        """Return the loss of a batch, as :meth:`train_step` takes it, without gradients and as in ``eval()``; all ranks call it.
 
-        Batch norms read their running statistics. Parameters, gradients, buffers and counters do not change. Opaque regions, which run as
-        written, are in ``eval()``. A plan does not know what else a model does only in ``eval()``, as it was traced in training.
+        Dropout is off, batch norms read their running statistics, and what only training does is left out
+        (:mod:`autopar.tracing.in_eval`). Random numbers that ``eval()`` draws as well are new at each evaluation. Parameters, gradients,
+        buffers and counters do not change. Opaque regions, which run as written, are in ``eval()``.
 
         Raises:
-            UsageError: the batch does not fit the plan; the model draws random numbers other than dropout, or training changes buffers that
-                are no running statistics of a torch ``BatchNorm``.
+            UsageError: the batch does not fit the plan; in ``eval()`` the model calls operators that training does not, or changes buffers.
         """
         with ordinary(), self._calls.together("evaluate"):
             self._calls.meet("evaluate")
@@ -171,7 +171,9 @@ class TrainedModule(PlannedModule):
 
     def _evaluation_forward(self, batch: Batch, purpose: str) -> tuple[Tensor | None, BatchSplit]:
         """Return this rank's part of the loss (None if its stages do not compute it), with all stages in ``eval()`` meanwhile."""
-        check_evaluates(self._program, self._unknown_in_eval)
+        if not self._evaluates:
+            check_evaluates(self._program)
+            self._evaluates = True
         check_modes(self.plan, self._world.device, learns=False)
         self._local_steps.restore()
         stages = self._assembly.stages
@@ -181,7 +183,8 @@ class TrainedModule(PlannedModule):
         try:
             for stage in stages:
                 stage.eval()
-            self._begin_forward(local, split)
+            self._num_evaluations += 1
+            self._begin_forward(local, split, evaluation=self._num_evaluations)
             return self._runner.evaluate(local, len(split.micro_batches)), split
         finally:
             for stage in stages:
@@ -189,9 +192,9 @@ class TrainedModule(PlannedModule):
 
     @_not_compiled
     def predict(self, batch: Batch, *, gather: bool = True) -> Any:
-        """Return the output of the model for a batch, without gradients and dropout, under any plan; all ranks call it.
+        """Return the output of the model for a batch as in ``eval()``, without gradients, under any plan; all ranks call it.
 
-        Batch norms read their running statistics. Parameters, gradients, buffers, counters and ``training`` do not change.
+        Parameters, gradients, buffers, counters and ``training`` do not change.
 
         Args:
             batch: as for :meth:`evaluate`. Inputs that only the loss needs (labels) may be left out: then the loss is None.
@@ -330,14 +333,19 @@ class TrainedModule(PlannedModule):
         self._changing_buffers.commit()
         self._show_buffers(self._changing_buffers.named())
 
-    def _begin_forward(self, local: Batch, split: BatchSplit) -> None:
-        """Check parameters, compute totals of the global batch and set the random streams, before the first micro-batch."""
+    def _begin_forward(self, local: Batch, split: BatchSplit, *, evaluation: int = 0) -> None:
+        """Check parameters, compute totals of the global batch and set the random streams, before the first micro-batch.
+
+        Args:
+            evaluation: the number of the evaluation, which draws from a stream of its own; 0 in training.
+        """
         self._parameter_checks.check()
         self._original.check(self.step_count)
         self._alarm.runs()
         self._replicas.check(self.step_count)
         totals = self._batches.totals(local, split, self._changing_buffers.values)
-        first_seed = (self.seed * 1_000_003 + self.step_count) * (self.plan.num_micro_batches + 1)
+        number = -evaluation if evaluation else self.step_count
+        first_seed = (self.seed * 1_000_003 + number) * (self.plan.num_micro_batches + 1)
         for stage in self._assembly.stages:
             forget_gathered(stage)
             stage.totals, stage.seed = totals, first_seed  # each micro-batch adds its number to the seed

@@ -127,7 +127,7 @@ class Expressed:
 def _graph_of(sizes: Sizes) -> Graph:
     """Return the traced model of :data:`TRACED_LAYERS` layers. It depends on sizes alone, and tracing takes most of the time."""
     model, batch = build(sizes, TRACED_LAYERS)
-    return trace(model, (), batch, name=sizes.family, repeats=True)
+    return trace(model, (), batch, name=sizes.family, repeats=True, evaluates=False)
 
 
 def sizes_of(run: Run, site: Site = PLAIN) -> Sizes:

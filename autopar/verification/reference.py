@@ -225,7 +225,14 @@ def traced_in_double(subject: Compared, graph: Graph) -> Graph | None:
     try:
         with in_double():
             traced = trace(
-                model, (), example, examples=batch, name=graph.name, opaque=_opaque_modules(graph), exact=graph.exact
+                model,
+                (),
+                example,
+                examples=batch,
+                name=graph.name,
+                opaque=_opaque_modules(graph),
+                exact=graph.exact,
+                evaluates=False,
             )
     except TraceError:
         return None

@@ -7,11 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cost.network.collectives import KINDS, CollectiveModel, volume_factor
-from autopar.cost.network.placement import group_shape
+from autopar.cost.network.placement import Fabric, group_shape
 from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.describe import scaled
-from autopar.hardware.topology import Fabric
 from autopar.plan.mesh import Mesh
 from tests.support.said import refuses
 

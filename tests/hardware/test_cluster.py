@@ -12,13 +12,12 @@ import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.cost.network.placement import shapes_of
+from autopar.cost.network.placement import Fabric, shapes_of
 from autopar.errors import UsageError
 from autopar.hardware.cluster import NETWORK, Cluster, Tier
 from autopar.hardware.device import CurvePoint, MatmulRate
 from autopar.hardware.link import Link
 from autopar.hardware.read import known_devices, load_library, load_profile
-from autopar.hardware.topology import Fabric
 from autopar.plan.mesh import Mesh
 from autopar.util.files import data_directory
 from tests.support.said import refuses

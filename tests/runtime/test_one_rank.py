@@ -406,38 +406,76 @@ def own_norm(size: int) -> nn.Module:
 NORMS = {"statistics": nn.BatchNorm1d, "own": own_norm, "input": partial(nn.BatchNorm1d, affine=False)}
 
 
+def drops_samples(self: Any, x: Tensor) -> Tensor:
+    """Stochastic depth: a sample loses the whole branch, in training alone."""
+    kept = (0.5 + torch.rand(x.shape[0], 1, dtype=x.dtype)).floor() if self.training else None
+    return x if kept is None else x.div(0.5) * kept
+
+
+def averages(self: Any, x: Tensor) -> Tensor:
+    """Scales by a moving average that training alone moves, and then reads."""
+    if self.training:
+        self.average.mul_(0.9).add_(x.detach().mean())
+    return x * self.average
+
+
+def two_losses(self: Any, x: Tensor) -> Tensor:
+    loss = self.first(x).square().mean()
+    return loss + self.second(x).abs().mean() if self.training else loss
+
+
 def noisy(kind: str) -> nn.Module:
-    """Dropout, or else what an evaluation does not know."""
+    """Dropout, or what else training and ``eval()`` may do in different ways."""
+    own: dict[str, Callable[..., Any]] = {
+        "doubled": lambda self, x: 2.0 * x if self.training else x,
+        "dropped": lambda self, x: nn.functional.dropout(x, 0.5, self.training),
+        "depth": drops_samples,
+        "noise": lambda self, x: x + torch.rand_like(x),
+        "drawn": lambda self, x: x * (torch.rand_like(x) < 2.0),
+        "more": lambda self, x: x if self.training else x.tanh(),
+        "averages": averages,
+    }
 
     def forward(self: Any, x: Tensor) -> Tensor:
         x = self.drop(x) if kind == "inputs" else x
         x = self.first(self.norm(x)) if kind == "input" else self.norm(self.first(x))
-        x = self.drop(x)
-        if kind == "noise":
-            x = x + torch.rand_like(x)
-        return x.square().mean()
+        return self.own(self.drop(x)).square().mean()
 
     torch.manual_seed(0)
-    return model_of(forward, first=nn.Linear(8, 8), drop=nn.Dropout(0.5), norm=NORMS.get(kind, nn.Identity)(8))
+    if kind == "losses":
+        return model_of(two_losses, first=nn.Linear(8, 8), second=nn.Linear(8, 8))
+    parts = {"own": model_of(own.get(kind, lambda self, x: x), average=nn.Buffer(torch.tensor(3.0)))}
+    first = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)) if kind == "spectral" else nn.Linear(8, 8)
+    drop, norm = nn.Dropout(0.5), NORMS.get(kind, nn.Identity)(8)
+    return model_of(forward, first=first, drop=drop, norm=norm, **parts)
 
 
 @pytest.mark.parametrize(("kind", "opaque", "value"), [
-    ("dropout", (), ""), ("dropout", ("drop",), ""), ("inputs", (), ""), ("noise", (), "aten.rand_like"),
-    ("statistics", (), ""), ("input", (), ""), ("own", (), "buffers norm.mean, norm.variance, and what eval"),
+    ("dropout", (), ""), ("dropout", ("drop",), ""), ("inputs", (), ""), ("statistics", (), ""), ("input", (), ""),
+    ("own", (), "changes its buffer norm.mean in eval"), ("drawn", (), ""), ("doubled", (), ""), ("dropped", (), ""),
+    ("depth", (), ""), ("losses", (), ""), ("spectral", (), ""), ("averages", (), ""), ("more", (), "calls aten.tanh"),
 ])  # fmt: skip
-def test_an_evaluation_has_no_dropout_and_says_what_it_lacks(kind: str, opaque: tuple[str, ...], value: str) -> None:
+def test_an_evaluation_is_that_of_eval_or_says_what_it_lacks(kind: str, opaque: tuple[str, ...], value: str) -> None:
     model, batch = noisy(kind).double(), {"x": torch.randn(4, 8, dtype=torch.float64)}
     traced = api.trace(model, example_inputs=batch, opaque=opaque, global_batch_size=4, precision="fp64")
     parallel = alone(model, traced, precision=PRECISIONS["fp64"])
     if value:
         refuses(UsageError, f"cannot be evaluated.*{value}.* Put par.full_state_dict", parallel.evaluate, batch)
         return
+    is_partial = kind not in ("averages",)  # its samples meet, in training
     model.eval()
     for _ in range(2):
         model.load_state_dict(parallel.full_state_dict())
-        for found in (batch, {"x": batch["x"][:3]}):
+        for found in (batch, {"x": batch["x"][:3]})[: 1 + is_partial]:
             assert parallel.evaluate(found).item() == pytest.approx(model(**found).item(), rel=1e-6)
-        assert parallel.train_step(batch).item() != pytest.approx(model(**batch).item(), rel=1e-3)
+        assert kind == "drawn" or parallel.train_step(batch).item() != pytest.approx(model(**batch).item(), rel=1e-3)
+
+
+def test_every_evaluation_draws_numbers_of_its_own() -> None:
+    model, batch = noisy("noise"), {"x": torch.randn(4, 8)}
+    parallel = alone(model, api.trace(model, example_inputs=batch, global_batch_size=4))
+    losses = {parallel.evaluate(batch).item() for _ in range(3)}
+    assert len(losses) == 3
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])

@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from autopar.cost.network.placement import GroupShape, group_shape, hop_shape
+from autopar.cost.network.placement import Fabric, GroupShape, group_shape, hop_shape
 from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.link import Algorithm, CollectiveTime
-from autopar.hardware.topology import Fabric
 from autopar.plan.mesh import Mesh
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")

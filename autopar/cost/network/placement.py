@@ -9,16 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import InternalError, UsageError
-from autopar.hardware.cluster import Cluster
+from autopar.hardware.cluster import NODE, Cluster
 from autopar.hardware.device import Device, HostLink
 from autopar.hardware.link import Link
-from autopar.hardware.topology import Fabric
 from autopar.plan.mesh import Mesh
 
 
@@ -91,6 +91,67 @@ def host_of(device: Device, devices: Iterable[Device]) -> HostLink:
             fix="Pin offload=none, or add [device.host] to the profile (profiles/README.md)",
         )
     return device.host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Level:
+    """The domains of one tier, each with a number of equal links to the next tier.
+
+    Attributes:
+        name: of the tier; ``node`` for the nodes themselves.
+        domains: for each node of the cluster the number of its domain, [nodes].
+        rate_bytes_per_s, latency_s, half_bandwidth_bytes: of one link of each domain, [domains].
+        num_links: of each domain, [domains].
+    """
+
+    name: str
+    domains: NDArray[np.int64]
+    rate_bytes_per_s: NDArray[np.float64]
+    latency_s: NDArray[np.float64]
+    half_bandwidth_bytes: NDArray[np.float64]
+    num_links: NDArray[np.float64]
+
+
+class Fabric:
+    """The tree of switches of a cluster; its leaves are the nodes, its root the network that connects everything.
+
+    Attributes:
+        cluster: the cluster.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+
+    @cached_property
+    def nodes(self) -> NDArray[np.int64]:
+        """The node of each rank, [ranks]."""
+        groups = self.cluster.groups
+        per_node = np.repeat([group.devices_per_node for group in groups], [group.num_nodes for group in groups])
+        return np.repeat(np.arange(len(per_node)), per_node)
+
+    @cached_property
+    def levels(self) -> tuple[Level, ...]:
+        """The tiers below the network, nodes first."""
+        per_node = [(group.nic, group.nics_per_node) for group in self.cluster.groups for _ in range(group.num_nodes)]
+        nodes = np.arange(len(per_node))
+        found = [_level(NODE, nodes, per_node)]
+        for tier in self.cluster.tiers:
+            domains = nodes // tier.num_nodes
+            found.append(_level(tier.name, domains, [(tier.uplink, 1)] * (int(domains[-1]) + 1)))
+        return tuple(found)
+
+
+def _level(name: str, domains: NDArray[np.int64], up: Sequence[tuple[Link, int]]) -> Level:
+    """Return a tier of these domains, each with a number of equal uplinks."""
+    links = [link for link, _ in up]
+    return Level(
+        name=name,
+        domains=domains,
+        rate_bytes_per_s=np.array([link.rate_bytes_per_s for link in links]),
+        latency_s=np.array([link.latency_s for link in links]),
+        half_bandwidth_bytes=np.array([link.half_bandwidth_bytes for link in links]),
+        num_links=np.array([count for _, count in up], dtype=float),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +287,7 @@ def _crossing(nodes: NDArray[Any], fabric: Fabric) -> tuple[NDArray[Any], ...]:
     """Return for each group the index of its slowest node group, its egress, one-way delay and half-bandwidth size.
 
     A group that does not fit in a domain of a tier leaves each domain that it has ranks in. There each rank uses one link, as far as there
-    are links, and shares them with the other groups that leave the domain (:mod:`autopar.hardware.topology`).
+    are links, and shares them with the other groups that leave the domain (:class:`Fabric`).
     """
     groups = fabric.cluster.groups
     kinds = np.repeat(np.arange(len(groups)), [group.num_nodes for group in groups])

@@ -18,19 +18,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
 from autopar.errors import UsageError
-from autopar.graph.graph import Op, Ref
-from autopar.graph.operator_kinds import draws_random
+from autopar.graph.graph import Evaluation, Op, Ref
 from autopar.lower.emit import moves_samples
 from autopar.lower.program import Program
 from autopar.ops import seeded, sharded
 from autopar.ops import sequence as sequence_ops
-from autopar.plan.mesh import DATA_AXES, MESH_AXES
+from autopar.plan.mesh import DATA_AXES, MESH_AXES, Type
 from autopar.plan.plan import Plan
 from autopar.rules.apply import OVER_DATA, crosses_samples
 
@@ -42,16 +41,21 @@ _PROBABILITIES: dict[Callable[..., Any], str] = {
 }
 """The argument of each function with dropout that is its probability."""
 
+EVALUATE_ALONE = "Put par.full_state_dict() into the model itself, and evaluate that in eval()"
+"""What to do where a plan cannot evaluate."""
+
 _AT_REST: dict[Callable[..., Any], Callable[..., Any]] = {sharded.batch_norm_running: sharded.batch_norm_at_rest}
 """For functions that take statistics of the batch those that read running statistics, with the same arguments and results."""
 
 
-def variant(body: fx.GraphModule, code: fx.Graph, *, trains: bool, taps: Sequence[Ref]) -> Callable[..., Any]:
+def variant(
+    body: fx.GraphModule, code: fx.Graph, evaluation: Evaluation | None, *, taps: Sequence[Ref] = ()
+) -> Callable[..., Any]:
     """``code`` as a function that reads parameters, buffers and regions from ``body``.
 
     Args:
-        trains: True leaves ``code`` as it is. False makes it run as in ``eval()``: without dropout, and with running statistics in batch
-            norms.
+        evaluation: makes it run as in ``eval()``: without dropout, with running statistics in batch norms, and with what the model computes
+            otherwise there. None: as in training.
         taps: values that it returns after its outputs.
     """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -59,8 +63,10 @@ def variant(body: fx.GraphModule, code: fx.Graph, *, trains: bool, taps: Sequenc
     assert isinstance(outputs, tuple)
     nodes = {node.meta["op"]: copies[node] for node in code.nodes if "op" in node.meta}
     graph.output((*outputs, *(_part(graph, nodes[ref.name], ref.index) for ref in taps)))
-    if not trains:
+    if evaluation is not None:
         _replace_training_functions(graph)
+        for node, instead in replacements(code, evaluation).items():
+            copies[node].replace_all_uses_with(copies[instead])
     return partial(type(fx.GraphModule(body, graph)).forward, body)
 
 
@@ -87,9 +93,44 @@ def _replace_training_functions(graph: fx.Graph) -> None:
             node.update_kwarg(name, 0.0)
 
 
-def noise(made: Sequence[Op]) -> Op | None:
-    """Return an operator that draws random numbers but is no dropout; None if there is none."""
-    return next((op for op in made if draws_random(op.target) and op.target != "autopar.dropout"), None)
+def replacements(code: fx.Graph, evaluation: Evaluation) -> dict[fx.Node, fx.Node]:
+    """Return the nodes of ``code`` whose readers use another node in ``eval()``, with that node.
+
+    Raises:
+        UsageError: the plan splits the two values in different ways, or computes the other one elsewhere.
+    """
+    nodes = {ref: node for node in code.nodes if (ref := _value_of(node)) is not None}
+    found = {}
+    for ref, instead in evaluation.replaced:
+        if (
+            ref not in nodes or "reads" in nodes[ref].meta
+        ):  # what reads it from elsewhere gets the other value from there
+            continue
+        if instead not in nodes or _split_of(nodes[ref]) != _split_of(nodes[instead]):
+            raise UsageError(
+                f"The model cannot be evaluated by its plan: in eval() it reads {instead} in place of {ref}, which the plan "
+                "splits otherwise or computes elsewhere",
+                fix=EVALUATE_ALONE,
+            )
+        found[nodes[ref]] = nodes[instead]
+    return found
+
+
+def _split_of(node: fx.Node) -> dict[str, Type]:
+    """Return the types of the value of a node on the axes on which ranks do not all have it."""
+    return {axis: kind for axis, kind in node.meta["types"] if kind.kind not in ("I", "R")}
+
+
+def _value_of(node: fx.Node) -> Ref | None:
+    """Return the value of the graph that a node holds; None if it holds none."""
+    if "types" not in node.meta:
+        return None
+    if "op" in node.meta:
+        return Ref(node.meta["op"])
+    if node.target is operator.getitem:
+        source, index = cast("tuple[fx.Node, int]", node.args)
+        return Ref(source.meta["op"], index)
+    return cast("Ref | None", node.meta.get("reads"))
 
 
 Batch = Mapping[str, Tensor]

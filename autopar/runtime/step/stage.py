@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from autopar.graph.aliasing import contiguous
-from autopar.graph.graph import Ref
+from autopar.graph.graph import Evaluation, Ref
 from autopar.lower.emit import MICRO_BATCH_WEIGHT, SEED, SHARE, str_name
 from autopar.lower.program import BlockProgram, Program, StageProgram
 from autopar.ops import plain
@@ -44,8 +44,15 @@ class BlockModule(nn.Module):
         frees_parameters: whether FSDP frees gathered parameters after the block, so that outputs that are views of them are copied.
     """
 
-    def __init__(self, program: BlockProgram, meshes: Sequence[DeviceMesh], mover: Mover | None = None) -> None:
+    def __init__(
+        self,
+        program: BlockProgram,
+        meshes: Sequence[DeviceMesh],
+        mover: Mover | None = None,
+        evaluation: Evaluation | None = None,
+    ) -> None:
         super().__init__()
+        self._evaluation = evaluation or Evaluation()
         self.inputs, self.outputs = program.inputs, program.outputs
         self.recompute = program.recompute
         self.body = program.module
@@ -98,7 +105,8 @@ class BlockModule(nn.Module):
         key = self.training, bool(taps)
         if key not in self._variants:
             code = self.body.graph if self.training else self._code
-            self._variants[key] = variant(self.body, code, trains=self.training, taps=taps)
+            evaluation = None if self.training else self._evaluation
+            self._variants[key] = variant(self.body, code, evaluation, taps=taps)
         return self._variants[key]
 
     def _on_tape(self, code: Callable[..., Any], values: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -138,7 +146,9 @@ class StageModule(nn.Module):
         self.passed_on = passed_of(full_program, self._sends)
         self._is_whole = len(full_program.stages) == 1
         self.mover = mover = Mover(meshes[-1].device_type) if any(b.offload for b in program.blocks) else None
-        modules = (BlockModule(block, meshes, mover if block.offload else None) for block in program.blocks)
+        self._evaluation = full_program.graph.evaluation or Evaluation()
+        blocks = ((block, mover if block.offload else None) for block in program.blocks)
+        modules = (BlockModule(block, meshes, of_block, self._evaluation) for block, of_block in blocks)
         self.blocks = cast("Sequence[BlockModule]", nn.ModuleList(modules))
         self.prelude = None if program.prelude is None else program.prelude.module
         self._meshes = meshes
@@ -198,7 +208,7 @@ class StageModule(nn.Module):
     @cached_property
     def _prelude_at_rest(self) -> Callable[..., Any]:
         assert self.prelude is not None
-        return variant(self.prelude, self.prelude.graph, trains=False, taps=())
+        return variant(self.prelude, self.prelude.graph, self._evaluation)
 
     def keep(self, taps: Mapping[int, Sequence[Ref]]) -> None:
         """Set which inner values are stored, by the position of their block in this stage."""
