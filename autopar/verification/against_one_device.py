@@ -1,7 +1,8 @@
 """Comparison of a plan's program with one device: losses, gradients and parameters on every rank, in fp32 or fp64.
 
 Worker processes on this machine run as ranks over gloo. The reference is the model itself, trained on global batches in one process.
-Dropout is off in both, since one device and several ranks draw different random numbers.
+Dropout is off in both, since one device and several ranks drop different elements. Other random numbers are drawn by one device, and each rank
+gets its parts of them.
 """
 
 from __future__ import annotations
@@ -33,10 +34,13 @@ from autopar.verification.first_difference import bisect
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.reference import (
     Compared,
+    Draws,
     Subject,
     Trained,
     errors,
-    loss_of,
+    give_draws,
+    loss_with,
+    places_of_draws,
     traced_in_double,
     trained_alone,
     trained_in_parallel,
@@ -106,9 +110,10 @@ def verify(  # noqa: PLR0913  keywords of the public call
     plan = replace(plan, precision=FP32)
     lower(plan, graph)  # an invalid plan is reported here once, and not by every rank
     with WorkerPool(plan.mesh.world_size, preload=PRELOAD) if pool is None else nullcontext(pool) as workers:
-        run = _Run(plan=plan, steps=steps, timeout_s=run_timeout_s, pool=workers)
+        draws: Draws | None = [] if any(map(_is_draw, graph.ops)) else None
+        run = _Run(plan=plan, steps=steps, timeout_s=run_timeout_s, pool=workers, draws=draws)
         report = (run.in_double if precision == FP64 else run.compared)(compared, graph)
-        if find == "never" or (report.passed and find != "always") or plan.data_shares:
+        if find == "never" or (report.passed and find != "always") or plan.data_shares or draws is not None:
             return report
         bisection = bisect(
             compared,
@@ -149,6 +154,7 @@ class _Run:
     steps: int
     timeout_s: float
     pool: WorkerPool
+    draws: Draws | None
 
     def compared(self, subject: Compared, graph: Graph) -> VerifyReport:
         """Compare in fp32; if an error exceeds a tolerance, in fp64 as well."""
@@ -220,8 +226,9 @@ class _Run:
         reference = self._reference(subject)
         with tempfile.TemporaryDirectory(prefix="autopar-") as folder:
             path = Path(folder) / "reference.pt"
-            torch.save(reference, path)
-            job = (_compare, subject, plan, graph, self.batches(subject), str(path))
+            torch.save((reference, [[draw.value for draw in step] for step in self.draws or ()]), path)
+            places = places_of_draws(graph, self.draws[0], plan.global_batch_size) if self.draws is not None else {}
+            job = (_compare, subject, plan, graph, self.batches(subject), str(path), places)
             rows = self.pool.run(*job, size=plan.mesh.world_size, timeout_s=self.timeout_s)
         return VerifyReport(steps=self.steps, reference_losses=reference["losses"], rows=rows), reference
 
@@ -237,7 +244,8 @@ class _Run:
         """
         batch = self.batches(subject)[0]
         with torch.no_grad():
-            losses = [loss_of(model(**batch)).item() for model in (subject.build(), subject.build())]
+            models = (subject.build(), subject.build())
+            losses = [loss_with(self.draws, 0, model, batch).item() for model in models]
         if abs(losses[0] - losses[1]) > LOSS_TOLERANCE / 10 * abs(losses[0]):
             raise VerificationError(
                 f"One device gives two losses for one batch: {losses[0]!r} and {losses[1]!r}",
@@ -250,22 +258,16 @@ class _Run:
         if nudge is not None:
             _nudge(model, nudge)
         with in_double() if subject.is_double else nullcontext():
-            return trained_alone(model, batches)
+            return trained_alone(model, batches, self.draws)
+
+
+def _is_draw(op: Op) -> bool:
+    """Return whether an operator draws random numbers and is no dropout."""
+    return draws_random(op.target) and op.target not in DROPOUT_ARGUMENT
 
 
 def _without_dropout(graph: Graph) -> Graph:
-    """Return the graph with dropout turned off and the same fingerprint.
-
-    Raises:
-        VerificationError: the graph draws other random numbers.
-    """
-    drawn = next((op for op in graph.ops if draws_random(op.target) and op.target not in DROPOUT_ARGUMENT), None)
-    if drawn is not None:
-        raise VerificationError(
-            f"The model draws random numbers besides dropout ({drawn.target}), which differ on one device and many",
-            where=drawn.source or drawn.module or drawn.name,
-            fix="Turn it off in the model that is verified",
-        )
+    """Return the graph with dropout turned off and the same fingerprint."""
     return replace(graph, ops=tuple(without_dropout(op) for op in graph.ops))
 
 
@@ -300,10 +302,15 @@ def _compare(
     graph: Graph,
     batches: Sequence[Mapping[str, Tensor]],
     path: str,
+    places: Mapping[str, int],
 ) -> RankErrors:
-    """Train one rank's part, and return its errors against the reference in the file at ``path``."""
+    """Train one rank's part, and return its errors against the reference in the file at ``path``, with the same random numbers."""
     world = World(plan.mesh, "cpu")
-    parallel = ParallelModel(lower(plan, graph, rank=world.rank), world, ModelWeights(subject.build(), 0))
+    reference, draws = torch.load(path, mmap=True)
+    program = lower(plan, graph, rank=world.rank)
+    if places:
+        give_draws(program, world.rank, draws, places)
+    parallel = ParallelModel(program, world, ModelWeights(subject.build(), 0))
     with in_double() if subject.is_double else nullcontext():  # opaque regions run the user's code
         results = trained_in_parallel(parallel, batches)
-    return errors(dist.get_rank(), results, torch.load(path, mmap=True), plan.precision)
+    return errors(dist.get_rank(), results, reference, plan.precision)

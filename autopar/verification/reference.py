@@ -8,18 +8,23 @@ float64.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol, TypeAlias, TypedDict, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.errors import TraceError, VerificationError, first_line
 from autopar.graph.graph import Graph
+from autopar.graph.operator_kinds import draws_random
 from autopar.lower.emit import OPAQUE
+from autopar.lower.program import Program
+from autopar.ops import seeded
 from autopar.ops.kernels import MODULE, region_of
 from autopar.ops.opaque import pick_loss
 from autopar.plan.plan import FP32, Precision
@@ -31,6 +36,7 @@ from autopar.tracing.model_with_loss import LossFunction
 from autopar.tracing.modes import in_double
 from autopar.tracing.trace import trace
 from autopar.verification.results import RankErrors
+from autopar.verification.slices import Split
 
 LEARNING_RATE = 1e-3
 """AdamW's learning rate in both runs."""
@@ -64,14 +70,67 @@ class Trained(TypedDict):
     parameters: dict[str, Tensor]
 
 
-def trained_alone(model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> Trained:
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Random numbers that one device has drawn for a whole batch.
+
+    Attributes:
+        kind: the operator, without its overload; one that writes into a tensor has the name of the other.
+        value: the numbers.
+    """
+
+    kind: str
+    value: Tensor
+
+
+Draws: TypeAlias = list[tuple[Draw, ...]]
+"""The random numbers of each step, in order."""
+
+
+class _Drawing(TorchDispatchMode):
+    """Records the random numbers that a step draws, in ``made``, or gives it those that another run has drawn.
+
+    Args:
+        known: the random numbers of that run; None: there is none.
+    """
+
+    def __init__(self, known: Sequence[Draw] | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.known, self.made = known, list[Draw]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not isinstance(result, Tensor) or not draws_random(str(func)):
+            return result
+        if self.known is not None:
+            value = self.known[len(self.made)].value.to(result.dtype)
+            result = result.copy_(value) if func._schema.is_mutable else value.clone()
+        self.made.append(Draw(kind_of_draw(str(func)), result.detach().clone()))
+        return result
+
+
+def kind_of_draw(target: str) -> str:
+    """Return what :attr:`Draw.kind` is for an operator.
+
+    >>> kind_of_draw("aten.bernoulli_.float"), kind_of_draw("aten.normal_functional.default")
+    ('bernoulli', 'normal')
+    """
+    return target.split(".")[1].removesuffix("_").removesuffix("_functional")
+
+
+def trained_alone(model: nn.Module, batches: Sequence[Mapping[str, Tensor]], draws: Draws | None = None) -> Trained:
     """Train a model on one device.
+
+    Args:
+        model: the model.
+        batches: one for each step.
+        draws: the random numbers of each step; an empty list gets those that this run draws. None: no matter which.
 
     Raises:
         VerificationError: the model cannot make these steps; the error names the line of its code.
     """
     try:
-        return _trained(model, batches)
+        return _trained(model, batches, draws)
     except FAILURES as failure:
         raise VerificationError(
             "One device alone cannot train the model",
@@ -81,7 +140,18 @@ def trained_alone(model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> 
         ) from failure
 
 
-def _trained(model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> Trained:
+def loss_with(draws: Draws | None, step: int, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the loss of a step, with the random numbers that :func:`trained_alone` describes."""
+    if draws is None:
+        return loss_of(model(**batch))
+    with _Drawing(draws[step] if step < len(draws) else None) as drawing:
+        loss = loss_of(model(**batch))
+    if step == len(draws):
+        draws.append(tuple(drawing.made))
+    return loss
+
+
+def _trained(model: nn.Module, batches: Sequence[Mapping[str, Tensor]], draws: Draws | None) -> Trained:
     """Train a model for a step on each batch, and return its results."""
     optimizer = adamw(model.parameters())
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -89,7 +159,7 @@ def _trained(model: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> Train
     gradients: dict[str, Tensor] = {}
     for step, batch in enumerate(batches):
         optimizer.zero_grad()
-        loss = loss_of(model(**batch))
+        loss = loss_with(draws, step, model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.item())
         if step == 0:
@@ -114,6 +184,72 @@ def trained_in_parallel(parallel: ParallelModel, batches: Sequence[Mapping[str, 
             gradients = parallel.full_gradients()
         optimizer.step()
     return {"losses": tuple(losses), "gradients": gradients, "parameters": parallel.full_state_dict()}
+
+
+def give_draws(program: Program, rank: int, draws: Sequence[Sequence[Tensor]], places: Mapping[str, int]) -> None:
+    """Make a rank's program use its parts of the random numbers that one device has drawn.
+
+    Args:
+        program: the program; its code is changed.
+        rank: the rank.
+        draws: the random numbers of each step.
+        places: the place of each operator's random numbers among those of a step.
+    """
+    split = Split.of(program.mesh, program.plan.num_micro_batches, program.graph)
+    period = (
+        program.plan.num_micro_batches + 1
+    )  # each step has so many streams, of which the micro-batches take the first ones
+
+    def part_for(node: fx.Node) -> Callable[..., Tensor]:
+        place, layout, dtype = places[node.meta["op"]], node.meta["types"], node.meta["spec"].dtype
+        seed_of = cast("fx.Node", node.kwargs["seed"])
+        is_of_step = seed_of.target is operator.floordiv
+
+        def given(*args: Any, seed: int, **options: Any) -> Tensor:
+            step, micro_batch = (seed, 0) if is_of_step else divmod(seed, period)
+            part = split.part(draws[step][place], layout, split.coordinate(rank, micro_batch))
+            return part.to(dtype, copy=True)
+
+        return given
+
+    for stage in program.stages:
+        for block in stage.blocks:
+            for node in block.module.graph.nodes:
+                if node.target is seeded.draw:
+                    node.target = part_for(node)
+            block.module.recompile()
+
+
+def places_of_draws(graph: Graph, drawn: Sequence[Draw], samples: int) -> dict[str, int]:
+    """Return for each random operator of a graph but dropout the place of its numbers among those of one device.
+
+    Args:
+        graph: the graph.
+        drawn: what one device has drawn in a step of ``samples``.
+
+    Raises:
+        VerificationError: one device did not draw them, such as in a part of the graph that it runs otherwise.
+    """
+    places, place = {}, 0
+    for op in graph.ops:
+        if not draws_random(op.target) or op.target == "autopar.dropout":
+            continue
+        sizes = [{size, size * samples // graph.batch_size} for size in op.spec.shape]
+        while place < len(drawn) and not (
+            drawn[place].kind == kind_of_draw(op.target)
+            and len(sizes) == drawn[place].value.dim()
+            and all(size in known for size, known in zip(drawn[place].value.shape, sizes, strict=True))
+        ):
+            place += 1
+        if place == len(drawn):
+            raise VerificationError(
+                f"One device does not draw the random numbers of {op.name} ({op.target}) in the order of the graph",
+                where=op.source or op.module,
+                fix="Turn them off in the model that is verified",
+            )
+        places[op.name] = place
+        place += 1
+    return places
 
 
 def errors(rank: int, found: Trained, reference: Trained, precision: Precision = FP32) -> RankErrors:

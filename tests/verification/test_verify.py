@@ -16,7 +16,15 @@ from autopar.tracing.trace import trace
 from autopar.verification.against_one_device import _Run, verify
 from autopar.verification.compared_models import VerifiedModel
 from autopar.verification.first_difference import Bisection
-from autopar.verification.reference import Compared, traced_in_double, worst
+from autopar.verification.reference import (
+    Compared,
+    Draw,
+    Draws,
+    places_of_draws,
+    traced_in_double,
+    trained_alone,
+    worst,
+)
 from autopar.verification.results import NUDGES, Confirmation, RankErrors, VerifyReport
 from tests.support.close import assert_close
 from tests.support.distributed.subjects import OwnSubject
@@ -172,7 +180,7 @@ def test_a_model_that_fails_on_one_device_is_told_by_its_line() -> None:
 
 def run_of(global_batch_size: int) -> _Run:
     plan, pool = SimpleNamespace(global_batch_size=global_batch_size), None
-    return _Run(plan=plan, steps=1, timeout_s=1.0, pool=pool)
+    return _Run(plan=plan, steps=1, timeout_s=1.0, pool=pool, draws=None)
 
 
 def test_a_model_that_draws_noise_of_its_own_is_no_reference() -> None:
@@ -182,6 +190,40 @@ def test_a_model_that_draws_noise_of_its_own_is_no_reference() -> None:
 
     run(0.0)
     refuses(VerificationError, r"One device gives two losses for one batch: .*Turn off what", run, 0.1)
+
+
+def noised() -> nn.Module:
+    """Noise, a mask that is written into a tensor, and a shuffle; dropout that is off."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        kept = x.new_empty(len(x), 1).bernoulli_(0.5)
+        order = torch.rand(len(x), x.shape[1], dtype=x.dtype).argsort(1)
+        noise = nn.functional.dropout(torch.randn_like(x), 0.0)
+        return (self.weight * (x * kept + noise).gather(1, order)).square().mean()
+
+    return model_of(forward, weight=nn.Parameter(torch.linspace(0.3, 1.0, 8)))
+
+
+def test_runs_of_one_device_draw_what_the_first_one_drew() -> None:
+    """In float64 as well; and where ``one`` draws and no other, losses differ."""
+    batches = [normal(8)(4, torch.Generator().manual_seed(seed)) for seed in range(3)]
+    draws: Draws = []
+    first, second = trained_alone(noised(), batches, draws), trained_alone(noised(), batches, draws)
+    assert [[draw.kind for draw in step] for step in draws] == 3 * [["bernoulli", "rand", "randn_like"]]
+    assert first["losses"] == second["losses"] != trained_alone(noised(), batches)["losses"]
+    wide = trained_alone(noised().double(), [{"x": batch["x"].double()} for batch in batches], draws)
+    assert wide["losses"] == pytest.approx(first["losses"], rel=1e-5)
+    assert [draw.value.dtype for draw in draws[0]] == 3 * [torch.float32]
+
+
+def test_what_the_graph_draws_is_found_in_the_order_of_one_device() -> None:
+    graph = trace(noised(), (), {"x": torch.zeros(2, 8)})
+    made = [Draw(kind, torch.zeros(shape)) for kind, shape in (
+        ("uniform", (3,)), ("bernoulli", (4, 1)), ("rand", (4, 3)), ("rand", (4, 8)), ("randn_like", (4, 8)),
+    )]  # fmt: skip
+    assert list(places_of_draws(graph, made, 4).values()) == [1, 3, 4]
+    refuses(VerificationError, r"does not draw .*\(aten\.rand_like|randn_like", places_of_draws, graph, made[:4], 4)
+    refuses(VerificationError, r"does not draw", places_of_draws, graph, made[::-1], 4)
 
 
 KINKED = OwnSubject(
