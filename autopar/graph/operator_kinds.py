@@ -57,6 +57,11 @@ DROPOUT_ARGUMENT = {
 """The position of the dropout probability among the arguments, by target."""
 
 
+def draws_values(op: Op) -> bool:
+    """Return whether an operator draws random numbers and is no dropout."""
+    return draws_random(op.target) and op.target not in DROPOUT_ARGUMENT
+
+
 def without_dropout(op: Op) -> Op:
     """Return the same call with a dropout probability of 0."""
     position = DROPOUT_ARGUMENT.get(op.target)

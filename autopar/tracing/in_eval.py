@@ -6,12 +6,12 @@ does the same with the same values. Where training computes a value that ``eval(
 iteration), its readers may read another value instead. If all operators of ``eval()``, its loss and its outputs have counterparts, these
 replacements are all that ``eval()`` changes.
 
-Torch's batch norms, dropouts and recurrent networks stay in training here, as the runtime knows what they do in ``eval()``.
+Torch's batch norms, recurrent networks and, where possible, dropouts stay in training here, as the runtime knows what they do in ``eval()``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -34,16 +34,25 @@ from autopar.graph.elements import (
     map_refs,
 )
 from autopar.graph.graph import Graph
-from autopar.graph.operator_kinds import without_dropout
+from autopar.graph.operator_kinds import draws_random, without_dropout
 
 _RUNNING = "autopar.batch_norm_running"
 _ANY_REF = Ref("")
 
 
-def put_in_eval(model: torch.nn.Module) -> None:
-    """Put all modules in ``eval()`` but torch's batch norms, recurrent networks and dropouts, and those of classes made from them."""
+def kept_in_training(graph: Graph) -> tuple[type[torch.nn.Module], ...]:
+    """Return the classes of modules that may stay in training where the others are in ``eval()``.
+
+    Dropouts may not if the graph has draws that are no dropout: an export may have taken one apart.
+    """
+    draws = (op for op in _ops(graph) if draws_random(op.target) and op.target != "autopar.dropout")
+    return (_BatchNorm, RNNBase) if any(draws) else (_BatchNorm, RNNBase, _DropoutNd)
+
+
+def put_in_eval(model: torch.nn.Module, kept: tuple[type[torch.nn.Module], ...]) -> None:
+    """Put all modules in ``eval()`` but those of the classes ``kept``, and of classes made from these."""
     for module in model.modules():
-        if not isinstance(module, (_BatchNorm, _DropoutNd, RNNBase)):
+        if not isinstance(module, kept):
             module.training = False
 
 
@@ -86,55 +95,51 @@ class _Counterparts:
         self._first = dict(_equal_leaves(training, training))  # a tensor of the model may be several leaves
         self.same = dict(_equal_leaves(training, other))
         self.replaced: dict[Ref, Ref] = {}
-        self._ops, self._place = _ops(training), 0
-        self._calls = [*map(_call, self._ops)]
-        self._specs = {Ref(op.name, i): spec for op in self._ops for i, spec in enumerate(op.outputs)}
+        ops = _ops(training)
+        self._unmatched = {op.name: op for op in ops}
+        self._alike: dict[object, list[Op]] = {}
+        for op in ops:
+            self._alike.setdefault(_call(op), []).append(op)
+        self._specs = {Ref(op.name, i): spec for op in ops for i, spec in enumerate(op.outputs)}
         self._specs |= {Ref(leaf.name): leaf.spec for leaf in _leaves(training)}
-        self._skipped: set[str] = set()
 
     def add(self, op: Op) -> bool:
-        """Find the counterpart of the next operator of ``other``, and return whether there is one."""
-        call = _call(op)
-        for place in range(self._place, len(self._ops)):
-            if self._calls[place] != call:
-                continue
-            match = self._ops[place]
-            skipped = {passed.name for passed in self._ops[self._place : place]}
-            replaced = self._replaced_in(zip(op.operands, match.operands, strict=True), skipped)
-            if replaced is None:
-                continue
-            self.replaced |= replaced
-            self._skipped |= skipped
-            self._place = place + 1
-            outputs = [(Ref(op.name, i), Ref(match.name, i)) for i in range(len(op.outputs))]
-            self.same |= outputs
-            return all((a in self.other.sums) == (b in self.training.sums) for a, b in outputs)
-        return False
+        """Find the counterpart of the next operator of ``other``, and return whether there is one; best is one without replacements."""
+        kept = {ref.name for ref in self.replaced}
+        alike = [one for one in self._alike.get(_call(op), ()) if one.name in self._unmatched and one.name not in kept]
+        found = ((self._replaced_in(zip(op.operands, one.operands, strict=True)), one) for one in alike)
+        possible = [(replaced, one) for replaced, one in found if replaced is not None]
+        if not possible:
+            return False
+        replaced, match = min(possible, key=lambda pair: len(pair[0]))
+        self.replaced |= replaced
+        del self._unmatched[match.name]
+        outputs = [(Ref(op.name, i), Ref(match.name, i)) for i in range(len(op.outputs))]
+        self.same |= outputs
+        return all((a in self.other.sums) == (b in self.training.sums) for a, b in outputs)
 
-    def _replaced_in(self, pairs: Iterable[tuple[Ref, Ref]], skipped: Collection[str] = ()) -> dict[Ref, Ref] | None:
-        """Return the replacements by which values of the training graph are equal to those of ``other``; None if there are none.
+    def _replaced_in(self, pairs: Iterable[tuple[Ref, Ref]]) -> dict[Ref, Ref] | None:
+        """Return the further replacements by which values of the training graph are equal to those of ``other``; None if there are none.
 
         Args:
             pairs: values of ``other`` and of the training graph.
-            skipped: names of further operators of the training graph that ``eval()`` does not call.
         """
         replaced: dict[Ref, Ref] = {}
         for value, there in pairs:
             wanted = self.same.get(value)
             if wanted is None:
                 return None
-            if wanted == self._first.get(there, there):
+            known = self.replaced.get(there) or replaced.get(there)
+            if wanted in (known, self._first.get(there, there)):
                 continue
-            is_skipped = there.name in skipped or there.name in self._skipped
-            before = self.replaced.get(there) or replaced.get(there, wanted)
-            if not is_skipped or before != wanted or _kind(self._specs[wanted]) != _kind(self._specs[there]):
+            is_free = there.name in self._unmatched and known is None
+            if not is_free or _kind(self._specs[wanted]) != _kind(self._specs[there]):
                 return None
             replaced[there] = wanted
         return replaced
 
     def evaluation(self) -> Evaluation:
         """Return the result, after all operators of ``other`` were added."""
-        self._skipped |= {op.name for op in self._ops[self._place :]}
         outputs, others = self.training.outputs, self.other.outputs
         pairs = [(self.other.loss, self.training.loss)]
         if outputs is not None and others is not None:
@@ -152,13 +157,15 @@ class _Counterparts:
                 needed |= {ref.name for ref in op.operands}
                 if op.target == _RUNNING or any(ref in self.replaced for ref in op.operands):
                     return Evaluation(unknown="it counts samples otherwise in eval()", where=op.source or op.module)
-        return Evaluation(replaced=tuple(self.replaced.items()))
+        # what a dropout reads takes its place at run time, whichever layouts the two have
+        dropouts = {Ref(op.name): op.operands[0] for op in self._unmatched.values() if op.target == "autopar.dropout"}
+        return Evaluation(replaced=tuple((v, u) for v, u in self.replaced.items() if dropouts.get(v) != u))
 
 
 def _call(op: Op) -> object:
     """Return what an operator does, without its operands and without dropout."""
     op = without_dropout(op)
-    arguments = (op.args, *op.kwargs)
+    arguments = () if op.target == "autopar.dropout" else (op.args, *op.kwargs)  # a dropout has a number of its own
     return op.target, map_refs(arguments, lambda _: _ANY_REF), tuple(map(_kind, op.outputs))
 
 

@@ -38,7 +38,7 @@ from autopar.tracing.failures import (
 )
 from autopar.tracing.finish import finish
 from autopar.tracing.forms.losses import over_samples
-from autopar.tracing.in_eval import evaluation_of, put_in_eval
+from autopar.tracing.in_eval import evaluation_of, kept_in_training, put_in_eval
 from autopar.tracing.model_with_loss import (
     LossFunction,
     ModelWithLoss,
@@ -129,7 +129,7 @@ class _Job:
         reasons: says for each opaque module, by path, why it is opaque.
         repeats: steps and batch sizes are not checked.
         examples: example inputs by name, with values.
-        in_eval: whether the model is traced in ``eval()``.
+        in_eval: the model is traced in ``eval()``, but for modules of these classes; None: in training.
         known: what is known of opaque regions. It grows with each export and is shared by all of them.
     """
 
@@ -140,7 +140,7 @@ class _Job:
     reasons: Mapping[str, str]
     repeats: bool
     examples: Mapping[str, Any]
-    in_eval: bool = False
+    in_eval: tuple[type[torch.nn.Module], ...] | None = None
     known: KnownRegions = field(default_factory=KnownRegions)
 
     @property
@@ -299,8 +299,8 @@ def _faked(
     wrapper = ModelWithLoss(fake_copy(job.model, mode), batch, job.loss_fn)
     regions = Regions(job.model, batch_size, job.known, tries_samples=tries_samples,
         examples=job.examples, gives_loss=job.loss_fn is None)  # fmt: skip
-    if job.in_eval:
-        put_in_eval(wrapper.model)
+    if job.in_eval is not None:
+        put_in_eval(wrapper.model, job.in_eval)
     regions.swap(wrapper.model, job.opaque)
     with (
         regions.autograd_functions(),
@@ -332,7 +332,7 @@ def _larger(graph: Graph, job: _Job) -> Graph:
 
 def _evaluation(graph: Graph, calls: Sequence[sample_counts.Call], job: _Job) -> Evaluation:
     """Return what ``eval()`` changes in the graph, whose step makes ``calls``."""
-    in_eval = replace(job, in_eval=True, repeats=True)
+    in_eval = replace(job, in_eval=kept_in_training(graph), repeats=True)
     is_same = bool(calls) and calls == _calls(in_eval, times=1)
     return evaluation_of(graph, job.model, lambda: graph if is_same else _traced(in_eval)[0])
 

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import UsageError, VerificationError
 from autopar.graph.graph import Graph, Op, TensorSpec
-from autopar.graph.operator_kinds import DROPOUT_ARGUMENT, draws_random, without_dropout
+from autopar.graph.operator_kinds import draws_values, without_dropout
 from autopar.lower.program import lower
 from autopar.plan.plan import FP32, FP64, Plan, Precision
 from autopar.runtime.parallel_model import ParallelModel
@@ -110,7 +110,7 @@ def verify(  # noqa: PLR0913  keywords of the public call
     plan = replace(plan, precision=FP32)
     lower(plan, graph)  # an invalid plan is reported here once, and not by every rank
     with WorkerPool(plan.mesh.world_size, preload=PRELOAD) if pool is None else nullcontext(pool) as workers:
-        draws: Draws | None = [] if any(map(_is_draw, graph.ops)) else None
+        draws: Draws | None = [] if any(map(draws_values, graph.ops)) else None
         run = _Run(plan=plan, steps=steps, timeout_s=run_timeout_s, pool=workers, draws=draws)
         report = (run.in_double if precision == FP64 else run.compared)(compared, graph)
         if find == "never" or (report.passed and find != "always") or plan.data_shares or draws is not None:
@@ -259,11 +259,6 @@ class _Run:
             _nudge(model, nudge)
         with in_double() if subject.is_double else nullcontext():
             return trained_alone(model, batches, self.draws)
-
-
-def _is_draw(op: Op) -> bool:
-    """Return whether an operator draws random numbers and is no dropout."""
-    return draws_random(op.target) and op.target not in DROPOUT_ARGUMENT
 
 
 def _without_dropout(graph: Graph) -> Graph:

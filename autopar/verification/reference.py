@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.errors import TraceError, VerificationError, first_line
 from autopar.graph.graph import Graph
-from autopar.graph.operator_kinds import draws_random
+from autopar.graph.operator_kinds import draws_random, draws_values
 from autopar.lower.emit import OPAQUE
 from autopar.lower.program import Program
 from autopar.ops import seeded
@@ -232,7 +232,7 @@ def places_of_draws(graph: Graph, drawn: Sequence[Draw], samples: int) -> dict[s
     """
     places, place = {}, 0
     for op in graph.ops:
-        if not draws_random(op.target) or op.target == "autopar.dropout":
+        if not draws_values(op):
             continue
         sizes = [{size, size * samples // graph.batch_size} for size in op.spec.shape]
         while place < len(drawn) and not (
