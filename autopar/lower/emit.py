@@ -211,11 +211,17 @@ class Emitter:
             return seed
         return self.graph.create_node("call_function", operator.floordiv, (seed, self.period), name=f"{op.name}_seed")
 
-    def finish(self, outputs: Sequence[Ref]) -> fx.GraphModule:
-        """Return the finished module, whose forward returns a tuple with one tensor for each of ``outputs``."""
+    def finish(self, outputs: Sequence[Ref], kept: Iterable[Ref] = ()) -> fx.GraphModule:
+        """Return the finished module, whose forward returns a tuple with one tensor for each of ``outputs``.
+
+        Args:
+            outputs: the values that it returns.
+            kept: values that stay in the code although nothing reads them.
+        """
         self.graph.output(tuple(self.values[ref] for ref in outputs))
+        needed = {self.values[ref] for ref in kept if ref in self.values}
         for node in tuple(self.graph.nodes):
-            if node.target is operator.getitem and not node.users:
+            if node.target is operator.getitem and not node.users and node not in needed:
                 self.graph.erase_node(node)
         return fx.GraphModule(self.root, self.graph, class_name=self.name)
 

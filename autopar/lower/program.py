@@ -271,7 +271,9 @@ class _Builder:
         return BlockProgram(
             index=block.index,
             label=block.label,
-            module=emitter.finish(outputs),
+            module=emitter.finish(
+                outputs, [instead for _, instead in graph.evaluation.replaced] if graph.evaluation else ()
+            ),
             inputs=tuple(inputs),
             outputs=tuple(str_name(ref) for ref in outputs),
             parameters=tuple(owned),

@@ -1,8 +1,8 @@
 """What a model computes in ``eval()``: the values of its training graph, some of them in the places of others.
 
 ``par.evaluate`` runs the program of the training graph. A model that calls the same operators in ``eval()`` needs nothing else. Any other
-is traced in ``eval()`` too, and its operators are looked for in the training graph, in order. An operator has a counterpart where training
-does the same with the same values. Where training computes a value that ``eval()`` does not (a mask of stochastic depth, noise, a power
+is traced in ``eval()`` too, and its operators are looked for in the training graph. An operator has a counterpart where training does the
+same with the same values. Where training computes a value that ``eval()`` does not (a mask of stochastic depth, noise, a power
 iteration), its readers may read another value instead. If all operators of ``eval()``, its loss and its outputs have counterparts, these
 replacements are all that ``eval()`` changes.
 
@@ -37,13 +37,15 @@ from autopar.graph.graph import Graph
 from autopar.graph.operator_kinds import draws_random, without_dropout
 
 _RUNNING = "autopar.batch_norm_running"
+_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+"""Names of the buffers of a batch norm."""
 _ANY_REF = Ref("")
 
 
 def kept_in_training(graph: Graph) -> tuple[type[torch.nn.Module], ...]:
     """Return the classes of modules that may stay in training where the others are in ``eval()``.
 
-    Dropouts may not if the graph has draws that are no dropout: an export may have taken one apart.
+    Dropouts may not if something else draws random numbers: that may be a dropout which the export has taken apart.
     """
     draws = (op for op in _ops(graph) if draws_random(op.target) and op.target != "autopar.dropout")
     return (_BatchNorm, RNNBase) if any(draws) else (_BatchNorm, RNNBase, _DropoutNd)
@@ -69,8 +71,9 @@ def evaluation_of(training: Graph, model: torch.nn.Module, trace_in_eval: Callab
     except AutoparError as error:
         return Evaluation(unknown=f"in eval() it cannot be traced: {error.short}")
     norms = [path for path, module in model.named_modules(remove_duplicate=False) if isinstance(module, _BatchNorm)]
+    statistics = {f"{path}.{name}" if path else name for path in norms for name in _STATISTICS}
     names = {buffer.name: buffer.fqn for buffer in other.buffers}
-    changed = [names[m.buffer] for m in other.mutations if names[m.buffer].rpartition(".")[0] not in norms]
+    changed = [names[m.buffer] for m in other.mutations if names[m.buffer] not in statistics]
     if changed:
         return Evaluation(unknown=f"it changes its buffer {changed[0]} in eval() too")
     found = _Counterparts(training, other)

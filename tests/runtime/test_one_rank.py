@@ -403,7 +403,20 @@ def own_norm(size: int) -> nn.Module:
     return model_of(forward, mean=nn.Buffer(torch.zeros(size)), variance=nn.Buffer(torch.ones(size)))
 
 
-NORMS = {"statistics": nn.BatchNorm1d, "own": own_norm, "input": partial(nn.BatchNorm1d, affine=False)}
+class CountingNorm(nn.BatchNorm1d):
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.seen = nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(1.0)
+        return super().forward(x)
+
+
+NORMS = {
+    "statistics": nn.BatchNorm1d, "own": own_norm, "input": partial(nn.BatchNorm1d, affine=False),
+    "counting": CountingNorm,
+}  # fmt: skip
 
 
 def drops_samples(self: Any, x: Tensor) -> Tensor:
@@ -452,7 +465,7 @@ def noisy(kind: str) -> nn.Module:
 
 @pytest.mark.parametrize(("kind", "opaque", "value"), [
     ("dropout", (), ""), ("dropout", ("drop",), ""), ("inputs", (), ""), ("statistics", (), ""), ("input", (), ""),
-    ("own", (), "changes its buffer norm.mean in eval"), ("drawn", (), ""), ("doubled", (), ""), ("dropped", (), ""),
+    ("own", (), "changes its buffer norm.mean in eval"), ("counting", (), "changes its buffer norm.seen in eval"), ("drawn", (), ""), ("doubled", (), ""), ("dropped", (), ""),
     ("depth", (), ""), ("losses", (), ""), ("spectral", (), ""), ("averages", (), ""), ("more", (), "calls aten.tanh"),
 ])  # fmt: skip
 def test_an_evaluation_is_that_of_eval_or_says_what_it_lacks(kind: str, opaque: tuple[str, ...], value: str) -> None:

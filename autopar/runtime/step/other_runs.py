@@ -102,10 +102,8 @@ def replacements(code: fx.Graph, evaluation: Evaluation) -> dict[fx.Node, fx.Nod
     nodes = {ref: node for node in code.nodes if (ref := _value_of(node)) is not None}
     found = {}
     for ref, instead in evaluation.replaced:
-        if (
-            ref not in nodes or "reads" in nodes[ref].meta
-        ):  # what reads it from elsewhere gets the other value from there
-            continue
+        if ref not in nodes or "reads" in nodes[ref].meta:
+            continue  # another block makes it, and passes on the other value
         if instead not in nodes or _split_of(nodes[ref]) != _split_of(nodes[instead]):
             raise UsageError(
                 f"The model cannot be evaluated by its plan: in eval() it reads {instead} in place of {ref}, which the plan "
