@@ -432,6 +432,13 @@ def averages(self: Any, x: Tensor) -> Tensor:
     return x * self.average
 
 
+def picks(self: Any, x: Tensor) -> Tensor:
+    """Takes an element by chance in training, and else the largest, whose place training does not read."""
+    values, places = x.max(1)
+    places = torch.randint(0, 8, (len(x),)) if self.training else places
+    return x.gather(1, places[:, None]) + values[:, None]
+
+
 def two_losses(self: Any, x: Tensor) -> Tensor:
     loss = self.first(x).square().mean()
     return loss + self.second(x).abs().mean() if self.training else loss
@@ -447,6 +454,7 @@ def noisy(kind: str) -> nn.Module:
         "drawn": lambda self, x: x * (torch.rand_like(x) < 2.0),
         "more": lambda self, x: x if self.training else x.tanh(),
         "averages": averages,
+        "picks": picks,
     }
 
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -466,7 +474,7 @@ def noisy(kind: str) -> nn.Module:
 @pytest.mark.parametrize(("kind", "opaque", "value"), [
     ("dropout", (), ""), ("dropout", ("drop",), ""), ("inputs", (), ""), ("statistics", (), ""), ("input", (), ""),
     ("own", (), "changes its buffer norm.mean in eval"), ("counting", (), "changes its buffer norm.seen in eval"), ("drawn", (), ""), ("doubled", (), ""), ("dropped", (), ""),
-    ("depth", (), ""), ("losses", (), ""), ("spectral", (), ""), ("averages", (), ""), ("more", (), "calls aten.tanh"),
+    ("depth", (), ""), ("losses", (), ""), ("spectral", (), ""), ("picks", (), ""), ("averages", (), ""), ("more", (), "calls aten.tanh"),
 ])  # fmt: skip
 def test_an_evaluation_is_that_of_eval_or_says_what_it_lacks(kind: str, opaque: tuple[str, ...], value: str) -> None:
     model, batch = noisy(kind).double(), {"x": torch.randn(4, 8, dtype=torch.float64)}
