@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import sys
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -84,8 +86,10 @@ def _child(pipe: Connection, kind: str) -> None:
 
 def evaluated_apart(kind: str) -> Found:
     """:func:`evaluated` in a process of its own."""
-    ours, theirs = multiprocessing.get_context("fork").Pipe()
-    process = multiprocessing.get_context("fork").Process(target=_child, args=(theirs, kind), daemon=True)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tools.campaigns.others", "transformers"])
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_child, args=(theirs, kind), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -140,14 +144,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("types", nargs="*", metavar="TYPE")
     parser.add_argument("--page", type=Path)
     options = parser.parse_args(arguments)
-    found = dict[str, Found]()
-    for kind in options.types or sorted(TYPES):
-        one = found[kind] = evaluated_apart(kind)
-        said_of = (
-            one.error or f"{one.evaluated:.6g} {one.alone[0]:.6g}, trained {one.trained:.6g}, {one.replaced} replaced"
-        )
-        sys.stdout.write(f"{kind:24} {one.verdict:8} {said_of}\n")
-        sys.stdout.flush()
+    found, kinds = dict[str, Found](), options.types or sorted(TYPES)
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        for kind, one in zip(kinds, threads.map(evaluated_apart, kinds), strict=True):
+            found[kind] = one
+            said_of = (
+                one.error
+                or f"{one.evaluated:.6g} {one.alone[0]:.6g}, trained {one.trained:.6g}, {one.replaced} replaced"
+            )
+            sys.stdout.write(f"{kind:24} {one.verdict:8} {said_of}\n")
+            sys.stdout.flush()
     if options.page is not None:
         options.page.write_text(page(found), encoding="utf-8")
     return int(any(one.verdict == "wrong" for one in found.values()))
