@@ -221,9 +221,10 @@ def check_evaluates(program: Program) -> None:
         )
     bodies = [block.module for stage in program.stages for block in stage.blocks]
     bodies += [stage.prelude.module for stage in program.stages if stage.prelude is not None]
-    replaced = sum(len(replacements(body.graph, evaluation)) for body in bodies)
-    if replaced < len(evaluation.replaced):
-        raise InternalError("The program lacks a value that eval() replaces")
+    found = {ref for body in bodies for ref in replacements(body.graph, evaluation)}
+    missing = [str(ref) for ref, _ in evaluation.replaced if ref not in found]
+    if missing:
+        raise InternalError(f"The program does not compute {missing[0]}, which eval() replaces")
 
 
 _ON_HOST = "can't allocate memory"

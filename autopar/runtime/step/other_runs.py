@@ -65,7 +65,7 @@ def variant(
     graph.output((*outputs, *(_part(graph, nodes[ref.name], ref.index) for ref in taps)))
     if evaluation is not None:
         _replace_training_functions(graph)
-        for node, instead in replacements(code, evaluation).items():
+        for node, instead in replacements(code, evaluation).values():
             copies[node].replace_all_uses_with(copies[instead])
     return partial(type(fx.GraphModule(body, graph)).forward, body)
 
@@ -93,8 +93,8 @@ def _replace_training_functions(graph: fx.Graph) -> None:
             node.update_kwarg(name, 0.0)
 
 
-def replacements(code: fx.Graph, evaluation: Evaluation) -> dict[fx.Node, fx.Node]:
-    """Return the nodes of ``code`` whose readers use another node in ``eval()``, with that node.
+def replacements(code: fx.Graph, evaluation: Evaluation) -> dict[Ref, tuple[fx.Node, fx.Node]]:
+    """Return for each value that ``code`` computes, and that ``eval()`` replaces, its node and the one that its readers use instead.
 
     Raises:
         UsageError: the plan splits the two values in different ways, or computes the other one elsewhere.
@@ -110,7 +110,7 @@ def replacements(code: fx.Graph, evaluation: Evaluation) -> dict[fx.Node, fx.Nod
                 "splits otherwise or computes elsewhere",
                 fix=EVALUATE_ALONE,
             )
-        found[nodes[ref]] = nodes[instead]
+        found[ref] = nodes[ref], nodes[instead]
     return found
 
 
