@@ -73,7 +73,8 @@ def call_of(
         depends: Whether it depends on values of the batch, of a parameter or of a buffer, and not only on constants.
     """
     values, sizes = _split(target, args, kwargs)
-    operands = () if depends else _shapes((args, kwargs))
+    # `x.new_ones(sizes)` takes nothing of x but its dtype and device
+    operands = () if depends or str(target).startswith("aten.new_") else _shapes((args, kwargs))
     return Call(
         target=str(target),
         values=values,

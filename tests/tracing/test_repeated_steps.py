@@ -225,6 +225,8 @@ SCALED: dict[str, tuple[Callable[[Any, Tensor], Tensor], int]] = {
     "mean": (lambda self, ids: 0.5 * _loss(self, ids), 1),
     "tensor": (lambda self, ids: _loss(self, ids, reduction="sum") / (ids != -100).sum(), 1),
     "by sequence": (lambda self, ids: _loss(self, ids, reduction="sum") / ids.shape[1], 1),
+    "one beside places": (lambda self, ids: _loss(self, ids) * torch.arange(len(ids)).new_ones(()), 1),
+    "count beside places": (lambda self, ids: _loss(self, ids) / torch.arange(len(ids)).new_full((), len(ids)), 2),
     "numel": (lambda self, ids: _loss(self, ids, reduction="sum") / ids.numel(), 2),
     "ones": (lambda self, ids: _loss(self, ids, reduction="sum") * (1.0 / torch.ones_like(ids).sum()), 2),
     "by expert": (_shares, 2),
