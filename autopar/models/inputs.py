@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,6 +19,9 @@ LONGEST_DEFAULT = 2048
 _WAVE_LENGTH = 16
 """The length of a waveform after the convolutions of an encoder, in positions, if no sequence length is given."""
 
+PlaceCounter = Callable[[tuple[int, ...]], int]
+"""Returns how many tokens of a model stand for an image [channels, height, width]."""
+
 Kind = Literal["tokens", "labels", "masked_labels", "class", "floats", "mask", "sampled", "rows", "constant"]
 
 
@@ -34,6 +37,8 @@ class Field:
             normally distributed. ``mask``: 1 where a sample has tokens. ``sampled``: drawn from the elements of ``values``. ``rows``:
             samples of ``values``, in the same order for all such fields. ``constant``: always ``value``.
         size: the number of token ids or classes.
+        image: the id of the token at the places of an image, and the number of these places, which stand behind the first token of a sample.
+            Labels ignore them. Without places: (-1, 0).
         dtype: the dtype of the values.
         values: an example of the values, with the samples of the example batch.
         value: the value of a constant, which need not be a tensor.
@@ -44,6 +49,7 @@ class Field:
     shape: tuple[int, ...]
     kind: Kind
     size: int = 0
+    image: tuple[int, int] = (-1, 0)
     dtype: torch.dtype = torch.int64
     values: torch.Tensor | None = None
     value: bool | int | float | str | None = None
@@ -119,12 +125,18 @@ def _values(f: Field, shape: tuple[int, ...], generator: torch.Generator, tokens
         return pool[torch.randint(0, pool.numel(), shape, generator=generator)]
     if f.kind in ("labels", "masked_labels") and tokens is not None and tuple(tokens.shape) == shape:
         value = tokens.clone()
+        value[value == f.image[0]] = IGNORED
         if f.kind == "masked_labels":
             hidden = torch.rand(shape, generator=generator) >= 0.15
             hidden[:, 0] = False
             value[hidden] = IGNORED
         return value
-    return torch.randint(0, f.size, shape, generator=generator, dtype=f.dtype)
+    value = torch.randint(0, f.size, shape, generator=generator, dtype=f.dtype)
+    token, count = f.image
+    if count:
+        value[value == token] = (token + 1) % f.size
+        value[:, 1 : count + 1] = token
+    return value
 
 
 def fields_of_examples(examples: Mapping[str, Any], batch_size: int) -> tuple[Field, ...]:
@@ -150,20 +162,28 @@ def fields_of_examples(examples: Mapping[str, Any], batch_size: int) -> tuple[Fi
 
 
 def fields_of_config(
-    config: Any, head: str, main_input: str, sequence_length: int | None, takes: Collection[str] = ()
+    config: Any,
+    head: str,
+    main_input: str,
+    sequence_length: int | None,
+    takes: Collection[str] = (),
+    count_places: PlaceCounter | None = None,
 ) -> tuple[Field, ...]:
     """Return the inputs of a Hugging Face model with the given head.
 
     Args:
-        head: causal, masked, seq2seq, speech, image or base.
+        head: causal, masked, seq2seq, speech, image, image_text or base.
         main_input: ``model.main_input_name``.
         sequence_length: tokens of a sample; None for the default of the model.
         takes: the names of the parameters of the model's forward.
+        count_places: returns how many places an image of a shape takes among the tokens of a sample; for the head image_text.
 
     Raises:
-        UsageError: inputs of this modality cannot be made.
+        UsageError: inputs of this modality cannot be made, or a sequence has no room for an image.
     """
     try:
+        if head == "image_text" and count_places is not None:
+            return _image_text_fields(config, sequence_length, takes, count_places)
         if main_input == "pixel_values":
             return _image_fields(config, head)
         if main_input in ("input_features", "input_values"):
@@ -186,6 +206,9 @@ def _unknown_inputs(value: str) -> UsageError:
     )
 
 
+IMAGE_TOKENS = ("image_token_id", "image_token_index")
+"""Keys of a configuration that name the token at whose places the parts of an image stand."""
+
 _FAIL_WITHOUT_MASK = ("longt5", "switch_transformers")
 """Model types that fail without a mask, although it is optional: their code in transformers 5.23 reads the batch size from it."""
 
@@ -202,7 +225,7 @@ def _token_fields(config: Any, head: str, sequence_length: int | None, takes: Co
     if getattr(config, "model_type", "") in _FAIL_WITHOUT_MASK:
         mask = replace(mask, kind="sampled", values=torch.ones(1, dtype=torch.int64))
     vision = getattr(config, "vision_config", None) or config
-    has_image_tokens = any(getattr(config, name, None) is not None for name in ("image_token_id", "image_token_index"))
+    has_image_tokens = any(getattr(config, name, None) is not None for name in IMAGE_TOKENS)
     if head == "base":
         if hasattr(vision, "image_size") and (vision is not config or "pixel_values" in takes):
             if has_image_tokens:
@@ -216,6 +239,27 @@ def _token_fields(config: Any, head: str, sequence_length: int | None, takes: Co
     if "pixel_values" in takes and hasattr(vision, "image_size") and not has_image_tokens:
         return (tokens, mask, *_image_fields(vision, "base"), labels)
     return tokens, mask, labels
+
+
+def _image_text_fields(
+    config: Any, sequence_length: int | None, takes: Collection[str], count_places: PlaceCounter
+) -> tuple[Field, ...]:
+    """Return the fields of a model of images and text: one image a sample, whose parts stand at the places of one token."""
+    text_config = config.get_text_config()
+    length, size = sequence_length or default_length(text_config), int(text_config.vocab_size)
+    (pixels,) = _image_fields(config.vision_config, "base")
+    count = count_places(pixels.shape)
+    if count + 2 > length:
+        raise UsageError(
+            f"A sequence of {length} tokens has no room for the {count} places of an image and for text",
+            fix=f"Give a longer one (--seq {count + 2} or more)",
+        )
+    token = next(config.to_dict()[name] for name in IMAGE_TOKENS if name in config.to_dict())
+    tokens = Field(name="input_ids", shape=(length,), kind="tokens", size=size, image=(int(token), count))
+    types = Field(name="token_type_ids", shape=(length,), kind="class", size=2)
+    mask = Field(name="attention_mask", shape=(length,), kind="mask")
+    labels = replace(tokens, name="labels", kind="labels")
+    return (tokens, mask, *((types,) if types.name in takes else ()), pixels, labels)
 
 
 def _floats(name: str, *shape: int) -> Field:

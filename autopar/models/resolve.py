@@ -124,7 +124,9 @@ def resolve_model(
         model = _cast(maker(), dtype)
     inner = model.model if isinstance(model, MeanSquareLoss) else model
     takes = tuple(inspect.signature(inner.forward).parameters)
-    fields = fields_of_config(inner.config, head, str(inner.main_input_name), sequence_length, takes)
+    fields = fields_of_config(
+        inner.config, head, str(inner.main_input_name), sequence_length, takes, partial(_places_of_image, inner)
+    )
     if any(f.shape[:1] == (sequence_length,) for f in fields):
         _check_positions(model, sequence_length, spec)
     if head == "image" or not any(f.kind == "tokens" for f in fields):
@@ -138,6 +140,26 @@ def resolve_model(
         dtype=dtype,
         maker=maker,
     )
+
+
+def _places_of_image(model: Any, shape: tuple[int, ...]) -> int:
+    """Return how many tokens stand for an image [channels, height, width]: as many as the model has features of it.
+
+    Raises:
+        UsageError: the model does not say which features of images it has, or takes images otherwise.
+    """
+    try:
+        pixels = torch.empty((1, *shape), dtype=next(model.parameters()).dtype, device="meta")
+        with quiet_transformers(), torch.no_grad():
+            found = model.get_image_features(pixel_values=pixels, return_dict=True).pooler_output
+        return sum(feature.shape[:-1].numel() for feature in (found if isinstance(found, list | tuple) else [found]))
+    except FAILURES as error:
+        raise UsageError(
+            "Cannot make random images for this model",
+            where=type(model).__name__,
+            got=f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}",
+            fix="Give a factory `package.module:factory` that returns (model, example inputs)",
+        ) from error
 
 
 def _cast(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:

@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 
 from autopar.errors import UsageError
+from autopar.models.inputs import IMAGE_TOKENS
 from autopar.tracing.failures import FAILURES
 
 GRAMMAR = "Write package.module:factory, hf:TYPE?key=value, or gpt:layers=2,hidden=64,heads=4,vocab=128"
@@ -226,6 +227,9 @@ def _maker_of(config: Any) -> tuple[Callable[[], torch.nn.Module], str]:
             continue
         if kind in getattr(auto, mapping, {}):
             return partial(_make, getattr(transformers, loader), config, wrap=False), head
+    has_places = any(getattr(config, name, None) is not None for name in IMAGE_TOKENS)
+    if has_towers and has_places and kind in getattr(auto, "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", {}):
+        return partial(_make, transformers.AutoModelForImageTextToText, config, wrap=False), "image_text"
     if kind not in auto.MODEL_MAPPING_NAMES:
         raise UsageError.unsupported(
             f"The model type '{kind}'",

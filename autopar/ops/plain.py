@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from autopar.errors import UsageError
+
 
 def local(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return the part of a parameter that this rank holds. Its gradient is stored as it arrives: pending sums remain pending.
@@ -135,6 +137,31 @@ def ctc_losses(
     is_counted = torch.arange(targets.shape[-1], device=targets.device) < target_lengths.to(targets.device)[:, None]
     losses = F.ctc_loss(log_probs, valid_targets, input_lengths, target_lengths, blank, "none", zero_infinity)
     return losses.masked_fill(((valid_targets != targets) & is_counted).any(1), torch.nan)
+
+
+def masked_scatter_by_sample(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    """Return ``x`` with the values of each sample of ``source`` at the places where ``mask`` is true in the same sample.
+
+    With as many places as values in every sample this is ``x.masked_scatter(mask, source)``, whichever samples a rank has.
+
+    Args:
+        x: [samples, ...].
+        mask: of the shape of ``x``.
+        source: [samples, ...], with fewer values than ``x`` has.
+
+    Raises:
+        UsageError: a sample has another number of places than of values. On a GPU the kernel fails instead.
+    """
+    values, places = source.shape[1:].numel(), mask.flatten(1).sum(1)
+    try:  # it does not make the host wait for a GPU
+        torch._assert_async((places == values).all(), "Give each sample as many places (image tokens) as it has values")
+    except RuntimeError:
+        raise UsageError(
+            "A sample takes values of another sample, which data parallelism separates",
+            got=f"{values} values for each sample, and {places.tolist()} places",
+            fix="Give each sample as many places, such as image tokens, as its images have values",
+        ) from None
+    return x.masked_scatter(mask, source)
 
 
 def scatter_sum(index: Tensor, source: Tensor, dim: int, shape: Sequence[int]) -> Tensor:

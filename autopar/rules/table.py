@@ -226,6 +226,7 @@ def _lines() -> dict[str, str]:
         "aten.col2im.default": "b k^ l^ -> b c^ h^ w^; linear 0",
         "autopar.cross_entropy_sum": "b...+ c^, b...+ -> ",
         "autopar.cross_entropy_vocabulary": "b...+ c^, b...+ -> ",
+        "autopar.masked_scatter_by_sample": "b n...^, b n...^, b m...^ -> b n...; linear 0+2",
         "autopar.ctc_losses": "t^ b c^, b s^, b, b -> b",
     }
     return lines

@@ -280,6 +280,8 @@ def test_a_plan_with_unequal_stages_equals_one_device(pool: WorkerPool, pins: st
     ("indexed", "tp=2 dp_shard=2 zero=3"), ("checkpointed", "pp=2 tp=2"),
     # as of GPT-OSS: refused once for a sequence that is one longer than the model's
     ("sinks", "cp=2 tp=2 cp_attention=gather"), ("sinks", "cp=2 dp_shard=2 cp_attention=ulysses"),
+    ("pictures", "pp=2 dp_replicate=2 micro_batch=1"), ("pictures", "tp=2 dp_shard=2 zero=3"),
+    ("pictures", "tp=2 dp_shard=2 zero=1 micro_batch=1"),
     ("spectral", "pp=2 dp_shard=2 zero=3"),  # complex numbers go from stage to stage
 ])  # fmt: skip
 def test_unusual_models_equal_one_device(pool: WorkerPool, kind: str, pins: str) -> None:

@@ -240,7 +240,7 @@ def test_samples_that_are_equal_stay_whole_and_a_trace_gets_the_values_of_a_fact
         ("hf:gpt2?n_embd=30&n_head=4", "settings make no model"),
         ("hf:canine?num_hidden_layers=1", "a vocabulary whose size its configuration does not tell. Give a factory"),
         ("hf:upernet", "'upernet' is not supported. Give a factory"),
-        ("hf:llava", "Cannot make random inputs.*stand for the parts of an image"),
+        ("hf:llava_next?image_token_index=9", "LlavaNext.*Cannot make random images.*'image_sizes'. Give a factory"),
         ("gpt:layers=two", "whole number"),
         ("gpt:layers=-1", "gpt:layers is -1, which is below 1"),
         ("gpt:seq=0", "gpt:seq is 0, which is below 1"),
@@ -318,6 +318,23 @@ def test_a_model_of_text_that_takes_images_gets_them_unless_tokens_stand_for_the
     assert names == ["input_ids", "attention_mask", "labels"]
     with pytest.raises(UsageError, match=r"stand for the parts of an image.*Give a factory"):
         fields_of_config(text, "base", "input_ids", None)
+
+
+def test_images_take_as_many_places_among_the_tokens_as_they_have_parts() -> None:
+    pytest.importorskip("transformers")
+    sizes = '"num_hidden_layers":1,"hidden_size":8,"num_attention_heads":2,"intermediate_size":8'
+    spec = f'hf:llava?text_config={{"model_type":"llama",{sizes},"vocab_size":12}}&image_token_index=9'
+    spec += f'&vision_config={{"model_type":"clip_vision_model",{sizes},"image_size":8,"patch_size":4}}'
+    source = resolve_model(spec, sequence_length=8)
+    batch = source.make_batch(6, padded=True)
+    assert set(batch) == {"input_ids", "attention_mask", "pixel_values", "labels"}
+    assert ((batch["input_ids"] == 9) == torch.tensor([0, 1, 1, 1, 1, 0, 0, 0])).all() and (batch["labels"] != 9).all()
+    assert source.build()(**batch).loss.isfinite()
+    graph = source.trace()
+    assert not graph.notes or "samples meet" not in " ".join(graph.notes)
+    assert [op.target for op in graph.ops if "masked_scatter" in op.target] == ["autopar.masked_scatter_by_sample"]
+    with pytest.raises(UsageError, match=r"no room for the 4 places of an image.*--seq 6"):
+        resolve_model(spec, sequence_length=5)
 
 
 @pytest.mark.parametrize("main_input", ["past_values", "input_features"])

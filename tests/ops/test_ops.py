@@ -15,13 +15,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.utils import prune
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from autopar.errors import InternalError, RuleError
+from autopar.errors import InternalError, RuleError, UsageError
 from autopar.ops import collectives, kernels, plain, seeded
 from autopar.ops import sharded as sharded_ops
 from autopar.ops.opaque import deep_copy
 from autopar.plan.mesh import I, Mesh, P, R, S, Type, conversion
 from tests.support.close import assert_close
 from tests.support.lower.ranks import run_ranks, this_mesh
+from tests.support.said import refuses
 
 SHAPE = (4, 6)
 TYPES = (I, R, P, S(0), S(1))
@@ -241,6 +242,19 @@ def test_ctc_losses_of_targets_that_are_no_classes_are_nan() -> None:
     wanted = torch.nn.functional.ctc_loss(logs[:, :2], targets[:2], *(n[:2] for n in lengths), reduction="none")
     assert_close(found[:2], wanted)
     assert found[2:].isnan().all()
+
+
+def test_places_are_filled_by_sample_and_by_no_other_one() -> None:
+    x, source = torch.randn(3, 4, 2, requires_grad=True), torch.randn(3, 2, 2, requires_grad=True)
+    places = torch.tensor([[0, 1, 1, 0], [1, 0, 0, 1], [0, 0, 1, 1]]).bool()[..., None].expand_as(x)
+    found, wanted = plain.masked_scatter_by_sample(x, places, source), x.masked_scatter(places, source)
+    weight = torch.randn_like(x)
+    assert torch.equal(found, wanted)
+    gradients = (torch.autograd.grad(y, (x, source), weight) for y in (found, wanted))
+    assert all(map(torch.equal, *gradients))
+    places = torch.tensor([2, 1, 3])[:, None, None].gt(torch.arange(4)[:, None]).expand_as(x)
+    said = r"of another sample.*4 values for each sample, and \[4, 2, 6\] places\. Give each sample"
+    refuses(UsageError, said, plain.masked_scatter_by_sample, x, places, source)
 
 
 @pytest.fixture

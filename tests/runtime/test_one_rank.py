@@ -138,6 +138,24 @@ def test_gradients_of_steps_add_up_without_those_that_failed(parallel: ParallelM
         assert_close(tensor, 2 * once[name], place=name)
 
 
+def _joined(self: nn.Module, x: Tensor) -> Tensor:
+    return ((torch.cat([self.a, self.b]) + self.c.view(5, 8) + x).sin() ** 2).sum()
+
+
+@pytest.mark.parametrize("micro", [1, 4])
+def test_parameters_that_one_gradient_reaches_hold_it_apart(micro: int) -> None:
+    """Torch keeps it in one memory: in a loop of its own what comes second is added to each of them twice."""
+    kind = {name: nn.Parameter(torch.randn(shape)) for name, shape in (("a", (2, 8)), ("b", (3, 8)), ("c", (40,)))}
+    model, batch = model_of(_joined, **kind), {"x": torch.randn(4, 5, 8)}
+    parallel = alone(copy.deepcopy(model), api.trace(model, example_inputs=batch), micro=micro)
+    parallel.train_step(batch)
+    parallel.train_step(batch)
+    _joined(model, **batch).backward()
+    norm = parallel.clip_grad_norm_(1.0)
+    for name, tensor in parallel.full_gradients().items():
+        assert_close(tensor, 2 / norm * model.get_parameter(name).grad, place=name)
+
+
 def test_weights_that_change_before_a_backward_are_refused(parallel: ParallelModel, batch: Batch) -> None:
     parallel.train_step(batch)
     loss = parallel(**batch).loss

@@ -384,6 +384,9 @@ def losses(make: Maker) -> Iterator[Example]:
     for lengths in (torch.full((8,), 2), torch.tensor([3, 1, 0, 2, 3, 3, 1, 2])):
         logs, targets = r(8, 8, 12).log_softmax(-1), w(8, 3, high=11) + 1
         yield c("autopar.ctc_losses", logs, targets, torch.full((8,), 8), lengths, 0, False)
+    places = (torch.arange(8)[:, None] + torch.arange(8)) % 4 < 1
+    places = places[..., None].expand(8, 8, 4)
+    yield c("autopar.masked_scatter_by_sample", r(8, 8, 4), places, r(8, 2, 4))
     for reduction in (0, 1, 2):
         yield c("aten.cross_entropy_loss.default", r(32, 12), labels.view(-1), None, reduction)
         yield c("aten.cross_entropy_loss.default", r(4, 12, 8), labels, r(12, grad=False), reduction)

@@ -23,6 +23,7 @@ _IMAGE = "image_size=16&patch_size=4&num_labels=5"
 _HEADS = '"num_hidden_layers":2,"hidden_size":32,"num_attention_heads":4,"intermediate_size":64'
 _TEXT_TOWER = f'{{{_HEADS},"vocab_size":96,"max_position_embeddings":18}}'
 _IMAGE_TOWER = f'{{{_HEADS},"image_size":16,"patch_size":4}}'
+_SEEN = f'vision_config={{"model_type":"clip_vision_model",{_HEADS},"image_size":8,"patch_size":4}}'
 _WAVE = "conv_dim=[16,16]&conv_stride=[5,2]&conv_kernel=[10,3]&num_feat_extract_layers=2"
 _WAVES = f"{_WAVE}&num_conv_pos_embeddings=8&num_conv_pos_embedding_groups=2&mask_time_prob=0.0"
 _LATENT = (
@@ -30,6 +31,12 @@ _LATENT = (
     "&q_lora_rank=16&kv_lora_rank=16&qk_nope_head_dim=8&qk_rope_head_dim=8&v_head_dim=8"
 )
 _MAMBA = "mamba_d_state=8&mamba_d_conv=4&mamba_expand=2"
+
+
+def _words(kind: str) -> str:
+    """The text part of a model of images and text."""
+    return f'text_config={{"model_type":"{kind}",{_HEADS},"num_key_value_heads":2,"vocab_size":96,"head_dim":8}}'
+
 
 TYPES: dict[str, str] = {
     # decoders
@@ -170,8 +177,14 @@ TYPES: dict[str, str] = {
     "vilt": f"{_BERT}&image_size=16&patch_size=4",
     "bridgetower": f"{_SIZES}&text_config={_TEXT_TOWER}"
     '&vision_config={"num_hidden_layers":2,"hidden_size":128,"image_size":16,"patch_size":4}',
-    "llava": f'text_config={{"model_type":"llama",{_HEADS},"vocab_size":96}}'
-    f'&vision_config={{"model_type":"clip_vision_model",{_HEADS},"image_size":16,"patch_size":4}}&image_token_index=95',
+    "llava": f"{_words('llama')}&{_SEEN}&image_token_index=95",
+    "vipllava": f"{_words('llama')}&{_SEEN}&image_token_index=95&vision_feature_layers=[-1,-2]",
+    "paligemma": f"{_words('gemma')}&{_SEEN.replace('clip', 'siglip')}&projection_dim=32&image_token_index=95",
+    "aya_vision": f"{_words('cohere2')}&{_SEEN.replace('clip', 'siglip')}&image_token_index=95&downsample_factor=2"
+    "&vision_feature_layer=-1",
+    "cohere2_vision": f"{_words('cohere2')}&{_SEEN.replace('clip', 'siglip')}&image_token_id=95&downsample_factor=2",
+    "internvl": f"{_words('qwen2')}&image_token_id=95&downsample_ratio=0.5"
+    f'&vision_config={{{_HEADS},"image_size":[8,8],"patch_size":[4,4]}}',
     "idefics": f"{_TEXT}&vision_config={_IMAGE_TOWER}",
     "patchtst": "num_hidden_layers=2&d_model=32&num_attention_heads=4&ffn_dim=64&context_length=16&patch_length=4"
     "&patch_stride=4",

@@ -153,7 +153,7 @@ def _launch(bucket: _Bucket) -> None:
 
 
 def _is_dense(grads: Sequence[Tensor]) -> bool:
-    return len(grads) == 1 and grads[0].is_contiguous()
+    return len(grads) == 1 and grads[0].is_contiguous() and grads[0].untyped_storage().nbytes() == grads[0].nbytes
 
 
 def _wait_for(bucket: _Bucket) -> None:
@@ -200,6 +200,22 @@ def sum_in_place(held: Sequence[RankParameter], group_of: Callable[[RankParamete
         dist.all_reduce(flat, group=group)
         parts = torch.split(flat, [grad.numel() for grad in grads])
         torch._foreach_copy_(grads, [part.view(g.shape) for part, g in zip(parts, grads, strict=True)])
+
+
+def part_memory(parameters: Iterable[nn.Parameter]) -> None:
+    """Give gradients that share memory memory of their own, before others are added to them or a norm scales them.
+
+    Autograd keeps the first gradient of a parameter without a copy unless others hold the same tensor. It does not see who holds what a DTensor
+    wraps, nor other views: ``torch.cat([a, b]) + c`` passes one tensor back to all three, which ``c.view(...)`` hides in torch itself.
+    """
+    places: set[int] = set()
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is not None:
+            place = (grad._local_tensor if isinstance(grad, DTensor) else grad).untyped_storage().data_ptr()
+            if place in places:
+                parameter.grad = grad.clone()
+            places.add(place)
 
 
 def local_part(tensor: Tensor) -> Tensor:

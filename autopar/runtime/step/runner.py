@@ -22,7 +22,7 @@ from autopar.plan.run_log import COMPUTE, DATA, PIPELINE
 from autopar.plan.schedule import check_schedule
 from autopar.runtime.assemble import Assembly, before_backward
 from autopar.runtime.monitor import Monitor
-from autopar.runtime.step.gradients import BucketedSums, hand_over, sum_in_place
+from autopar.runtime.step.gradients import BucketedSums, hand_over, part_memory, sum_in_place
 from autopar.runtime.step.stage import INPUT, StageModule
 from autopar.runtime.world import World
 
@@ -119,6 +119,8 @@ class Accumulation:
                 before_backward(self.stage, self._plan, is_last=number == count - 1)
             loss = self.forward(micro_batch, number)
             self._scaled(loss).backward()  # type: ignore[no-untyped-call]
+            if number == 0:
+                part_memory(self.stage.parameters())
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         return total
@@ -278,9 +280,12 @@ class _Stage(PipelineStage):
         with self._monitor.part(COMPUTE), _naming_stage(self.stage_index):
             return super().forward_one_chunk(fwd_chunk_id, *args, **options)
 
-    def backward_one_chunk(self, *args: Any, **options: Any) -> Any:
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         with self._monitor.part(COMPUTE), _naming_stage(self.stage_index):
-            return super().backward_one_chunk(*args, **options)
+            result = super().backward_one_chunk(bwd_chunk_id, *args, **options)
+            if bwd_chunk_id == 0:
+                part_memory(self.submod.parameters())
+            return result
 
 
 @contextmanager

@@ -153,10 +153,11 @@ def _clone(builder: Builder, call: Call) -> Value:
 
 
 def _expand(builder: Builder, call: Call) -> Value:
-    return _expanded(builder, call, call.operands[0], call.spec)
+    return expanded(builder, call, call.operands[0], call.spec)
 
 
-def _expanded(builder: Builder, call: Call, source: Ref, spec: TensorSpec) -> Ref:
+def expanded(builder: Builder, call: Call, source: Ref, spec: TensorSpec) -> Ref:
+    """Return ``source`` expanded to the shape of ``spec``; ``source`` itself if it has that shape."""
     if builder.shape(source) == spec.shape:
         return source
     return builder.emit(call, "aten.expand.default", (source, spec.shape), spec)
@@ -165,7 +166,7 @@ def _expanded(builder: Builder, call: Call, source: Ref, spec: TensorSpec) -> Re
 def _broadcast(builder: Builder, call: Call) -> Value:
     """Expand each tensor of a ``broadcast_tensors`` that does not have the common shape."""
     pairs = zip(call.operands, call.outputs, strict=True)
-    return tuple(_expanded(builder, call, source, spec) for source, spec in pairs if spec is not None)
+    return tuple(expanded(builder, call, source, spec) for source, spec in pairs if spec is not None)
 
 
 def _repeat(builder: Builder, call: Call) -> Value:
@@ -177,7 +178,7 @@ def _repeat(builder: Builder, call: Call) -> Value:
     if any(times != 1 and size != 1 for times, size in zip(repeats, padded, strict=True)):
         is_of_outer_dim = 1 < padded[0] < call.spec.shape[0] and padded[1:] == call.spec.shape[1:]
         return _copies(builder, call, source) if is_of_outer_dim else generic(builder, call)
-    return _expanded(builder, call, view_to(builder, call, source, padded), call.spec)
+    return expanded(builder, call, view_to(builder, call, source, padded), call.spec)
 
 
 def _copies(builder: Builder, call: Call, source: Ref) -> Ref:
@@ -270,14 +271,28 @@ def _unbind(builder: Builder, call: Call) -> Value:
 
 
 def _cat(builder: Builder, call: Call) -> Value:
-    """Concatenate the tensors that are not empty."""
+    """Concatenate the tensors that are not empty. Those of ``x.unbind()`` are a view of ``x``."""
     given = call.bound()
     tensors, dim = given["tensors"], given["dim"]
     assert isinstance(tensors, tuple) and isinstance(dim, int)
+    whole = _unbound(builder, tensors)
+    if dim == 0 and whole is not None and builder.specs[whole].dtype == call.spec.dtype:
+        return view_to(builder, call, whole, call.spec.shape)
     nonempty = tuple(ref for ref in tensors if isinstance(ref, Ref) and builder.specs[ref].numel)
     if len(nonempty) == 1 and builder.specs[nonempty[0]].dtype == call.spec.dtype:
         return nonempty[0]
     return builder.emit(call, "aten.cat.default", (nonempty or tensors, dim % len(call.spec.shape)))
+
+
+def _unbound(builder: Builder, tensors: tuple[Argument, ...]) -> Ref | None:
+    """Return the tensor whose elements along dim 0 are these tensors, all of them and in order; None if there is none."""
+    producers = [builder.producers.get(ref.name) for ref in tensors if isinstance(ref, Ref)]
+    first = producers[0] if producers else None
+    if first is None or first.target != "aten.select.int" or len(producers) != builder.shape(first.operands[0])[0]:
+        return None
+    whole = first.operands[0]
+    elements = [(first.target, (whole, 0, i)) for i in range(len(producers))]
+    return whole if [op and (op.target, op.args) for op in producers] == elements else None
 
 
 def _stacked(builder: Builder, call: Call) -> Value:
@@ -329,7 +344,7 @@ def cast_to(builder: Builder, call: Call, source: Ref, dtype: torch.dtype) -> Re
 
 def _copy(builder: Builder, call: Call) -> Value:
     """Return the source of ``copy(destination, source)`` in the shape and dtype of the destination."""
-    return _expanded(builder, call, cast_to(builder, call, call.operands[1], call.spec.dtype), call.spec)
+    return expanded(builder, call, cast_to(builder, call, call.operands[1], call.spec.dtype), call.spec)
 
 
 def _repeat_interleave(builder: Builder, call: Call) -> Value:

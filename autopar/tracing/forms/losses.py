@@ -17,7 +17,7 @@ from autopar.graph.graph import Argument, Input, Op, Ref, TensorSpec
 from autopar.ops import plain
 from autopar.ops.kernels import aten_targets
 from autopar.tracing.builder import Builder, Call, Value
-from autopar.tracing.forms.basic import Handler, cast_to, generic, view_to
+from autopar.tracing.forms.basic import Handler, cast_to, expanded, generic, view_to
 
 _NONE, _MEAN, _SUM = 0, 1, 2
 """The values of the argument ``reduction`` in torch's operators."""
@@ -306,6 +306,24 @@ def _scatter_add(builder: Builder, call: Call) -> Value:
     return builder.emit(call, "autopar.scatter_sum", (index, source, dim % len(shape), shape), call.spec)
 
 
+def _masked_scatter(builder: Builder, call: Call) -> Value:
+    """Emit a masked_scatter of whole rows of samples, as of images into the places of a text, by sample.
+
+    The values are the rows of all samples in order, such as [samples * patches, width] for x [samples, tokens, width]. A step refuses
+    samples with more or fewer places than values (:func:`autopar.ops.plain.masked_scatter_by_sample`).
+    """
+    x, mask, source = call.operands
+    samples = call.spec.shape[0] if call.spec.shape else 0
+    shapes = builder.shape(mask), builder.shape(source)
+    is_by_sample = len(shapes[0]) == len(call.spec.shape) > 1 and shapes[0][0] == samples and bool(shapes[1])
+    if not is_by_sample or shapes[1][0] % samples or builder.specs[source].numel >= call.spec.numel:
+        return generic(builder, call)
+    spec = replace(builder.specs[mask], shape=call.spec.shape)
+    rows = view_to(builder, call, source, (samples, shapes[1][0] // samples, *shapes[1][1:]))
+    full = expanded(builder, call, mask, spec)
+    return builder.emit(call, "autopar.masked_scatter_by_sample", (x, full, rows))
+
+
 def _is_zero(builder: Builder, argument: Argument) -> bool:
     """Return whether an argument is a constant tensor of zeros."""
     value = builder.values.get(argument) if isinstance(argument, Ref) else None
@@ -329,8 +347,9 @@ LOSSES: dict[str, Handler] = {
     **dict.fromkeys(("autopar.experts.default", "autopar.ctc_losses.default"), _with_all_arguments),
     "aten.add.Tensor": _add,
     "aten.scatter_add.default": _scatter_add,
+    "aten.masked_scatter.default": _masked_scatter,
 }
-"""Handlers of losses, of operators of autopar, and of sums that begin with zeros, by target as traced."""
+"""Handlers of losses, of operators of autopar, of sums that begin with zeros, and of values of each sample, by target as traced."""
 
 
 @torch.library.custom_op("autopar::ctc_losses", mutates_args=())

@@ -192,6 +192,35 @@ def sinks() -> nn.Module:
     return model_of(_sinks, **{name: LINEAR() for name in ("q", "k", "v", "out")}, sinks=nn.Parameter(torch.randn(2)))
 
 
+PATCHES = 3
+
+
+def _pictures(self: nn.Module, x: Tensor, pictures: Tensor) -> Tensor:
+    inner = self.table(x)
+    parts = torch.cat([self.token.expand(len(x), -1, -1), pictures], 1) + self.places.view(1, -1, 8)  # one gradient
+    parts = self.layers[0](parts)
+    seen = torch.cat(list(parts[:, 1:] + parts[:, :1]))  # of each picture by itself, as LLaVA has them
+    inner = inner.masked_scatter((x == 7)[..., None].expand_as(inner), seen)
+    for layer in self.layers[1:]:
+        inner = inner + layer(inner).tanh()
+    return F.cross_entropy(self.last(inner).flatten(0, 1), x.flatten())
+
+
+def pictures() -> nn.Module:
+    """Parts of a picture stand at the places of one token, as in models of images and text."""
+    token, places = (nn.Parameter(torch.randn(shape)) for shape in ((1, 1, 8), (8 * PATCHES + 8,)))
+    return model_of(
+        _pictures, table=nn.Embedding(8, 8), token=token, places=places, layers=layers(NORM, LINEAR), last=LINEAR()
+    )
+
+
+def with_places(size: int, generator: torch.Generator) -> dict[str, Tensor]:
+    x = torch.randint(0, 7, (size, 8), generator=generator)
+    for sample in x:
+        sample[torch.randperm(8, generator=generator)[:PATCHES]] = 7
+    return {"x": x, "pictures": torch.randn(size, PATCHES, 8, generator=generator)}
+
+
 def _masked(self: nn.Module, input_ids: Tensor) -> Tensor:
     x = self.table(input_ids)
     heads = x.detach().unflatten(-1, (4, 8)).transpose(1, 2)
@@ -346,10 +375,14 @@ def rows(size: int, generator: torch.Generator) -> dict[str, Tensor]:
     return {"x": x, "y": torch.randint(0, 8, (size, 6), generator=generator)}
 
 
-UNUSUAL = {"pairs": OwnSubject(partial(u.Pairs, "contrastive"), u.drawn_pairs), "sinks": OwnSubject(sinks, rows)} | {
+UNUSUAL = {
+    "pairs": OwnSubject(partial(u.Pairs, "contrastive"), u.drawn_pairs),
+    "sinks": OwnSubject(sinks, rows),
+    "pictures": OwnSubject(pictures, with_places),
+} | {
     kind.__name__.lower(): OwnSubject(kind, u.drawn)
     for kind in (Routers, Rolling, Shared, Resting, Checkpointed, spectral, Passing, Unread, Frozen, Indexed)
 }
-"""By name: a contrastive loss with a scalar parameter; attention with a column more than keys; branches on values; numbers read from the batch; weights of two layers; parts in
+"""By name: a contrastive loss with a scalar parameter; attention with a column more than keys; parts of pictures among tokens; branches on values; numbers read from the batch; weights of two layers; parts in
 ``eval()``; recompute; complex numbers; all kinds of values between layers; no gradient back to the first layers; frozen ones; parameters that
 are no numbers."""
