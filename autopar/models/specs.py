@@ -185,6 +185,11 @@ def _mend(config: Any, given: Mapping[str, Any]) -> None:
             token = getattr(config, name, None)
             if isinstance(token, int) and token >= vocabulary and name not in given:
                 setattr(config, name, None if name == "pad_token_id" else vocabulary - 1)
+    words = getattr(getattr(config, "text_config", None), "vocab_size", None)
+    for name in IMAGE_TOKENS:
+        token = getattr(config, name, None)
+        if isinstance(words, int) and isinstance(token, int) and token >= words and name not in given:
+            setattr(config, name, words - 1)
     if getattr(config, "is_encoder_decoder", False):
         if getattr(config, "pad_token_id", None) is None:
             config.pad_token_id = 0

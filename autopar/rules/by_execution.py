@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autopar.errors import RuleError
+from autopar.errors import RuleError, UsageError
 from autopar.graph.graph import Argument, Op, Ref, TensorSpec, map_refs
 from autopar.ops.kernels import resolve
 from autopar.plan.mesh import Type
@@ -34,7 +34,7 @@ from autopar.rules.table import RuleTable, default_table, full_target
 
 RTOL = 1e-9
 """Relative and absolute tolerance of comparisons in float64; sums in another order differ by far less."""
-FAILURES = (RuntimeError, IndexError, ValueError, TypeError)
+FAILURES = (RuntimeError, IndexError, ValueError, TypeError, UsageError)
 """The exceptions of operators that refuse their operands; ``NotImplementedError`` is a ``RuntimeError``."""
 Together = Callable[[Callable[[int, object], None], int], None]
 """Calls a function with the number of each of so many ranks and its process group, all at the same time."""

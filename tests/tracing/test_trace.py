@@ -541,3 +541,26 @@ def test_what_vmap_computes_is_traced() -> None:
         inner=nn.Linear(8, 8),
     )
     same_as_the_model(model, {"x": torch.randn(4, 6, 8)})
+
+
+PLACED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
+    "scattered": (lambda x, mask, seen: x.masked_scatter(mask[..., None], seen.flatten(0, 1)), "autopar.masked_scatter_by_sample"),
+    "unbound": (lambda x, mask, seen: x.masked_scatter(mask[..., None].expand_as(x), torch.cat(seen.unbind())), "autopar.masked_scatter_by_sample"),
+    "put": (lambda x, mask, seen: x.index_put((mask,), seen.reshape(-1, 8)), "autopar.masked_scatter_by_sample"),
+    "as many": (lambda x, mask, seen: x.masked_scatter(mask[..., None], x.flip(1)), "aten.masked_scatter.default"),
+    "of columns": (lambda x, mask, seen: x.masked_scatter(mask[0, :, None], seen.flatten(0, 1)), "aten.masked_scatter.default"),
+}  # fmt: skip
+"""What stands at the places of a mask, and the operator: by sample only where each may have values of its own alone."""
+
+
+@pytest.mark.parametrize("kind", PLACED)
+def test_values_at_the_places_of_a_mask_are_those_of_their_sample(kind: str) -> None:
+    code, target = PLACED[kind]
+
+    def forward(self: Any, x: Tensor, seen: Tensor) -> Tensor:
+        x = self.inner(x)
+        return code(x, (x.detach() * 0 + torch.tensor([0.0, 1, 1, 0])[:, None])[..., 0] > 0, seen).square().sum()
+
+    model, batch = model_of(forward, inner=nn.Linear(8, 8)), {"x": torch.randn(2, 4, 8), "seen": torch.randn(2, 2, 8)}
+    graph = same_as_the_model(model, batch)
+    assert [op.target for op in graph.ops if "scatter" in op.target] == [target]

@@ -13,6 +13,7 @@ from autopar.ops.kernels import aten_targets
 from autopar.tracing.builder import Builder, Call, Value, broadcast
 from autopar.tracing.constants import allows_all, is_causal
 from autopar.tracing.forms.basic import Handler, detached, generic, slice_of, view_to
+from autopar.tracing.forms.losses import scattered_by_sample
 
 
 def _addmm(builder: Builder, call: Call) -> Value:
@@ -171,7 +172,7 @@ def _put_in_each(builder: Builder, call: Call) -> Value:
 
 
 def _put_where(builder: Builder, call: Call) -> Value:
-    """Write ``x[mask] = value`` as a choice between ``value`` and ``x``, which leaves samples apart, where all places get the same value."""
+    """Write ``x[mask] = value`` as a choice between ``value`` and ``x`` where all places get the same value, else by sample if it can be."""
     given = call.bound()
     source, indices, value = given["self"], given["indices"], given["values"]
     assert isinstance(source, Ref) and isinstance(indices, tuple) and isinstance(value, Ref)
@@ -181,9 +182,11 @@ def _put_where(builder: Builder, call: Call) -> Value:
     dims = len(call.spec.shape)
     num_behind = dims - indices.index(masks[0]) - len(builder.shape(masks[0]))  # indices may end in None
     first, behind = builder.shape(value)[: -num_behind or dims], builder.shape(value)[-num_behind or dims :]
-    if any(size != 1 for size in first):
-        return generic(builder, call)
     mask = view_to(builder, call, masks[0], builder.shape(masks[0]) + (1,) * num_behind)
+    if any(size != 1 for size in first):
+        is_of_rows = indices[0] == masks[0] and behind == call.spec.shape[dims - num_behind :]
+        by_sample = scattered_by_sample(builder, call, source, mask, value) if is_of_rows else None
+        return by_sample or generic(builder, call)
     return builder.emit(call, "aten.where.self", (mask, view_to(builder, call, value, behind), source))
 
 

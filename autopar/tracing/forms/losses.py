@@ -307,21 +307,23 @@ def _scatter_add(builder: Builder, call: Call) -> Value:
 
 
 def _masked_scatter(builder: Builder, call: Call) -> Value:
-    """Emit a masked_scatter of whole rows of samples, as of images into the places of a text, by sample.
+    """Emit a masked_scatter by sample where it is one of whole rows of samples."""
+    return scattered_by_sample(builder, call, *call.operands) or generic(builder, call)
+
+
+def scattered_by_sample(builder: Builder, call: Call, x: Ref, mask: Ref, source: Ref) -> Ref | None:
+    """Emit a masked_scatter of whole rows of samples, as of images into the places of a text, by sample; None if it is no such.
 
     The values are the rows of all samples in order, such as [samples * patches, width] for x [samples, tokens, width]. A step refuses
     samples with more or fewer places than values (:func:`autopar.ops.plain.masked_scatter_by_sample`).
     """
-    x, mask, source = call.operands
-    samples = call.spec.shape[0] if call.spec.shape else 0
-    shapes = builder.shape(mask), builder.shape(source)
-    is_by_sample = len(shapes[0]) == len(call.spec.shape) > 1 and shapes[0][0] == samples and bool(shapes[1])
-    if not is_by_sample or shapes[1][0] % samples or builder.specs[source].numel >= call.spec.numel:
-        return generic(builder, call)
-    spec = replace(builder.specs[mask], shape=call.spec.shape)
-    rows = view_to(builder, call, source, (samples, shapes[1][0] // samples, *shapes[1][1:]))
-    full = expanded(builder, call, mask, spec)
-    return builder.emit(call, "autopar.masked_scatter_by_sample", (x, full, rows))
+    shape, places, rows = call.spec.shape, builder.shape(mask), builder.shape(source)
+    is_by_sample = len(places) == len(shape) > 1 and places[0] == shape[0] and bool(rows)
+    if not is_by_sample or rows[0] % shape[0] or builder.specs[source].numel >= call.spec.numel:
+        return None
+    values = view_to(builder, call, source, (shape[0], rows[0] // shape[0], *rows[1:]))
+    full = expanded(builder, call, mask, replace(builder.specs[mask], shape=shape))
+    return builder.emit(call, "autopar.masked_scatter_by_sample", (x, full, values))
 
 
 def _is_zero(builder: Builder, argument: Argument) -> bool:
