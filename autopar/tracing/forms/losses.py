@@ -319,7 +319,7 @@ def scattered_by_sample(builder: Builder, call: Call, x: Ref, mask: Ref, source:
     """
     shape, places, rows = call.spec.shape, builder.shape(mask), builder.shape(source)
     is_by_sample = len(places) == len(shape) > 1 and places[0] == shape[0] and bool(rows)
-    if not is_by_sample or rows[0] % shape[0] or builder.specs[source].numel >= call.spec.numel:
+    if not is_by_sample or builder.specs[source].numel >= call.spec.numel or rows[0] % shape[0]:
         return None
     values = view_to(builder, call, source, (shape[0], rows[0] // shape[0], *rows[1:]))
     full = expanded(builder, call, mask, replace(builder.specs[mask], shape=shape))
