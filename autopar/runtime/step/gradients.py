@@ -202,7 +202,7 @@ def sum_in_place(held: Sequence[RankParameter], group_of: Callable[[RankParamete
         torch._foreach_copy_(grads, [part.view(g.shape) for part, g in zip(parts, grads, strict=True)])
 
 
-def part_memory(parameters: Iterable[nn.Parameter]) -> None:
+def unshare_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Give gradients that share memory memory of their own, before others are added to them or a norm scales them.
 
     Autograd keeps the first gradient of a parameter without a copy unless others hold the same tensor. It does not see who holds what a DTensor

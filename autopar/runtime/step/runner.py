@@ -22,7 +22,7 @@ from autopar.plan.run_log import COMPUTE, DATA, PIPELINE
 from autopar.plan.schedule import check_schedule
 from autopar.runtime.assemble import Assembly, before_backward
 from autopar.runtime.monitor import Monitor
-from autopar.runtime.step.gradients import BucketedSums, hand_over, part_memory, sum_in_place
+from autopar.runtime.step.gradients import BucketedSums, hand_over, sum_in_place, unshare_gradients
 from autopar.runtime.step.stage import INPUT, StageModule
 from autopar.runtime.world import World
 
@@ -120,7 +120,7 @@ class Accumulation:
             loss = self.forward(micro_batch, number)
             self._scaled(loss).backward()  # type: ignore[no-untyped-call]
             if number == 0:
-                part_memory(self.stage.parameters())
+                unshare_gradients(self.stage.parameters())
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         return total
@@ -284,7 +284,7 @@ class _Stage(PipelineStage):
         with self._monitor.part(COMPUTE), _naming_stage(self.stage_index):
             result = super().backward_one_chunk(bwd_chunk_id, *args, **options)
             if bwd_chunk_id == 0:
-                part_memory(self.submod.parameters())
+                unshare_gradients(self.submod.parameters())
             return result
 
 
