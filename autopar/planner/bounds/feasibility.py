@@ -33,11 +33,11 @@ from autopar.planner.bounds.columns import CHAINS, Columns, Constraints, side_by
 from autopar.planner.bounds.instance import Array, PipelineInstance
 from autopar.planner.bounds.whole_recompute import SLACK, WholeRecompute, between
 
-PRECISION = 5e-4
+PRECISION = 1e-4
 """The ratio of neighbouring times on the grid, less one."""
 
-GRID_LENGTH = 16_384
-"""The length of the grid in steps: times of some thousand times the work relaxation and more are not searched."""
+MAX_RATIO = 4096.0
+"""Without a goal, times of more than that many times the work relaxation are not searched."""
 
 MAX_STAGES_AT_ONCE = 1024
 """The limit on stages that are tested at once, over all instances and times, where several times of each instance are tested."""
@@ -104,12 +104,8 @@ def _largest_impossible(
     # The grid grows by factors: a work relaxation of zero stays the bound (measured parts may be faster than any share).
     open_ = rows[np.isfinite(bounds) & (low < goal_s) & (low > 0.0)]
     # Positions on the grid: ``least`` is not possible (-1: ``low`` stays the bound); ``most`` is possible or reaches the goal.
-    ends = np.full(len(low), GRID_LENGTH)
-    if np.isfinite(goal_s):
-        with np.errstate(divide="ignore", invalid="ignore"):
-            far = np.ceil(np.log(goal_s / low) / step)
-        ends = np.clip(np.nan_to_num(far, nan=0.0, posinf=GRID_LENGTH), 0, GRID_LENGTH).astype(np.int64)
-    least, most, is_known = np.full(len(low), -1), ends, np.zeros(len(low), dtype=bool)
+    least, most, is_known = np.full(len(low), -1), np.zeros(len(low), dtype=np.int64), np.zeros(len(low), dtype=bool)
+    most[open_] = np.ceil(np.log(goal_s / low[open_] if np.isfinite(goal_s) else MAX_RATIO) / step)
     # The first points, as shares of the interval: most rows are excluded at the goal, or possible early on the grid.
     shares = np.array([1.0]) if np.isfinite(goal_s) else 2.0 ** -np.arange(10.0)[::-1]
     while len(open_):
@@ -119,7 +115,7 @@ def _largest_impossible(
         times = low[open_][:, None] * np.exp(step * points)
         is_possible = possible(np.repeat(open_, points.shape[1]), times.reshape(-1)).reshape(points.shape)
         least[open_] = np.maximum(least[open_], np.where(is_possible, -1, points).max(axis=1))
-        most[open_] = np.minimum(most[open_], np.where(is_possible, points, GRID_LENGTH).min(axis=1))
+        most[open_] = np.where(is_possible, points, most[open_][:, None]).min(axis=1)
         is_known[open_] |= is_possible.any(axis=1)
         if np.isfinite(goal_s):
             bounds[open_[~is_known[open_]]] = goal_s

@@ -14,7 +14,7 @@ from autopar.plan.schedule import peak_table
 from autopar.planner.bounds import chain_proof
 from autopar.planner.bounds.chain_program import WHOLE, chain_bound
 from autopar.planner.bounds.columns import Columns
-from autopar.planner.bounds.feasibility import feasible_bounds
+from autopar.planner.bounds.feasibility import _largest_impossible, feasible_bounds
 from autopar.planner.bounds.instance import BlockFloor, FloorTable, ModeFloor, PipelineInstance, runs_of
 from autopar.planner.bounds.whole_recompute import WholeRecompute
 
@@ -267,6 +267,12 @@ def test_a_rank_ends_behind_a_micro_batch_that_went_to_the_last_stage_and_back(s
     instance = pipeline(schedule, 3, 3, [0, 1, 2], [block((1.0, 0.0), once_s=once_s) for once_s in (0.0, 10.0, 0.0)])
     assert feasible_bounds([instance])[0] == pytest.approx(wanted_s, rel=1e-3)
     assert least_s(instance) == pytest.approx(19.0)
+
+
+@pytest.mark.parametrize("goal_s", [10.0, 1e9])
+def test_the_grid_has_all_times_up_to_the_goal(goal_s: float) -> None:
+    bound_s = _largest_impossible(np.ones(1), lambda _, times: times >= 1e6, goal_s, step=1e-4, at_once=64)[0]
+    assert min(goal_s, 1e6) * math.exp(-1e-4) <= bound_s <= min(goal_s, 1e6)
 
 
 @SOME
