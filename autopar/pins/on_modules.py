@@ -18,6 +18,7 @@ from typing import SupportsIndex, TypeVar
 import torch
 
 from autopar.errors import UsageError, check_flags
+from autopar.plan.mesh import type_at_rest
 from autopar.plan.plan import RECOMPUTES, Recompute
 
 _ATTRIBUTE = "_autopar_pins"
@@ -76,6 +77,7 @@ def pin(
                 else "Pin a module that has some"
             )
             raise _bad(f"No parameter of this module matches '{pattern}'", fix, module)
+        type_at_rest(kind, where=_place(module))
         pins[f"parameter {pattern}"] = kind
     if not pins:
         raise _bad("Nothing is pinned", "Give recompute=, stage=, opaque=True or parameters=", module)
@@ -112,4 +114,8 @@ def _text(kind: str, value: str, path: str, module: torch.nn.Module) -> str:
 
 def _bad(problem: str, fix: str, module: torch.nn.Module) -> UsageError:
     """Return the error of :func:`pin` for a module."""
-    return UsageError(problem, where=f"autopar.pin({type(module).__name__})", fix=fix)
+    return UsageError(problem, where=_place(module), fix=fix)
+
+
+def _place(module: torch.nn.Module) -> str:
+    return f"autopar.pin({type(module).__name__})"

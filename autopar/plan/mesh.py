@@ -218,6 +218,21 @@ def S(dim: int) -> Type:  # noqa: N802  the field's name for the type
 # moves backward, and I and R are the same.
 
 
+def type_at_rest(text: str, *, where: str) -> tuple[str, Type]:
+    """Return the axis and the type of a parameter at rest that ``text`` says, such as ``tp:S(0)``.
+
+    Raises:
+        UsageError: the axis is missing or not ``tp``, or the type is neither I nor S(d).
+    """
+    axis, colon, kind = text.rpartition(":")
+    if colon and axis != "tp":
+        raise UsageError.unknown("axis", axis, ("tp",), where=where)
+    if not colon or not re.fullmatch(r"I|S\(\d+\)", kind):
+        fix = "Write tp:I or tp:S(d), for example tp:S(0)"
+        raise UsageError(f"A parameter cannot be stored as {kind}", where=where, fix=fix)
+    return axis, Type.from_text(kind)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
     """How one type becomes another on one axis.

@@ -80,6 +80,8 @@ def test_a_module_is_pinned_opaque() -> None:
     ({"parameters": {3: "tp:I"}}, "The parameters are {3: 'tp:I'}"),
     ({"parameters": "weight"}, "The parameters are 'weight'. Write for example parameters="),
     ({"parameters": {"wieght": "tp:I"}}, "No parameter .* matches 'wieght'.*up.weight"),
+    ({"parameters": {"*": "zz"}}, "cannot be stored as zz"), ({"parameters": {"*": "I"}}, "cannot be stored as I. Write tp:I"),
+    ({"parameters": {"*": "dp:I"}}, "Unknown axis 'dp'"), ({"parameters": {"*": "tp:R"}}, "cannot be stored as R"),
 ])  # fmt: skip
 def test_what_is_no_pin_is_refused_at_once(wrong: dict[str, object], said: str) -> None:
     refuses(UsageError, said, autopar.pin, residual(), **wrong)

@@ -64,7 +64,7 @@ def test_parameters_are_matched_by_pattern() -> None:
         ("offload!=activations", "does not say which activations are offloaded"),
         ("schedule<=1F1B", "'<=' does not go with schedule"), ("recompute=half", "Choose none, selective or full"),
         ("recompute=full@", "Choose none, selective or full"), ("stage@layers.0=x", "Count stages from 0"),
-        ("w=tq:S(0)", "Did you mean 'tp'"), ("w=tp:P", "cannot be stored as P"), ("w=tp:Q", "Unknown type 'Q'"),
+        ("w=tq:S(0)", "Did you mean 'tp'"), ("w=tp:P", "cannot be stored as P"), ("w=tp:Q", "cannot be stored as Q"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said(text: str, said: str) -> None:

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from autopar.errors import UsageError
-from autopar.plan.mesh import Type
+from autopar.plan.mesh import Type, type_at_rest
 from autopar.plan.plan import RECOMPUTES, Recompute
 from autopar.plan.schedule import SCHEDULES
 from autopar.planner.space.space import ATTENTION_KINDS
@@ -40,7 +40,6 @@ _NUMBERS = (
     *("pp", "dp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "ep_data", "zero", "zero_stage", "micro_batch"),
     *("micro_batch_size", "num_micro_batches", "virtual_stages", "vocab_multiple", BUCKET),
 )
-_AXES = ("tp",)
 _CHOICES = {
     "schedule": SCHEDULES,
     "precision": ("fp32", "bf16", "fp16", "fp8", "fp64"),
@@ -182,16 +181,7 @@ def parse_pin(text: str) -> Pin:
     if name in ("recompute", "opaque") or name.startswith("stage@"):
         return _of_modules(text, name, value)
     if ":" in value:
-        axis, _, type_text = value.partition(":")
-        if axis not in _AXES:
-            raise UsageError.unknown("axis", axis, _AXES, where=f"pin '{text}'")
-        stored = Type.from_text(type_text)
-        if stored.kind not in ("I", "S"):
-            raise UsageError(
-                f"A parameter cannot be stored as {type_text}",
-                where=f"pin '{text}'",
-                fix="Write I or S(d), for example tp:S(0)",
-            )
+        axis, stored = type_at_rest(value, where=f"pin '{text}'")
         return ParameterPin(text=text, pattern=name, axis=axis, type=stored)
     raise UsageError.unknown("pin", name, _KEYS)
 
