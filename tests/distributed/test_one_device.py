@@ -282,6 +282,7 @@ def test_a_plan_with_unequal_stages_equals_one_device(pool: WorkerPool, pins: st
     ("sinks", "cp=2 tp=2 cp_attention=gather"), ("sinks", "cp=2 dp_shard=2 cp_attention=ulysses"),
     ("pictures", "pp=2 dp_replicate=2 micro_batch=1"), ("pictures", "tp=2 dp_shard=2 zero=3"),
     ("pictures", "tp=2 dp_shard=2 zero=1 micro_batch=1"),
+    ("summed", "dp_replicate=4 zero=0 micro_batch=2 bucket_bytes=1"), ("summed", "dp_replicate=4 micro_batch=1 bucket_bytes=1"),
     ("spectral", "pp=2 dp_shard=2 zero=3"),  # complex numbers go from stage to stage
 ])  # fmt: skip
 def test_unusual_models_equal_one_device(pool: WorkerPool, kind: str, pins: str) -> None:

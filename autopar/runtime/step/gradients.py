@@ -148,12 +148,20 @@ def _launch(bucket: _Bucket) -> None:
         if leaf.grad is None:  # unused on this rank, but the collective needs its part
             leaf.grad = torch.zeros_like(leaf)
         grads.append(leaf.grad)
-    bucket.flat = grads[0].view(-1) if _is_dense(grads) else torch.cat([grad.reshape(-1) for grad in grads])
+    bucket.flat = grads[0].view(-1) if _fills_its_memory(grads) else torch.cat([grad.reshape(-1) for grad in grads])
     bucket.work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
 
 
-def _is_dense(grads: Sequence[Tensor]) -> bool:
-    return len(grads) == 1 and grads[0].is_contiguous() and grads[0].untyped_storage().nbytes() == grads[0].nbytes
+def _fills_its_memory(grads: Sequence[Tensor]) -> bool:
+    """Return whether this is one gradient that fills memory of its own, which may be summed in place.
+
+    What else is on that memory may not be a gradient yet: backwards of two views of one shape leave both on what their sum has passed back.
+    """
+    if len(grads) != 1 or not grads[0].is_contiguous():
+        return False
+    memory = grads[0].untyped_storage()
+    is_shared = torch._C._storage_Use_Count(memory._cdata) > 2  # by others than this gradient and ``memory``
+    return memory.nbytes() == grads[0].nbytes and not is_shared
 
 
 def _wait_for(bucket: _Bucket) -> None:
@@ -193,7 +201,7 @@ def sum_in_place(held: Sequence[RankParameter], group_of: Callable[[RankParamete
             assert grad is not None
             buckets.setdefault((group, grad.dtype), []).append(grad)
     for (group, _), grads in buckets.items():
-        if _is_dense(grads):
+        if _fills_its_memory(grads):
             dist.all_reduce(grads[0], group=group)
             continue
         flat = torch.cat([grad.reshape(-1) for grad in grads])

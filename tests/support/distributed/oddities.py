@@ -63,6 +63,17 @@ class Shared(u.Around):
         return F.cross_entropy(self.last(x), y)
 
 
+class Summed(u.Around):
+    """Two parameters that are added as other shapes: what one backward of a view leaves lies in the memory of the other's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.far = (nn.Parameter(torch.randn(64)) for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x @ (self.near.view(8, 8) + self.far.view(8, 8)), y)
+
+
 class Force(nn.Module):
     """The gradient of an energy, which training differentiates again."""
 
@@ -381,8 +392,8 @@ UNUSUAL = {
     "pictures": OwnSubject(pictures, with_places),
 } | {
     kind.__name__.lower(): OwnSubject(kind, u.drawn)
-    for kind in (Routers, Rolling, Shared, Resting, Checkpointed, spectral, Passing, Unread, Frozen, Indexed)
+    for kind in (Routers, Rolling, Shared, Summed, Resting, Checkpointed, spectral, Passing, Unread, Frozen, Indexed)
 }
-"""By name: a contrastive loss with a scalar parameter; attention with a column more than keys; parts of pictures among tokens; branches on values; numbers read from the batch; weights of two layers; parts in
+"""By name: a contrastive loss with a scalar parameter; attention with a column more than keys; parts of pictures among tokens; branches on values; numbers read from the batch; weights of two layers; sums of weights; parts in
 ``eval()``; recompute; complex numbers; all kinds of values between layers; no gradient back to the first layers; frozen ones; parameters that
 are no numbers."""
