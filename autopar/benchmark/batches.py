@@ -192,12 +192,8 @@ class Outcome:
 
 @contextmanager
 def local_ranks(num_ranks: int, *, run_timeout_s: float) -> Iterator[Launch]:
-    """Give worker processes on this machine, new ones for each job; a job that exceeds ``run_timeout_s`` is killed.
-
-    Torch's caches keep groups of earlier jobs, each of whose threads polls a hundred times a second. In its third job of nine plans, a rank
-    was seen to spend 8 % of a core while it slept.
-    """
-    with WorkerPool(num_ranks, preload=PRELOAD, max_jobs=1) as pool:
+    """Give worker processes on this machine; a job that exceeds ``run_timeout_s`` is killed."""
+    with WorkerPool(num_ranks, preload=PRELOAD) as pool:
         yield lambda job: pool.run(ranks.run, job, timeout_s=run_timeout_s)
 
 

@@ -57,10 +57,6 @@ class _Outcome:
     signal: int = 0
 
 
-MAX_JOBS = 8
-"""The usual number of jobs after which workers are replaced: torch's caches keep some process groups of past jobs, whose threads keep polling."""
-
-
 @dataclass(slots=True)
 class _Worker:
     process: ForkServerProcess
@@ -73,17 +69,15 @@ class WorkerPool:
     Args:
         size: the number of workers.
         preload: modules that the server imports before it forks: those that jobs need and that start no threads.
-        max_jobs: jobs after which workers are replaced.
 
     Use it as a context manager, or call :meth:`close`.
     """
 
-    def __init__(self, size: int, *, preload: Sequence[str] = ("torch",), max_jobs: int = MAX_JOBS) -> None:
-        self.size, self.max_jobs = size, max_jobs
+    def __init__(self, size: int, *, preload: Sequence[str] = ("torch",)) -> None:
+        self.size = size
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([*preload, __name__])
         self._workers: list[_Worker] = []
-        self._jobs = 0
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -125,10 +119,7 @@ class WorkerPool:
         self, function: Callable[..., Any], args: tuple[Any, ...], size: int, timeout_s: float
     ) -> list[_Outcome]:
         """Run a job once and return the outcome of each rank; after a failure the workers are killed."""
-        if self._jobs >= self.max_jobs:
-            self.close()
         self._start()
-        self._jobs += 1
         workers = self._workers[:size]
         with tempfile.TemporaryDirectory(prefix="autopar-") as folder:
             job = pickle.dumps((function, args, str(Path(folder) / "store"), size, timeout_s))
@@ -152,7 +143,7 @@ class WorkerPool:
             if worker.process.is_alive():
                 worker.process.kill()
                 worker.process.join()
-        self._workers, self._jobs = [], 0
+        self._workers = []
 
     def _start(self) -> None:
         """Start the workers that are missing; if one has died, all are replaced.
@@ -236,9 +227,24 @@ def _perform(message: bytes, rank: int) -> _Outcome:
         value = function(*args)
         dist.barrier()  # a rank that ends early must not close connections that others are still opening
         dist.destroy_process_group()
+        _forget_meshes()
         gc.collect()  # modules in reference cycles keep process groups alive, and with them their threads
     except BaseException:  # noqa: BLE001  every error of a job is reported to the caller of run()
         if dist.is_initialized():
             dist.destroy_process_group()
         return _Outcome(failure=traceback.format_exc())
     return _Outcome(value=value)
+
+
+def _forget_meshes() -> None:
+    """Clear torch's caches of layouts, which keep the meshes of past jobs, and so process groups with threads that poll 100 times a second.
+
+    The caches have no public names. Where a version of torch has others, threads are left.
+    """
+    with suppress(AttributeError, ImportError):
+        from torch.distributed.tensor import _collective_utils, _redistribute, debug
+
+        debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+        _redistribute._gen_transform_infos.cache_clear()
+        _redistribute.clear_redistribute_planner_cache()
+        _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()

@@ -10,8 +10,7 @@ from autopar.verification.rank_pool import WorkerPool
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
-    """New workers pay for what a first job brings to each process: of 24 jobs an eighth of the CPU time, more than threads poll."""
-    with WorkerPool(4, max_jobs=24) as workers:
+    with WorkerPool(4) as workers:
         yield workers
 
 

@@ -132,7 +132,7 @@ KINDS: Mapping[str, Callable[[Op], Callable[..., Tensor]]] = {
 @pytest.fixture(scope="module")
 def workers() -> Iterator[WorkerPool]:
     """Workers of their own: faults stay where they are planted."""
-    with WorkerPool(4, max_jobs=24) as pool:
+    with WorkerPool(4) as pool:
         yield pool
 
 

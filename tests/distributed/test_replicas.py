@@ -65,3 +65,17 @@ def test_streams_differ_on_shards_and_are_equal_on_replicas_and_in_recompute(poo
         assert a.shape != b.shape or not torch.equal(a, b)
     again = found["none"][0]["twice"]["table.weight"] - first
     assert not torch.allclose(again, first), "another step draws other numbers"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_parameters_stay_of_a_model_that_is_left(pool: WorkerPool, layout: str) -> None:
+    subject, plan, graph = planned(layout, "llama")
+    batch = subject.make_batch(plan.global_batch_size, seed=0)
+    left = pool.run(jobs.parameters_left, subject, plan, graph, batch, size=plan.mesh.world_size)
+    assert set(left) == {0}
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no /proc here that lists threads")
+def test_no_process_groups_stay_of_earlier_jobs(pool: WorkerPool) -> None:
+    on_batch(pool, jobs.evaluated, *planned("tp2 x dp2 ZeRO 1", "llama"))
+    assert set(pool.run(jobs.group_threads)) == {1}

@@ -11,7 +11,7 @@ from tests.support.integrations.ranks import SUBJECT
 
 @pytest.fixture(scope="session")
 def pair() -> Iterator[WorkerPool]:
-    with WorkerPool(2, max_jobs=24) as workers:
+    with WorkerPool(2) as workers:
         yield workers
 
 

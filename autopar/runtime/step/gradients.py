@@ -9,6 +9,7 @@ experts of other ranks, so each rank would silently scale by a different norm.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -93,9 +94,9 @@ class BucketedSums:
         self._leaves = [(leaf, h.parameter) for h, leaf in leaves]
         self._buckets = _fill([(leaf, h.group) for h, leaf in leaves if h.group is not None], bucket_bytes)
         self._expected = 0
-        for bucket in self._buckets:
+        for number, bucket in enumerate(self._buckets):
             for leaf in bucket.leaves:
-                leaf.register_post_accumulate_grad_hook(self._hook(bucket))  # type: ignore[no-untyped-call]
+                leaf.register_post_accumulate_grad_hook(self._hook(number))  # type: ignore[no-untyped-call]
 
     def begin(self, num_backwards: int) -> None:
         """Prepare for ``num_backwards`` backward passes, whose gradients are summed together."""
@@ -118,13 +119,20 @@ class BucketedSums:
                     hand_over(parameter, leaf.grad)
                 leaf.grad = None
 
-    def _hook(self, bucket: _Bucket) -> Callable[[Tensor], None]:
+    def _hook(self, number: int) -> Callable[[Tensor], None]:
+        """Return the hook of the leaves of one bucket. It does not hold them: Python's collector does not see what torch's hooks hold."""
+        sums = weakref.ref(self)
+
         def arrive(_: Tensor) -> None:
-            bucket.arrived += 1
-            if bucket.arrived == len(bucket.leaves) * self._expected:
-                _launch(bucket)
+            if (own := sums()) is not None:
+                own._arrive(own._buckets[number])
 
         return arrive
+
+    def _arrive(self, bucket: _Bucket) -> None:
+        bucket.arrived += 1
+        if bucket.arrived == len(bucket.leaves) * self._expected:
+            _launch(bucket)
 
 
 def _fill(leaves: Sequence[tuple[nn.Parameter, Group]], bucket_bytes: int) -> list[_Bucket]:

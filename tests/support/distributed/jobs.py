@@ -1,5 +1,6 @@
 """What the tests run on every rank; by name, so that workers can import it."""
 
+import gc
 import logging
 import resource
 import signal
@@ -230,6 +231,23 @@ def train_beside_others(subject: Any, plan: Plan, graph: Graph, batch: Batch, nu
     parallel = build(subject, plan, graph)
     loss = parallel.train_step(batch).item()
     return loss, parallel.full_gradients()
+
+
+def parameters_left(subject: Any, plan: Plan, graph: Graph, batch: Batch) -> int:
+    """How many parameters are left of a model that has trained and that nobody has any more."""
+
+    def count() -> int:
+        gc.collect()
+        return sum(type(one) in (nn.Parameter, DTensor) for one in gc.get_objects())
+
+    before = count()
+    build(subject, plan, graph).train_step(batch)
+    return count() - before
+
+
+def group_threads() -> int:
+    """How many process groups of gloo have a thread in this process."""
+    return sum("gloo_tcp_loop" in path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
 
 
 def in_another_job(parallel: ParallelModel, batch: Batch, folder: str) -> list[str]:
