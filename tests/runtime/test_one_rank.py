@@ -22,7 +22,7 @@ from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16, PRECISIONS
 from autopar.runtime.launch import launch
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.step.gradients import BucketedSums, RankParameter
+from autopar.runtime.step.gradients import BucketedSums, RankParameter, unshare_gradients
 from autopar.tracing.trace import trace
 from autopar.verification.reference import adamw, loss_of
 from tests.support.close import assert_close
@@ -154,6 +154,19 @@ def test_parameters_that_one_gradient_reaches_hold_it_apart(micro: int) -> None:
     norm = parallel.clip_grad_norm_(1.0)
     for name, tensor in parallel.full_gradients().items():
         assert_close(tensor, 2 / norm * model.get_parameter(name).grad, place=name)
+
+
+def test_gradients_that_are_parts_of_one_tensor_are_not_copied() -> None:
+    """As FSDP's are; the one that overlaps others is."""
+    whole = torch.randn(6, 4)
+    grads = whole[:2], whole.view(24), whole[2:], whole[:0]
+    parameters = [nn.Parameter(torch.zeros(grad.shape)) for grad in grads]
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = grad
+    unshare_gradients(parameters)
+    now = [parameter.grad for parameter in parameters]
+    assert [one is grad for one, grad in zip(now, grads, strict=True)] == [True, False, True, True]
+    assert all(one is not None and torch.equal(one, grad) for one, grad in zip(now, grads, strict=True))
 
 
 def test_weights_that_change_before_a_backward_are_refused(parallel: ParallelModel, batch: Batch) -> None:

@@ -222,16 +222,26 @@ def unshare_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Give gradients that share memory memory of their own, before others are added to them or a norm scales them.
 
     Autograd keeps the first gradient of a parameter without a copy unless others hold the same tensor. It does not see who holds what a DTensor
-    wraps, nor other views: ``torch.cat([a, b]) + c`` passes one tensor back to all three, which ``c.view(...)`` hides in torch itself.
+    wraps, nor other views: ``torch.cat([a, b]) + c`` passes one tensor back to all three, which ``c.view(...)`` hides in torch itself. FSDP's
+    gradients are parts of one tensor that do not overlap; they stay.
     """
-    places: set[int] = set()
-    for parameter in parameters:
-        grad = parameter.grad
-        if grad is not None:
-            place = (grad._local_tensor if isinstance(grad, DTensor) else grad).untyped_storage().data_ptr()
-            if place in places:
-                parameter.grad = grad.clone()
-            places.add(place)
+    grads = [(parameter, grad) for parameter in parameters if (grad := parameter.grad) is not None]
+    end = 0
+    for (start, stop), parameter, grad in sorted(((_span(g), p, g) for p, g in grads), key=lambda one: one[0]):
+        if start < end:
+            parameter.grad = grad.clone()
+        else:
+            end = stop
+
+
+def _span(grad: Tensor) -> tuple[int, int]:
+    """Return the addresses of the first byte of a gradient and of the one after its last."""
+    local = grad._local_tensor if isinstance(grad, DTensor) else grad
+    start = local.data_ptr()
+    if local.is_contiguous():
+        return start, start + local.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+    return start, start + (last + 1) * local.element_size()
 
 
 def local_part(tensor: Tensor) -> Tensor:
