@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from autopar.errors import AutoparError
+from autopar.runtime.world import forget_meshes
 
 _LOG = logging.getLogger(__name__)
 
@@ -227,24 +228,10 @@ def _perform(message: bytes, rank: int) -> _Outcome:
         value = function(*args)
         dist.barrier()  # a rank that ends early must not close connections that others are still opening
         dist.destroy_process_group()
-        _forget_meshes()
+        forget_meshes()
         gc.collect()  # modules in reference cycles keep process groups alive, and with them their threads
     except BaseException:  # noqa: BLE001  every error of a job is reported to the caller of run()
         if dist.is_initialized():
             dist.destroy_process_group()
         return _Outcome(failure=traceback.format_exc())
     return _Outcome(value=value)
-
-
-def _forget_meshes() -> None:
-    """Clear torch's caches of layouts, which keep the meshes of past jobs, and so process groups with threads that poll 100 times a second.
-
-    The caches have no public names. Where a version of torch has others, threads are left.
-    """
-    with suppress(AttributeError, ImportError):
-        from torch.distributed.tensor import _collective_utils, _redistribute, debug
-
-        debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
-        _redistribute._gen_transform_infos.cache_clear()
-        _redistribute.clear_redistribute_planner_cache()
-        _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
