@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -42,8 +42,11 @@ def forget_meshes() -> None:
     a thread of gloo that polls a hundred times a second.
     """
     for path in _CACHES:
-        with suppress(AttributeError):  # this version has no such cache
-            attrgetter(path)(torch.distributed.tensor)()
+        try:
+            clear = attrgetter(path)(torch.distributed.tensor)
+        except AttributeError:  # this version has no such cache
+            continue
+        clear()
 
 
 _T = TypeVar("_T")
