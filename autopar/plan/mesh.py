@@ -213,11 +213,6 @@ def S(dim: int) -> Type:  # noqa: N802  the field's name for the type
     return Type("S", dim)
 
 
-# --- changes of type
-# The table follows ``spmd-types`` and the operators f and g of Megatron; see docs/adr/0001-types.md. For a tensor without gradient nothing
-# moves backward, and I and R are the same.
-
-
 def type_at_rest(text: str, *, where: str) -> tuple[str, Type]:
     """Return the axis and the type of a parameter at rest that ``text`` says, such as ``tp:S(0)``.
 
@@ -231,6 +226,11 @@ def type_at_rest(text: str, *, where: str) -> tuple[str, Type]:
         fix = "Write tp:I or tp:S(d), for example tp:S(0)"
         raise UsageError(f"A parameter cannot be stored as {kind}", where=where, fix=fix)
     return axis, Type.from_text(kind)
+
+
+# --- changes of type
+# The table follows ``spmd-types`` and the operators f and g of Megatron; see docs/adr/0001-types.md. For a tensor without gradient nothing
+# moves backward, and I and R are the same.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
