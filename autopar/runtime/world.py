@@ -7,46 +7,35 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor.debug
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import debug as tensor_debug
 
 from autopar.errors import AutoparError, RuntimeMismatchError
 from autopar.hardware.machine import num_cores
 from autopar.plan.mesh import EXPERT_AXIS, EXPERT_MESH_AXES, MESH_AXES, Mesh
 from autopar.runtime.job import DEFAULT_TIMEOUT_S, FAKE, how_to_start, local_device
 
-_CACHES = (
-    "debug._clear_sharding_prop_cache",
-    "debug._clear_python_sharding_prop_cache",
-    "debug._clear_fast_path_sharding_prop_cache",
-    "_redistribute.clear_redistribute_planner_cache",
-    "_redistribute._gen_transform_infos.cache_clear",
-    "_collective_utils.MeshTopoInfo.build_from_mesh.cache_clear",
-)
-"""Functions of ``torch.distributed.tensor``: from torch 2.11 to 2.13 the first cache became two, and its name changed its meaning."""
+_CLEARING = ("_clear_sharding_prop_cache", "_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache")
+"""Functions of ``torch.distributed.tensor.debug``: from torch 2.11 to 2.13 one cache became two, and the first name changed its meaning."""
 
 DISKS = timedelta(hours=2)
 """Timeout of checkpoints. If a rank dies others notice it much earlier (:mod:`autopar.runtime.failure_watch`)."""
 
 
-def forget_meshes() -> None:
-    """Clear DTensor's caches, which hold the mesh of the first call.
+def _forget_meshes() -> None:
+    """Clear DTensor's cache of operators, whose results hold the mesh of the first call.
 
     Meshes with the same layout of ranks are equal, even those of different jobs. If a process ends a job and begins another, cached results
-    would have process groups of the old job, which no longer exist or belong to other ranks. The groups would also stay for good, each with
-    a thread of gloo that polls a hundred times a second.
+    would have process groups of the old job, which no longer exist or belong to other ranks.
     """
-    for path in _CACHES:
-        try:
-            clear = attrgetter(path)(torch.distributed.tensor)
-        except AttributeError:  # this version has no such cache
-            continue
-        clear()
+    for name in _CLEARING:
+        clear = getattr(tensor_debug, name, None)
+        if clear is not None:
+            clear()
 
 
 _T = TypeVar("_T")
@@ -131,7 +120,7 @@ class World:
                 f"This job has {size} rank{'s' * (size > 1)}, but the plan is for {mesh.world_size} ({mesh})",
                 fix=f"{how_to_start(mesh.world_size)}, or search a plan for {size}",
             )
-        forget_meshes()
+        _forget_meshes()
         self.mesh, self.rank = mesh, dist.get_rank()
         self._job: dist.ProcessGroup | None = dist.group.WORLD
         self.coordinate = mesh.coordinate(self.rank)

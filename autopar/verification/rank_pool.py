@@ -27,9 +27,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
+from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import AutoparError
-from autopar.runtime.world import forget_meshes
 
 _LOG = logging.getLogger(__name__)
 
@@ -228,10 +228,20 @@ def _perform(message: bytes, rank: int) -> _Outcome:
         value = function(*args)
         dist.barrier()  # a rank that ends early must not close connections that others are still opening
         dist.destroy_process_group()
-        forget_meshes()
-        gc.collect()  # modules in reference cycles keep process groups alive, and with them their threads
+        _let_go_of_groups()
     except BaseException:  # noqa: BLE001  every error of a job is reported to the caller of run()
         if dist.is_initialized():
             dist.destroy_process_group()
         return _Outcome(failure=traceback.format_exc())
     return _Outcome(value=value)
+
+
+def _let_go_of_groups() -> None:
+    """Free the process groups of a job that has ended: each has threads that poll a hundred times a second.
+
+    Its meshes refer to them. DTensor's caches keep meshes, and torch 2.11 never frees those of products, so the references are taken out.
+    """
+    for mesh in gc.get_objects():
+        if type(mesh) is DeviceMesh:
+            mesh._pg_registry.clear()
+    gc.collect()  # modules in reference cycles refer to groups too
