@@ -247,3 +247,10 @@ def test_the_experts_of_the_example_stand_on_data_ranks() -> None:
     notes = "\n".join(made.notes)
     assert "mixtures of experts (2): experts spread and tokens sent over 4 data ranks" in notes
     assert "statistics over the global batch" in notes
+
+
+def test_the_language_model_around_the_tower_of_the_example_is_split() -> None:
+    made = example("image_tower")
+    pins = ["tp=2", "pp=2", "*up_proj.weight=tp:S(0)", "*gate_proj.weight=tp:S(0)", "*down_proj.weight=tp:S(1)"]
+    plan = check(made["Model"](), made["batch"](4), pins)
+    assert [note for note in plan.notes if note.startswith("opaque") and "known roughly: tower;" in note]
