@@ -340,8 +340,8 @@ def _specs_of(node: fx.Node) -> tuple[TensorSpec | None, ...]:
 
 
 def _is_number(node: fx.Node) -> bool:
-    """Return whether a call returns a Python number that depends on the values of tensors."""
-    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
+    """Return whether a call returns a Python number, which depends on the values of tensors; what is asserted of it may tell it."""
+    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float)
 
 
 def _is_asserted(node: fx.Node) -> bool:

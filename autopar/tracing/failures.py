@@ -156,18 +156,17 @@ def module_of_failure(error: BaseException, model: torch.nn.Module) -> str:
     """Return the path of the innermost submodule of ``model`` whose code was running when ``error`` was raised.
 
     The path is empty if that is ``model`` itself, or if no module was running. If the traceback of ``error`` names no module, those of
-    its causes are searched.
+    its causes are searched. Where a model shares modules, an export runs stand-ins of them, which have their attributes.
     """
-    path_of = {id(module): path for path, module in model.named_modules()}
+    path_of = {id(vars(module)): path for path, module in model.named_modules()}
     seen: set[int] = set()
     failure: BaseException | None = error
     while failure is not None and id(failure) not in seen:
         seen.add(id(failure))
-        paths = [
-            path_of[id(frame.f_locals.get("self"))]
-            for frame, _ in traceback.walk_tb(failure.__traceback__)
-            if id(frame.f_locals.get("self")) in path_of
-        ]
+        calls = (frame for frame, _ in traceback.walk_tb(failure.__traceback__) if frame.f_code.co_argcount)
+        objects = (frame.f_locals.get(frame.f_code.co_varnames[0]) for frame in calls)
+        running = [id(vars(own)) for own in objects if isinstance(own, torch.nn.Module)]
+        paths = [path_of[own] for own in running if own in path_of]
         if paths:
             return str(paths[-1])
         failure = failure.__cause__ or failure.__context__

@@ -117,15 +117,21 @@ class Regions:
         """Replace the forward of the modules at ``paths`` in ``copied``, the copy to export, by a call of the operator."""
         for path in paths:
             module = copied.get_submodule(path)
-            module.forward = partial(self._call_module, path, module)
+            # looked up before the export, in which attributes of a model that shares modules are stand-ins of its modules
+            module.forward = partial(self._call_module, path, module, self.model.get_submodule(path))
 
-    def _call_module(self, path: str, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _call_module(
+        self, path: str, module: torch.nn.Module, original: torch.nn.Module, *args: Any, **kwargs: Any
+    ) -> Any:
         """Return what the module at ``path`` returns in the export: results of the operator.
+
+        Args:
+            module: the copy to export.
+            original: the user's module.
 
         Raises:
             RegionError: the module cannot be a region.
         """
-        original = self.model.get_submodule(path)
         try:
             state = dict(module.named_parameters()), dict(module.named_buffers())
             draft, inputs = _draft(MODULE, path, args, kwargs, state)

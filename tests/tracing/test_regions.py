@@ -186,6 +186,14 @@ def test_layers_built_alike_are_tried_once(tried: list[str], examined: list[tupl
     assert sorted(set(examined)) == sorted(examined) == [(f"inner.{n}", size) for n in range(4) for size in (8, 16)]
 
 
+@pytest.mark.parametrize("shared", ["first", "inner"])
+def test_a_region_of_a_model_that_shares_modules_is_as_small_as_any(shared: str) -> None:
+    model = u.Around(u.Router)
+    model.inner = nn.Sequential(model.inner, model.inner if shared == "inner" else model.first)
+    graph = same_as_the_model(model, u.batch())
+    assert {region.name for region in regions_of(graph)} == {"inner.0"}
+
+
 class Summed(u.Around):
     """Scales its loss by a number of samples that a batch of another size has to tell apart from any other number."""
 
