@@ -58,15 +58,16 @@ class Field:
 
 def example_of(fields: tuple[Field, ...], batch_size: int) -> dict[str, Any]:
     """Return a batch with the values of a user's example and the constants; other tensors are on meta, and masks are left out."""
-    return {
-        f.name: f.value
-        if f.kind == "constant"
-        else torch.empty((batch_size, *f.shape) if f.batched else f.shape, dtype=f.dtype, device="meta")
-        if f.values is None
-        else f.values
-        for f in fields
-        if f.kind != "mask"
-    }
+    batch: dict[str, Any] = {}
+    for f in fields:
+        shape = (batch_size, *f.shape) if f.batched else f.shape
+        if f.kind == "constant":
+            batch[f.name] = f.value
+        elif f.values is not None and f.values.shape == shape:  # others are a few values to draw from
+            batch[f.name] = f.values
+        elif f.kind != "mask":
+            batch[f.name] = torch.empty(shape, dtype=f.dtype, device="meta")
+    return batch
 
 
 def random_batch(

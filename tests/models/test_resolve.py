@@ -64,6 +64,13 @@ def test_keys_are_taken_that_the_code_asks_for_although_the_class_of_the_configu
     assert deberta.model.get_parameter("deberta.encoder.rel_embeddings.weight").shape == (2 * 4, 32)
 
 
+def test_examples_have_the_batch_and_the_length_of_masks_that_a_model_cannot_do_without() -> None:
+    switch = "hf:switch_transformers?d_model=32&d_kv=8&d_ff=64&num_layers=2&num_decoder_layers=2&num_heads=4&num_experts=2&vocab_size=64"
+    assert resolve_model(switch, sequence_length=8).example_inputs["attention_mask"].shape == (2, 8)
+    series = "hf:time_series_transformer?prediction_length=4&context_length=8&lags_sequence=[1,2]&d_model=16"
+    assert resolve_model(series).example_inputs["past_observed_mask"].shape == (2, 8 + 2)
+
+
 MODELLING = """
 def rotary(config: "OwnConfig | None" = None):
     return getattr(config, "by_function", 1)
