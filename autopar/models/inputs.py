@@ -58,15 +58,16 @@ class Field:
 
 def example_of(fields: tuple[Field, ...], batch_size: int) -> dict[str, Any]:
     """Return a batch with the values of a user's example and the constants; other tensors are on meta, and masks are left out."""
-    return {
-        f.name: f.value
-        if f.kind == "constant"
-        else torch.empty((batch_size, *f.shape) if f.batched else f.shape, dtype=f.dtype, device="meta")
-        if f.values is None
-        else f.values
-        for f in fields
-        if f.kind != "mask"
-    }
+    batch: dict[str, Any] = {}
+    for f in fields:
+        shape = (batch_size, *f.shape) if f.batched else f.shape
+        if f.kind == "constant":
+            batch[f.name] = f.value
+        elif f.values is not None and f.values.shape == shape:  # others are a few values to draw from
+            batch[f.name] = f.values
+        elif f.kind != "mask":
+            batch[f.name] = torch.empty(shape, dtype=f.dtype, device="meta")
+    return batch
 
 
 def random_batch(
@@ -209,6 +210,9 @@ def _unknown_inputs(value: str) -> UsageError:
 IMAGE_TOKENS = ("image_token_id", "image_token_index")
 """Keys of a configuration that name the token at whose places the parts of an image stand."""
 
+IMAGE_SIZE = "image_size"
+"""The key of a configuration that says the height and width of images; 224 without it."""
+
 _FAIL_WITHOUT_MASK = ("longt5", "switch_transformers")
 """Model types that fail without a mask, although it is optional: their code in transformers 5.23 reads the batch size from it."""
 
@@ -307,8 +311,16 @@ def default_length(config: Any) -> int:
     return 512
 
 
+def input_keys(config: Any) -> frozenset[str]:
+    """Return the keys of a configuration that say nothing but the shape of inputs, and need not be declared.
+
+    A model of images may take any size, and then does not declare one: SegFormer, ResNet.
+    """
+    return frozenset([IMAGE_SIZE]) if hasattr(config, "num_channels") else frozenset()
+
+
 def _image_fields(config: Any, head: str) -> tuple[Field, ...]:
-    size = getattr(config, "image_size", 224)
+    size = getattr(config, IMAGE_SIZE, 224)
     height, width = (size, size) if isinstance(size, int) else tuple(size)
     frames = getattr(config, "num_frames", None)
     channels = int(getattr(config, "num_channels", 3))

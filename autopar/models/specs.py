@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 
 from autopar.errors import UsageError
-from autopar.models.inputs import IMAGE_TOKENS
+from autopar.models.inputs import IMAGE_TOKENS, input_keys
 from autopar.tracing.failures import FAILURES
 
 GRAMMAR = "Write package.module:factory, hf:TYPE?key=value, or gpt:layers=2,hidden=64,heads=4,vocab=128"
@@ -118,7 +118,9 @@ def _local_config(where: str, **given: Any) -> Any:
 
 
 def _configured(load: Callable[..., Any], given: Mapping[str, Any], where: str) -> Any:
-    """Return the configuration with the overrides ``given``. Its class must declare their keys, or the code of the model must read them.
+    """Return the configuration with the overrides ``given``.
+
+    Its class must declare their keys, the code of the model must read them, or they say the size of its images.
 
     Token ids outside the vocabulary are corrected. Layers are not dropped at random unless the overrides say so, as a trace cannot know
     which layers a step runs.
@@ -128,7 +130,7 @@ def _configured(load: Callable[..., Any], given: Mapping[str, Any], where: str) 
     """
     default = load()
     undeclared = [key for key in given if not hasattr(default, key)]
-    optional = optional_keys(type(default)) if undeclared else frozenset()
+    optional = optional_keys(type(default)) | input_keys(default) if undeclared else frozenset()
     for key in undeclared:
         if key in optional:
             continue
@@ -147,6 +149,8 @@ def _configured(load: Callable[..., Any], given: Mapping[str, Any], where: str) 
         config = load(**given)
     except Exception as error:  # a configuration checks itself, and raises errors of any library
         raise _unfit(error, where) from error
+    for key in undeclared:  # from_pretrained drops such keys
+        setattr(config, key, given[key])
     _check_sizes(config, given, where)
     _mend(config, given)
     return config

@@ -64,6 +64,25 @@ def test_keys_are_taken_that_the_code_asks_for_although_the_class_of_the_configu
     assert deberta.model.get_parameter("deberta.encoder.rel_embeddings.weight").shape == (2 * 4, 32)
 
 
+def test_images_have_the_size_that_is_given_also_of_models_that_take_any(tmp_path: Path) -> None:
+    transformers.ResNetConfig(depths=[1], hidden_sizes=[8], embedding_size=8, layer_type="basic").save_pretrained(
+        tmp_path
+    )
+    for where in ("hf:resnet?depths=[1]&hidden_sizes=[8]&embedding_size=8&layer_type=basic&", f"hf:{tmp_path}?"):
+        for size, shape in (("32", (32, 32)), ("[32,64]", (32, 64))):
+            made = resolve_model(f"{where}image_size={size}").example_inputs
+            assert made["pixel_values"].shape == (2, 3, *shape)
+    with pytest.raises(UsageError, match="Unknown key 'image_size' of the configuration of bert"):
+        resolve_model("hf:bert?image_size=32")
+
+
+def test_examples_have_the_batch_and_the_length_of_masks_that_a_model_cannot_do_without() -> None:
+    switch = "hf:switch_transformers?d_model=32&d_kv=8&d_ff=64&num_layers=2&num_decoder_layers=2&num_heads=4&num_experts=2&vocab_size=64"
+    assert resolve_model(switch, sequence_length=8).example_inputs["attention_mask"].shape == (2, 8)
+    series = "hf:time_series_transformer?prediction_length=4&context_length=8&lags_sequence=[1,2]&d_model=16"
+    assert resolve_model(series).example_inputs["past_observed_mask"].shape == (2, 8 + 2)
+
+
 MODELLING = """
 def rotary(config: "OwnConfig | None" = None):
     return getattr(config, "by_function", 1)

@@ -215,8 +215,8 @@ class _ModeProgram:
 class _Program:
     """The linear program of stages that are cut freely: the shortest step of fractional blocks under the constraints of some chains.
 
-    Its variables are the blocks of each kind on each stage in each mode, and the step. The first and the last block are on their stages
-    where they are the only ones of their kind.
+    Its variables are the blocks of each kind on each stage in each mode, and the step. A kind is on no stage where the order of blocks
+    leaves none of them.
 
     Args:
         stages: the instance by stages.
@@ -231,11 +231,10 @@ class _Program:
         self.stages = stages
         self.step_s = np.inf
         num, kinds, _ = shape = stages.backward_s.shape
-        is_allowed = np.ones(shape, dtype=bool)
         self.count = np.bincount(stages.kinds, minlength=kinds).astype(float)
-        for k, at in ((stages.kinds[0], 0), (stages.kinds[-1], num - 1)):
-            if self.count[k] == 1:  # a single block of its kind is on no other stage
-                is_allowed[:, k] &= np.arange(num)[:, None] == at
+        is_allowed = np.zeros(shape, dtype=bool)
+        for place, k in enumerate(stages.kinds):  # the stages before and behind a block have a block each
+            is_allowed[max(place + num - len(stages.kinds), 0) : place + 1, k] = True
         self.is_allowed, (stage, kind, _) = is_allowed, is_allowed.nonzero()
         self.scale_s, even = stages.longest(stages.even())
         self.scale_bytes = max(float(np.abs(stages.room).max()), 1.0)

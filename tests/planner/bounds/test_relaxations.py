@@ -269,6 +269,16 @@ def test_a_rank_ends_behind_a_micro_batch_that_went_to_the_last_stage_and_back(s
     assert least_s(instance) == pytest.approx(19.0)
 
 
+@pytest.mark.parametrize("sizes", [(6, 6, 1, 1, 1), (1, 1, 1, 6, 6)])
+def test_blocks_are_on_no_stage_that_their_order_excludes(sizes: Sequence[int]) -> None:
+    """Each of four stages has one of five blocks at least, so that every block has two stages to choose from."""
+    kinds, blocks = range(len(sizes)), [block((2.0 * size, 0.0), forward_s=1.0 * size) for size in sizes]
+    instance = pipeline("Interleaved1F1B", 2, 4, kinds, blocks, virtual_stages=2, groups=((1, 2, 3),))
+    bound = chain_bound(instance, math.inf)
+    assert bound is not None
+    assert 0.99 * least_s(instance) <= bound.time_s <= least_s(instance)
+
+
 @pytest.mark.parametrize("goal_s", [10.0, 1e9])
 def test_the_grid_has_all_times_up_to_the_goal(goal_s: float) -> None:
     bound_s = _largest_impossible(np.ones(1), lambda _, times: times >= 1e6, goal_s, step=1e-4, at_once=64)[0]
