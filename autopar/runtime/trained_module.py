@@ -93,7 +93,7 @@ class TrainedModule(PlannedModule):
             (h.parameter for h in held),
             on_host="optimizer" in self.plan.offload,
             is_staged=self.plan.mesh.pp > 1,
-            parts=((h.parameter, h.key) for h in held if h.key.endswith("]")),
+            parts=((h.parameter, h.key, h.padding is not None) for h in held if h.key.endswith("]") or h.padding),
             check=scaler.check_step,
             check_other=self._original.check_optimizer,
             timed=self.monitor.optimizer_step,
