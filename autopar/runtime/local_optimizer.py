@@ -130,8 +130,9 @@ class LocalSteps:
     Args:
         on_host: whether states are in host memory and optimizers step there; optimizers that would be left unchanged then fail.
         is_staged: whether pipeline stages on other ranks hold parameters of the model; an optimizer that needs all at once then fails.
-        parts: parameters that are parts of one of the model's, with their names. For an optimizer that may look at complete parameters the
-            logger ``autopar`` gets a warning.
+        parts: parameters that are parts of one of the model's, or longer than it, with their names and whether they are longer. For an
+            optimizer that may look at complete parameters the logger ``autopar`` gets a warning. Those of torch that take means over
+            matrices, or read their shapes, fail for longer ones.
         check, check_other: are called before a step of an optimizer with and without a parameter of this model; they may raise.
         timed: gives the context of the time of a step.
         threads: threads of the host for steps there; None leaves torch's number.
@@ -143,7 +144,7 @@ class LocalSteps:
         *,
         on_host: bool = False,
         is_staged: bool = False,
-        parts: Iterable[tuple[Tensor, str]] = (),
+        parts: Iterable[tuple[Tensor, str, bool]] = (),
         check: Callable[[Optimizer], None] = _accept,
         check_other: Callable[[Optimizer], None] = _accept,
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -151,7 +152,7 @@ class LocalSteps:
     ) -> None:
         self._check, self._check_other, self._timed = check, check_other, timed
         self._timing = ExitStack()
-        self._parts = {id(p): name for p, name in parts}
+        self._parts = {id(p): (name, is_longer) for p, name, is_longer in parts}
         self._told: set[type[Optimizer]] = set()
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._parameters = {id(p): p for p in parameters}
@@ -294,6 +295,13 @@ class LocalSteps:
                 f"of one of shape {tuple(split.shape)}",
                 fix="Pin zero=0 and tp=1, or use an optimizer that steps element by element",
             )
+        longer = next((p for p in of_model if self._parts.get(id(p), ("", False))[1]), None)
+        if longer is not None and isinstance(optimizer, torch.optim.Adafactor | torch.optim.Muon):
+            raise UsageError(
+                f"Torch's {type(optimizer).__name__} needs each matrix as it is in the model, but the plan has lengthened one to shape "
+                f"{tuple(longer.shape)}",
+                fix="Pin tp=1 and vocab_multiple=1, or use an optimizer that steps element by element",
+            )
 
     def _tell_of_parts(self, optimizer: Optimizer) -> None:
         kind = type(optimizer)
@@ -303,10 +311,10 @@ class LocalSteps:
         part = next((p for group in optimizer.param_groups for p in group["params"] if id(p) in self._parts), None)
         if part is not None:
             _LOGGER.warning(
-                "%s is not known to step element by element, and gets parts of parameters as parameters of their own, such as "
-                "%s: if it looks at whole matrices, its steps are not those of one device",
+                "%s is not known to step element by element, and gets parts of parameters, or longer ones, as parameters of their own, "
+                "such as %s: if it looks at whole matrices, its steps are not those of one device",
                 kind.__name__,
-                self._parts[id(part)],
+                self._parts[id(part)][0],
             )
 
     def _changes(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -220,10 +220,10 @@ class ParallelModel(TrainedModule):
             error_msgs.append("load_state_dict(assign=True) would replace the memory that steps read: leave assign out")
             return
         self._parameter_checks.check_memory()
-        missing, problems = self._module_state.put(state_dict, prefix, self._changing_buffers.named())
-        missing_keys += missing
-        error_msgs += problems
-        self._untrained.take(state_dict, prefix)
+        trained = self._module_state.put(state_dict, prefix, self._changing_buffers.named())
+        for missing, problems in (trained, self._untrained.take(state_dict, prefix)):
+            missing_keys += missing
+            error_msgs += problems
         if strict:
             unexpected_keys += self._module_state.unexpected(state_dict, prefix)
         if prefix + EXTRA_STATE in state_dict:

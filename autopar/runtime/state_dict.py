@@ -137,6 +137,8 @@ class Untrained:
         self.dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         trained = {p.fqn for p in program.graph.parameters} | {b.fqn for b in program.state}
         left = [name for name in tensors if name not in trained]
+        self._shapes = {name: tensors[name].shape for name in left}
+        self._valued = [name for name in left if not tensors[name].is_meta]  # others may have no value anywhere
         traced = {b.fqn: b.value for b in program.graph.buffers if b.fqn and b.value is not None}
         self.is_parameter = {name: isinstance(tensor, nn.Parameter) for name, tensor in tensors.items()}
         kept_here = left[world.rank :: world.mesh.world_size]
@@ -154,14 +156,24 @@ class Untrained:
         values = {first: tensors.complete(first) for first in firsts}
         return {name: value for name, first in self.names.items() if (value := values.get(first)) is not None}
 
-    def take(self, state: Mapping[str, Tensor], prefix: str = "") -> None:
-        """Copy the values of a state dict that has all of them, under any of the model's names with ``prefix``."""
+    def take(self, state: Mapping[str, Tensor], prefix: str = "") -> tuple[list[str], list[str]]:
+        """Copy what a state dict has, under any of the model's names with ``prefix``; return missing names, and the reasons why some do not fit.
+
+        All ranks return the same. A state that has none of these tensors lacks none, as that of a parallel model is one.
+        """
         given = {first: state[prefix + name] for name, first in self.names.items() if prefix + name in state}
-        targets = self.targets()
-        if all(name in given and given[name].shape == value.shape for name, value in targets):
-            with torch.no_grad():
-                for name, value in targets:
+        given = {first: value for first, value in given.items() if first in self._shapes}
+        missing = [prefix + name for name in self._valued if given and name not in given]
+        problems = [
+            f"{prefix}{name}: it has shape {tuple(value.shape)}, not {tuple(self._shapes[name])}"
+            for name, value in given.items()
+            if value.shape != self._shapes[name]
+        ]
+        with torch.no_grad():
+            for name, value in self.targets():
+                if name in given and given[name].shape == value.shape:
                     value.copy_(given[name])
+        return missing, problems
 
     def key(self, name: str) -> str:
         """Return the key in checkpoints of a first name."""

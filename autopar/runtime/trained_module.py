@@ -30,7 +30,7 @@ from autopar.runtime.monitor import Monitor
 from autopar.runtime.same_values import Replicas
 from autopar.runtime.state_dict import State
 from autopar.runtime.step.global_loss import GlobalLoss, ParallelScaler, StepLoss
-from autopar.runtime.step.gradients import Norm, clip, refuse_clipping
+from autopar.runtime.step.gradients import Norm, clip, refuse_clipping, unshare_gradients
 from autopar.runtime.step.local_batch import Batches, SharedSamples
 from autopar.runtime.step.other_runs import BatchSplit
 from autopar.runtime.step.runner import Accumulation, Batch, Pipeline, StepGradients, micro_batches
@@ -93,7 +93,7 @@ class TrainedModule(PlannedModule):
             (h.parameter for h in held),
             on_host="optimizer" in self.plan.offload,
             is_staged=self.plan.mesh.pp > 1,
-            parts=((h.parameter, h.key) for h in held if h.key.endswith("]")),
+            parts=((h.parameter, h.key, h.padding is not None) for h in held if h.key.endswith("]") or h.padding),
             check=scaler.check_step,
             check_other=self._original.check_optimizer,
             timed=self.monitor.optimizer_step,
@@ -361,6 +361,8 @@ class TrainedModule(PlannedModule):
 
     def _finish_backward(self) -> None:
         """End a backward that the user called, and with it the step."""
+        for stage in self._assembly.stages:
+            unshare_gradients(stage.parameters())
         self._gradients.finish()
         self._scaler.done()
         self._alarm.end()

@@ -142,6 +142,21 @@ def test_optimizers_of_others_are_left_alone(kind: Any, on_host: bool) -> None:
     assert not other._optimizer_step_post_hooks
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor])
+def test_optimizers_of_whole_matrices_refuse_one_that_is_lengthened(kind: Any) -> None:
+    """Its means would count rows of zeros, which the model has not."""
+    mesh = init_device_mesh("cpu", (1,))
+    held = nn.Parameter(DTensor.from_local(torch.randn(4, 3), mesh, [Replicate()], run_check=False))
+    for is_longer in (False, True):
+        steps = LocalSteps([held], parts=[(held, "table.weight", is_longer)])
+        held.grad = torch.ones_like(held)
+        if is_longer:
+            refuses(UsageError, rf"{kind.__name__} needs each matrix as .*shape \(4, 3\)", kind([held], lr=0.1).step)
+        else:
+            kind([held], lr=0.1).step()
+        steps.remove()
+
+
 def test_copies_on_the_host_follow_what_else_writes_parameters() -> None:
     """Loading a checkpoint, scaling weights: the next step begins from what the device has, not from what it had."""
     results = []

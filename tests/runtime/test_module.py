@@ -216,3 +216,29 @@ def test_a_state_dict_that_does_not_fit_is_refused_by_name(parallel: ParallelMod
         refuses(RuntimeError, message, parallel.load_state_dict, changed)
     parallel.load_state_dict(state, strict=False)
     refuses(RuntimeError, "leave assign out", parallel.load_state_dict, parallel.state_dict(), assign=True)
+
+
+def _normed(self: nn.Module, x: Tensor) -> Tensor:
+    return ((x - self.mean) * self.scale * self.weight).square().mean()
+
+
+def test_a_state_dict_with_some_of_what_does_not_learn_is_put_too() -> None:
+    """A step reads it, as on one device; what is missing or does not fit is named."""
+    kept = {"mean": nn.Buffer(torch.zeros(4)), "scale": nn.Buffer(torch.ones(4)), "unread": nn.Parameter(torch.ones(2))}
+    model, x = model_of(_normed, weight=nn.Parameter(torch.ones(4)), **kept), torch.ones(4, 4)
+    parallel = alone(model, api.trace(model, example_inputs={"x": x}))
+    found = parallel.load_state_dict({"mean": torch.full((4,), 3.0)}, strict=False)
+    assert (sorted(found.missing_keys), found.unexpected_keys) == (["scale", "unread", "weight"], [])
+    assert parallel.train_step({"x": x}).item() == 4.0
+    assert {name: value.sum().item() for name, value in parallel.full_state_dict().items()} == {
+        "mean": 12.0, "scale": 4.0, "unread": 2.0, "weight": 4.0,
+    }  # fmt: skip
+    state = parallel.full_state_dict()
+    refuses(
+        RuntimeError,
+        r"scale: it has shape \(3,\), not \(4,\)",
+        parallel.load_state_dict,
+        {**state, "scale": torch.ones(3)},
+    )
+    del state["unread"]
+    refuses(RuntimeError, r'Missing key.*"unread"', parallel.load_state_dict, state)

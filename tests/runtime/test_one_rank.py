@@ -28,6 +28,7 @@ from autopar.verification.reference import adamw, loss_of
 from tests.support.close import assert_close
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.subjects import graph_of
+from tests.support.lower.unusual import Marked
 from tests.support.parallel import SMALL, alone, halve, small
 from tests.support.said import refuses
 from tests.support.small_models import model_of
@@ -142,18 +143,36 @@ def _joined(self: nn.Module, x: Tensor) -> Tensor:
     return ((torch.cat([self.a, self.b]) + self.c.view(5, 8) + x).sin() ** 2).sum()
 
 
+@pytest.mark.parametrize("way", ["train_step", "backward"])
 @pytest.mark.parametrize("micro", [1, 4])
-def test_parameters_that_one_gradient_reaches_hold_it_apart(micro: int) -> None:
+def test_parameters_that_one_gradient_reaches_hold_it_apart(micro: int, way: str) -> None:
     """Torch keeps it in one memory: in a loop of its own what comes second is added to each of them twice."""
     kind = {name: nn.Parameter(torch.randn(shape)) for name, shape in (("a", (2, 8)), ("b", (3, 8)), ("c", (40,)))}
     model, batch = model_of(_joined, **kind), {"x": torch.randn(4, 5, 8)}
     parallel = alone(copy.deepcopy(model), api.trace(model, example_inputs=batch), micro=micro)
-    parallel.train_step(batch)
-    parallel.train_step(batch)
+    for _ in range(2):
+        parallel.train_step(batch) if way == "train_step" else parallel(**batch).backward()
     _joined(model, **batch).backward()
     norm = parallel.clip_grad_norm_(1.0)
     for name, tensor in parallel.full_gradients().items():
         assert_close(tensor, 2 / norm * model.get_parameter(name).grad, place=name)
+
+
+def _late(self: nn.Module, x: Tensor) -> Tensor:
+    weight = self.a.view(8, 8) + self.b.view(8, 8)
+    return Marked.apply(x, weight.expand(len(x), 8, 8)).square().mean()
+
+
+def test_gradients_that_a_later_micro_batch_leaves_in_one_memory_are_held_apart() -> None:
+    """The first two give none, and the last two are added up."""
+    model = model_of(_late, **{name: nn.Parameter(torch.randn(64)) for name in "ab"})
+    x = torch.randn(4, 8)
+    parallel = alone(copy.deepcopy(model), api.trace(model, example_inputs={"x": x}), micro=1)
+    x[:2, 0] = -10.0
+    parallel.train_step({"x": x})
+    (_late(model, x[2:]) / 2).backward()
+    for name, tensor in parallel.full_gradients().items():
+        assert_close(tensor, model.get_parameter(name).grad, place=name)
 
 
 def test_gradients_that_are_parts_of_one_tensor_are_not_copied() -> None:

@@ -218,20 +218,30 @@ def sum_in_place(held: Sequence[RankParameter], group_of: Callable[[RankParamete
         torch._foreach_copy_(grads, [part.view(g.shape) for part, g in zip(parts, grads, strict=True)])
 
 
-def unshare_gradients(parameters: Iterable[nn.Parameter]) -> None:
+def unshare_gradients(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Give gradients that share memory memory of their own, before others are added to them or a norm scales them.
 
     Autograd keeps the first gradient of a parameter without a copy unless others hold the same tensor. It does not see who holds what a DTensor
     wraps, nor other views: ``torch.cat([a, b]) + c`` passes one tensor back to all three, which ``c.view(...)`` hides in torch itself. FSDP's
     gradients are parts of one tensor that do not overlap; they stay.
+
+    Returns:
+        The parameters that have no gradient yet. After a later backward of the step these alone need another look: to the gradients of the
+        others it only adds.
     """
-    grads = [(parameter, grad) for parameter in parameters if (grad := parameter.grad) is not None]
+    without, spans = list[nn.Parameter](), list[tuple[tuple[int, int], nn.Parameter, Tensor]]()
+    for parameter in parameters:
+        if (grad := parameter.grad) is not None:
+            spans.append((_span(grad), parameter, grad))
+        elif parameter.requires_grad:
+            without.append(parameter)
     end = 0
-    for (start, stop), parameter, grad in sorted(((_span(g), p, g) for p, g in grads), key=lambda one: one[0]):
+    for (start, stop), parameter, grad in sorted(spans, key=lambda one: one[0]):
         if start < end:
             parameter.grad = grad.clone()
         else:
             end = stop
+    return without
 
 
 def _span(grad: Tensor) -> tuple[int, int]:

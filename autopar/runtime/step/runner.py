@@ -114,13 +114,13 @@ class Accumulation:
     def run(self, batch: Batch, count: int) -> Tensor:
         """Run forward and backward of this rank's samples, in ``count`` micro-batches; return its part of the loss."""
         total: Tensor | None = None
+        without_gradient = list[nn.Parameter]()
         for number, micro_batch in enumerate(micro_batches(batch, self._inputs, count)):
             if count > 1:  # with one micro-batch FSDP's settings are those of the last
                 before_backward(self.stage, self._plan, is_last=number == count - 1)
             loss = self.forward(micro_batch, number)
             self._scaled(loss).backward()  # type: ignore[no-untyped-call]
-            if number == 0:
-                unshare_gradients(self.stage.parameters())
+            without_gradient = unshare_gradients(self.stage.parameters() if number == 0 else without_gradient)
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         return total
@@ -273,6 +273,7 @@ class _Stage(PipelineStage):
     def __init__(self, monitor: Monitor, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._monitor = monitor
+        self._without_gradient: list[nn.Parameter] = []  # so far in the step
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         module = cast("StageModule", self.submod)
@@ -283,8 +284,8 @@ class _Stage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         with self._monitor.part(COMPUTE), _naming_stage(self.stage_index):
             result = super().backward_one_chunk(bwd_chunk_id, *args, **options)
-            if bwd_chunk_id == 0:
-                unshare_gradients(self.submod.parameters())
+            unknown = self.submod.parameters() if bwd_chunk_id == 0 else self._without_gradient
+            self._without_gradient = unshare_gradients(unknown)
             return result
 
 
