@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from autopar.graph.graph import Argument, Buffer, Graph, Layout, Op, Parameter, Ref, TensorSpec
-from autopar.graph.operator_kinds import draws_random
+from autopar.graph.operator_kinds import OPAQUE, draws_random, region_parameters
 from autopar.ops import plain
 from autopar.ops.kernels import KERNELS, region_of, resolve
 from autopar.ops.opaque import Holder
@@ -67,7 +67,6 @@ A view becomes a reshape, which copies if it must: strides depend on kernels, wh
 
 TARGETS = {function: target for target, function in _FUNCTIONS.items() if target != "aten.view.default"}
 
-OPAQUE = "autopar.opaque"
 _ATTENTION = "aten.scaled_dot_product_attention.default"
 _ATTENTIONS = (_ATTENTION, "autopar.attention_gathered", "autopar.attention_ring")
 
@@ -171,7 +170,8 @@ class Emitter:
             kwargs["device"] = self.device
         region: tuple[fx.Node, ...] = ()
         if target == OPAQUE:  # the holder of untraced code, which the runtime fills
-            self.root.add_module(f"{op.name}_region", Holder(region_of(str(args[0]))))
+            passed = [ref.name for ref in region_parameters(op)]
+            self.root.add_module(f"{op.name}_region", Holder(region_of(str(args[0])), passed))
             region = (self.graph.get_attr(f"{op.name}_region"),)
         if is_random(op):
             args = args[:2] if target == "autopar.dropout" else args

@@ -168,11 +168,16 @@ class Holder(nn.Module):
     """The place of a region in an emitted program, which :meth:`bind` fills with the user's code.
 
     The user's module is not a child: its parameters are those of the program.
+
+    Attributes:
+        parameters_of: the names of the program's values that each call passes as the region's parameters, in order.
+        reached: those of them that a backward has come to. A branch that was not taken leaves its parameters out.
     """
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: Region, parameters_of: Sequence[str] = ()) -> None:
         super().__init__()
         self.kind, self.name = region.kind, region.name
+        self.parameters_of, self.reached = tuple(parameters_of), set[str]()
         self._call: Callable[..., Any] | None = None
 
     def bind(self, model: nn.Module, device: torch.device | None = None) -> None:
@@ -201,6 +206,17 @@ class Holder(nn.Module):
                 raise InternalError(f"The program lacks the module of its opaque region {self.name}")
             self._call = of_function(load_function(self.name))
         return self._call
+
+    def noted(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return views of the parameters of a call, which note in :attr:`reached` that a gradient comes to them."""
+        views = [value.view_as(value) for value in parameters]
+        for name, view in zip(self.parameters_of, views, strict=False):
+            if view.requires_grad:
+                view.register_hook(partial(self._note, name))  # type: ignore[no-untyped-call]
+        return views
+
+    def _note(self, name: str, _gradient: Tensor) -> None:
+        self.reached.add(name)
 
 
 def load_function(name: str) -> type[torch.autograd.Function]:
@@ -304,7 +320,7 @@ def opaque(
     region, device = region_of(description), (*inputs, *parameters)[0].device
     devices = (torch.device("cpu"), *((device,) if device.type == "cuda" else ()))  # the user's code may draw on both
     with seeded(devices, salt, seed, axes):
-        outputs = tensors_of(run(region, holder.call(), inputs, parameters, [b.clone() for b in buffers]))
+        outputs = tensors_of(run(region, holder.call(), inputs, holder.noted(parameters), [b.clone() for b in buffers]))
     if len(outputs) != len(region.outputs):
         raise AutoparError(
             f"The opaque module returned {len(outputs)} tensors, but {len(region.outputs)} when it was traced",

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import InternalError, OutOfMemoryError, RuntimeMismatchError, UsageError
 from autopar.graph.graph import Evaluation
+from autopar.graph.operator_kinds import OPAQUE
 from autopar.hardware.describe import multiplies_in_tf32
-from autopar.lower.emit import OPAQUE
 from autopar.lower.program import Program
 from autopar.plan.plan import TF32_PRODUCTS, Plan, Precision
 from autopar.runtime.local_optimizer import LocalSteps

@@ -72,7 +72,7 @@ class TrainedModule(PlannedModule):
         self.seed, self.step_count = seed, 0
         held, stages = self._assembly.held, self._assembly.stages
         self._parameter_checks = Parameters(held)
-        self._gradients = StepGradients(self._assembly, self.plan, self.monitor, program.graph.without_gradient())
+        self._gradients = StepGradients(self._assembly, program, self.monitor, world.host_group())
         self._loss = GlobalLoss(self.plan, world, self.monitor)
         self._norm = Norm(held, world.sums_group(), world.device, self._loss.dtype)
         self._replicas = Replicas(held, world)

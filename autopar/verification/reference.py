@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.errors import TraceError, VerificationError, first_line
 from autopar.graph.graph import Graph
-from autopar.graph.operator_kinds import draws_random, draws_values
-from autopar.lower.emit import OPAQUE
+from autopar.graph.operator_kinds import OPAQUE, draws_random, draws_values
 from autopar.lower.program import Program
 from autopar.ops import seeded
 from autopar.ops.kernels import MODULE, region_of
@@ -62,7 +61,7 @@ class Trained(TypedDict):
     Attributes:
         losses: one for each step.
         gradients: those of the first step, by the model's names.
-        parameters: those with a gradient after the last step, and buffers that the steps changed.
+        parameters: those after the last step, and buffers that the steps changed.
     """
 
     losses: tuple[float, ...]
@@ -165,8 +164,7 @@ def _trained(model: nn.Module, batches: Sequence[Mapping[str, Tensor]], draws: D
         if step == 0:
             gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
-    # experts that no token reaches have no gradient here, and one of zeros where ranks run them as an opaque module
-    parameters = {name: p.detach() for name, p in model.named_parameters() if p.grad is not None}
+    parameters = {name: p.detach() for name, p in model.named_parameters() if p.is_floating_point() or p.is_complex()}
     changed = ((name, model.get_buffer(name), old) for name, old in buffers.items())
     parameters |= {name: new for name, new, old in changed if not torch.equal(new, old)}
     return {"losses": tuple(losses), "gradients": gradients, "parameters": parameters}

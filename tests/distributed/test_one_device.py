@@ -291,9 +291,14 @@ def test_unusual_models_equal_one_device(pool: WorkerPool, kind: str, pins: str)
     equals_one_device(pool, subject, plan, graph)
 
 
-def test_what_is_not_traced_runs_in_float64_too(pool: WorkerPool) -> None:
-    subject, plan, graph = planned(UNUSUAL["rolling"], "dp_shard=2", ranks=2)
-    assert any("the outputs of a batch are not those of its halves" in note for note in graph.notes)
+@pytest.mark.parametrize(("kind", "pins"), [
+    ("rolling", "dp_shard=2"), ("choosy", "dp_replicate=2 micro_batch=1"), ("choosy", "dp_shard=2 zero=3"), ("choosy", "tp=2"),
+])  # fmt: skip
+def test_what_is_not_traced_runs_in_float64_too(pool: WorkerPool, kind: str, pins: str) -> None:
+    """A parameter that no rank uses decays by no optimizer."""
+    subject, plan, graph = planned(UNUSUAL[kind], pins, ranks=2)
+    apart = any("the outputs of a batch are not those of its halves" in note for note in graph.notes)
+    assert apart == (kind == "rolling")
     report = equals_one_device(pool, subject, plan, graph, precision=FP64)
     assert report.verdict == "every rank agrees"
     assert all(row.error < 1e-10 for row in report.rows)

@@ -23,6 +23,7 @@ from torch.nn.utils import clip_grad
 
 from autopar.errors import UsageError
 from autopar.graph.graph import Padding
+from autopar.ops.opaque import Holder
 from autopar.plan.plan import BUCKET_BYTES
 
 Group: TypeAlias = dist.ProcessGroup
@@ -242,6 +243,47 @@ def unshare_gradients(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         else:
             end = stop
     return without
+
+
+class Branches:
+    """Takes the gradients off those parameters of opaque modules that a step has not used on any rank, as a branch was not taken.
+
+    Each rank gets zeros for those that it does not use (:mod:`autopar.ops.opaque`), so that all sum the same gradients. On one device such a
+    parameter has no gradient: an optimizer leaves it, where zeros would have it decay and move by its momentum.
+
+    Args:
+        stages: the stages of this rank.
+        held: its parameters.
+        names: the names of the parameters that opaque modules alone read, the same on all ranks.
+        group: all ranks, on the host; None if there is one.
+    """
+
+    def __init__(
+        self, stages: Iterable[nn.Module], held: Iterable[RankParameter], names: Sequence[str], group: Group | None
+    ) -> None:
+        self._regions = [module for stage in stages for module in stage.modules() if isinstance(module, Holder)]
+        self._names, self._group = names, group
+        self._held = [h for h in held if h.name in set(names)]
+        self._without: list[RankParameter] = []  # those that had no gradient before the step
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._without = [h for h in self._held if h.parameter.grad is None]
+        for region in self._regions:
+            region.reached.clear()
+
+    def finish(self) -> None:
+        """End a step whose gradients are summed. All ranks call this."""
+        if not self._names:
+            return
+        reached = set[str]().union(*(region.reached for region in self._regions))
+        is_reached = torch.tensor([name in reached for name in self._names], dtype=torch.int32)
+        if self._group is not None:
+            dist.all_reduce(is_reached, dist.ReduceOp.MAX, self._group)
+        left = {name for name, used in zip(self._names, is_reached.tolist(), strict=True) if not used}
+        for held in self._without:
+            if held.name in left:
+                held.parameter.grad = None
 
 
 def _span(grad: Tensor) -> tuple[int, int]:

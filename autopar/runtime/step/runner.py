@@ -16,13 +16,14 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from autopar.errors import PlanError
 from autopar.graph.graph import Input
+from autopar.graph.operator_kinds import in_regions_alone
 from autopar.lower.program import Program
 from autopar.plan.plan import Plan
 from autopar.plan.run_log import COMPUTE, DATA, PIPELINE
 from autopar.plan.schedule import check_schedule
 from autopar.runtime.assemble import Assembly, before_backward
 from autopar.runtime.monitor import Monitor
-from autopar.runtime.step.gradients import BucketedSums, hand_over, sum_in_place, unshare_gradients
+from autopar.runtime.step.gradients import Branches, BucketedSums, hand_over, sum_in_place, unshare_gradients
 from autopar.runtime.step.stage import INPUT, StageModule
 from autopar.runtime.world import World
 
@@ -30,8 +31,10 @@ from autopar.runtime.world import World
 class StepGradients:
     """Prepares gradients before the first backward of a step, and sums them after the last."""
 
-    def __init__(self, assembly: Assembly, plan: Plan, monitor: Monitor, without_gradient: Mapping[str, bool]) -> None:
+    def __init__(self, assembly: Assembly, program: Program, monitor: Monitor, group: dist.ProcessGroup | None) -> None:
         self._monitor, self._tied = monitor, assembly.tied
+        plan, without_gradient = program.plan, program.graph.without_gradient()
+        self._branches = Branches(assembly.stages, assembly.held, in_regions_alone(program.graph), group)
         held = (h for h in assembly.held if h.name in without_gradient)
         self._without = [(h.parameter, without_gradient[h.name]) for h in held]
         self._leaf_sums = BucketedSums(assembly.held, bucket_bytes=plan.bucket_bytes)
@@ -47,6 +50,7 @@ class StepGradients:
         if self.is_open:
             return
         self.is_open = True
+        self._branches.begin()
         for parameter in self._earlier:
             self._earlier[parameter], parameter.grad = parameter.grad, None
         self._leaf_sums.begin(num_backwards)
@@ -67,6 +71,7 @@ class StepGradients:
                 parameter.grad = earlier if new is None else earlier.add_(new)
         for parameter, is_part in self._without:  # an optimizer decays what has zeros, and leaves what has none
             parameter.grad = torch.zeros_like(parameter) if is_part and parameter.requires_grad else None
+        self._branches.finish()
 
     def _sum_tied(self) -> None:
         """Sum the gradients of the copies of each tied parameter on this rank, then over ranks, and give all copies the sum."""

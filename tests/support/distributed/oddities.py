@@ -31,6 +31,15 @@ class Routers(u.Around):
         super().__init__(lambda: nn.Sequential(*layers(NORM, u.Router)))
 
 
+class Choosy(u.Around):
+    """A router one of whose experts gets no token."""
+
+    def __init__(self) -> None:
+        super().__init__(u.Router)
+        with torch.no_grad():
+            self.inner.gate.bias[2] = -50.0
+
+
 class Rolls(nn.Linear):
     """Rolls by a number that it reads from the whole batch, which no trace follows; sums in what it calls float32."""
 
@@ -392,8 +401,22 @@ UNUSUAL = {
     "pictures": OwnSubject(pictures, with_places),
 } | {
     kind.__name__.lower(): OwnSubject(kind, u.drawn)
-    for kind in (Routers, Rolling, Shared, Summed, Resting, Checkpointed, spectral, Passing, Unread, Frozen, Indexed)
+    for kind in (
+        Routers,
+        Choosy,
+        Rolling,
+        Shared,
+        Summed,
+        Resting,
+        Checkpointed,
+        spectral,
+        Passing,
+        Unread,
+        Frozen,
+        Indexed,
+    )
 }
-"""By name: a contrastive loss with a scalar parameter; attention with a column more than keys; parts of pictures among tokens; branches on values; numbers read from the batch; weights of two layers; sums of weights; parts in
+"""By name: a contrastive loss with a scalar parameter; attention with a column more than keys; parts of pictures among tokens; branches on values, one never
+taken; numbers read from the batch; weights of two layers; sums of weights; parts in
 ``eval()``; recompute; complex numbers; all kinds of values between layers; no gradient back to the first layers; frozen ones; parameters that
 are no numbers."""
