@@ -44,6 +44,10 @@ class _Group(ProcessLocalGroup):
     def run(self) -> int:
         return self._run
 
+    def _get_backend(self, device: torch.device) -> "_Group":
+        """What torch 2.14 asks of a group before it sends in batches."""
+        return self
+
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Any:
         """Buffered: it never waits for who receives."""
         return _MAIL.post((self.pg_name, self.rank(), to, tag), sent=[x.detach().clone() for x in tensors])
