@@ -19,7 +19,6 @@ import torch
 
 from autopar.errors import RuleError
 from autopar.graph.aliasing import storage_roots
-from autopar.graph.elements import collect_refs
 from autopar.graph.graph import Block, Graph, Op, Ref
 from autopar.ops.kernels import aten_targets, region_of, resolve
 from autopar.util.formatting import some
@@ -252,25 +251,6 @@ _OPAQUE_NOTE = "opaque, whole on every rank of tp and cp and of a cost that is k
 _WHOLE = "the whole model"
 _MIXED = "; its samples are not known to be apart: "
 """The beginnings of the parts of a note. :func:`why_opaque` finds the parts by them."""
-
-
-def region_parameters(op: Op) -> list[Ref]:
-    """Return the values that a call of :data:`OPAQUE` passes as the parameters of its region, in order."""
-    refs: list[Ref] = []
-    collect_refs(op.args[2:3], refs)
-    return refs
-
-
-def in_regions_alone(graph: Graph) -> list[str]:
-    """Return the names of the parameters that opaque regions read and no other operator does, in the order of the graph."""
-    read, elsewhere = set[Ref](), set[Ref]()
-    for op in graph.ops:
-        others: list[Ref] = []
-        if op.target == OPAQUE:
-            read.update(region_parameters(op))
-            collect_refs((*op.args[:2], *op.args[3:]), others)
-        elsewhere.update(others if op.target == OPAQUE else op.operands)
-    return [p.name for p in graph.parameters if Ref(p.name) in read - elsewhere]
 
 
 def opaque_notes(graph: Graph, reasons: Mapping[str, str]) -> tuple[str, ...]:
