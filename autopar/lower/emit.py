@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from autopar.graph.graph import Argument, Buffer, Graph, Layout, Op, Parameter, Ref, TensorSpec
-from autopar.graph.operator_kinds import OPAQUE, draws_random, region_parameters
+from autopar.graph.operator_kinds import OPAQUE, draws_random
 from autopar.ops import plain
 from autopar.ops.kernels import KERNELS, region_of, resolve
 from autopar.ops.opaque import Holder
@@ -170,8 +170,7 @@ class Emitter:
             kwargs["device"] = self.device
         region: tuple[fx.Node, ...] = ()
         if target == OPAQUE:  # the holder of untraced code, which the runtime fills
-            passed = [ref.name for ref in region_parameters(op)]
-            self.root.add_module(f"{op.name}_region", Holder(region_of(str(args[0])), passed))
+            self.root.add_module(f"{op.name}_region", Holder(region_of(str(args[0])), op.name))
             region = (self.graph.get_attr(f"{op.name}_region"),)
         if is_random(op):
             args = args[:2] if target == "autopar.dropout" else args

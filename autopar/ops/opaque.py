@@ -170,14 +170,15 @@ class Holder(nn.Module):
     The user's module is not a child: its parameters are those of the program.
 
     Attributes:
-        parameters_of: the names of the program's values that each call passes as the region's parameters, in order.
-        reached: those of them that a backward has come to. A branch that was not taken leaves its parameters out.
+        op: the name of the operator that calls the region.
+        reached: the places, among inputs and parameters of a call, of those that a backward has come to. A branch that was not taken
+            leaves its parameters out.
     """
 
-    def __init__(self, region: Region, parameters_of: Sequence[str] = ()) -> None:
+    def __init__(self, region: Region, op: str = "") -> None:
         super().__init__()
-        self.kind, self.name = region.kind, region.name
-        self.parameters_of, self.reached = tuple(parameters_of), set[str]()
+        self.kind, self.name, self.op = region.kind, region.name, op
+        self.reached = set[int]()
         self._call: Callable[..., Any] | None = None
 
     def bind(self, model: nn.Module, device: torch.device | None = None) -> None:
@@ -207,16 +208,18 @@ class Holder(nn.Module):
             self._call = of_function(load_function(self.name))
         return self._call
 
-    def noted(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return views of the parameters of a call, which note in :attr:`reached` that a gradient comes to them."""
-        views = [value.view_as(value) for value in parameters]
-        for name, view in zip(self.parameters_of, views, strict=False):
-            if view.requires_grad:
-                view.register_hook(partial(self._note, name))  # type: ignore[no-untyped-call]
-        return views
+    def noted(self, passed: Sequence[Tensor]) -> list[Tensor]:
+        """Return views of what is passed, which note in :attr:`reached` that a gradient comes to them."""
+        return [self._noting(place, value) if value.requires_grad else value for place, value in enumerate(passed)]
 
-    def _note(self, name: str, _gradient: Tensor) -> None:
-        self.reached.add(name)
+    def _noting(self, place: int, value: Tensor) -> Tensor:
+        view = value.view_as(value)
+        if view.requires_grad:  # not in an evaluation
+            view.register_hook(partial(self._note, place))  # type: ignore[no-untyped-call]
+        return view
+
+    def _note(self, place: int, _gradient: Tensor) -> None:
+        self.reached.add(place)
 
 
 def load_function(name: str) -> type[torch.autograd.Function]:
@@ -272,7 +275,7 @@ def stateless(module: nn.Module, model: nn.Module, device: torch.device | None =
 class _Joined(torch.autograd.Function):
     """Returns ``outputs``, and gives a zero gradient to ``sources`` that the code did not use.
 
-    All ranks then have gradients of the same parameters.
+    All ranks then have gradients of the same parameters, those of the region and those that its inputs come from.
     """
 
     @staticmethod
@@ -283,7 +286,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         zeros = [
-            torch.zeros(shape, dtype=dtype, device=device) if wanted else None
+            torch.zeros((), dtype=dtype, device=device).expand(shape) if wanted else None
             for shape, dtype, device, wanted in ctx.sources
         ]
         return (None, *gradients, *zeros)
@@ -315,22 +318,30 @@ def opaque(
         The tensors that the code returns, in order.
 
     Raises:
-        AutoparError: it returns another number of tensors than when it was traced.
+        AutoparError: it returns another number of tensors than when it was traced, or one with a gradient that had none.
     """
-    region, device = region_of(description), (*inputs, *parameters)[0].device
+    region, passed = region_of(description), (*inputs, *parameters)
+    device = passed[0].device
     devices = (torch.device("cpu"), *((device,) if device.type == "cuda" else ()))  # the user's code may draw on both
     with seeded(devices, salt, seed, axes):
-        outputs = tensors_of(run(region, holder.call(), inputs, holder.noted(parameters), [b.clone() for b in buffers]))
+        noted, copies = holder.noted(passed), [b.clone() for b in buffers]
+        outputs = tensors_of(run(region, holder.call(), noted[: len(inputs)], noted[len(inputs) :], copies))
     if len(outputs) != len(region.outputs):
         raise AutoparError(
             f"The opaque module returned {len(outputs)} tensors, but {len(region.outputs)} when it was traced",
             where=region.name,
             fix="Make its number of outputs the same in every step, or name a module around it with opaque=",
         )
+    if any(y.requires_grad and not grad for y, (_, _, grad) in zip(outputs, region.outputs, strict=True)):
+        raise AutoparError(
+            "The opaque module returned a tensor with a gradient that had none on the inputs of the trace",
+            where=region.name,
+            fix="Compute it from the inputs in every branch (x * 0.0, not zeros), or name a module around it with opaque=",
+        )
     with_gradient = [i for i, (_, _, grad) in enumerate(region.outputs) if grad and outputs[i].is_floating_point()]
-    if not with_gradient or not torch.is_grad_enabled() or not any(v.requires_grad for v in (*inputs, *parameters)):
+    if not with_gradient or not torch.is_grad_enabled() or not any(v.requires_grad for v in passed):
         return outputs
-    joined = _Joined.apply(len(with_gradient), *(outputs[i] for i in with_gradient), *parameters)  # type: ignore[no-untyped-call]
+    joined = _Joined.apply(len(with_gradient), *(outputs[i] for i in with_gradient), *passed)  # type: ignore[no-untyped-call]
     joined_outputs = dict(zip(with_gradient, joined, strict=True))
     return tuple(joined_outputs.get(i, value) for i, value in enumerate(outputs))
 

@@ -72,6 +72,7 @@ def examine(subject: Subject, batch_size: int, known: dict[object, Samples], *, 
     try:
         with _onednn_for_half_precision(subject):
             subject, output = _run(subject)
+            subject = _with_all_gradients(subject)
     except FAILURES as error:
         if subject.examples:
             raise Unclear(f"on its example inputs it raised {type(error).__name__}: {first_line(error)}") from error
@@ -363,6 +364,18 @@ def _measured(subject: Subject) -> tuple[Subject, Any]:
         numel=max(1, sum(spec.numel for spec in subject.inputs)),
     )
     return replace(subject, region=region), output
+
+
+def _with_all_gradients(subject: Subject) -> Subject:
+    """Return the subject, whose region's outputs have a gradient if they have one on some inputs: on others a branch may leave it out."""
+    outputs = subject.region.outputs
+    for number in range(1, 2 if _is_long(subject) else DRAWS):
+        if all(flows or not getattr(torch, dtype).is_floating_point for _, dtype, flows in outputs):
+            break
+        with suppress(*FAILURES):
+            flows = [y.requires_grad for y in tensors_of(subject.run(subject.draw(number)))]
+            outputs = tuple((*y[:2], y[2] or other) for y, other in zip(outputs, flows, strict=True))
+    return replace(subject, region=replace(subject.region, outputs=outputs))
 
 
 class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]

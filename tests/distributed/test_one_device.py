@@ -293,9 +293,10 @@ def test_unusual_models_equal_one_device(pool: WorkerPool, kind: str, pins: str)
 
 @pytest.mark.parametrize(("kind", "pins"), [
     ("rolling", "dp_shard=2"), ("choosy", "dp_replicate=2 micro_batch=1"), ("choosy", "dp_shard=2 zero=3"), ("choosy", "tp=2"),
+    ("sparing", "dp_shard=2 zero=2 micro_batch=1"), ("sparing", "dp_replicate=2 micro_batch=2"), ("sparing", "tp=2"),
 ])  # fmt: skip
 def test_what_is_not_traced_runs_in_float64_too(pool: WorkerPool, kind: str, pins: str) -> None:
-    """A parameter that no rank uses decays by no optimizer."""
+    """A parameter to which no rank has a gradient decays by no optimizer, and all ranks sum the same gradients."""
     subject, plan, graph = planned(UNUSUAL[kind], pins, ranks=2)
     apart = any("the outputs of a batch are not those of its halves" in note for note in graph.notes)
     assert apart == (kind == "rolling")

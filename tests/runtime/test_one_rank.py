@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import api
-from autopar.errors import PlanError, RankFailedError, UsageError
+from autopar.errors import AutoparError, PlanError, RankFailedError, UsageError
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16, PRECISIONS
 from autopar.runtime.launch import launch
@@ -26,9 +26,10 @@ from autopar.runtime.step.gradients import BucketedSums, RankParameter, unshare_
 from autopar.tracing.trace import trace
 from autopar.verification.reference import adamw, loss_of
 from tests.support.close import assert_close
+from tests.support.distributed.oddities import Above
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.subjects import graph_of
-from tests.support.lower.unusual import Marked
+from tests.support.lower.unusual import Around, Marked
 from tests.support.parallel import SMALL, alone, halve, small
 from tests.support.said import refuses
 from tests.support.small_models import model_of
@@ -540,6 +541,18 @@ def test_an_evaluation_is_that_of_eval_or_says_what_it_lacks(kind: str, opaque: 
         for found in (batch, {"x": batch["x"][:3]})[: 1 + is_partial]:
             assert parallel.evaluate(found).item() == pytest.approx(model(**found).item(), rel=1e-6)
         assert kind == "drawn" or parallel.train_step(batch).item() != pytest.approx(model(**batch).item(), rel=1e-3)
+
+
+def test_a_gradient_that_the_trace_did_not_see_is_refused() -> None:
+    """It would go back on those ranks alone whose samples have it."""
+    model = Around(partial(Above, 3.0))
+    batch = {"x": torch.zeros(4, 8), "y": torch.zeros(4, dtype=torch.int64)}
+    parallel = alone(model, api.trace(model, example_inputs=batch, global_batch_size=4))
+    parallel.train_step(batch)
+    with torch.no_grad():
+        for parameter in parallel.parameters():
+            parameter.fill_(4.0)
+    refuses(AutoparError, "a gradient that had none on the inputs of the trace", parallel.train_step, batch)
 
 
 def test_every_evaluation_draws_numbers_of_its_own() -> None:

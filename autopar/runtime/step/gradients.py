@@ -23,6 +23,7 @@ from torch.nn.utils import clip_grad
 
 from autopar.errors import UsageError
 from autopar.graph.graph import Padding
+from autopar.graph.operator_kinds import RegionGradients
 from autopar.ops.opaque import Holder
 from autopar.plan.plan import BUCKET_BYTES
 
@@ -246,24 +247,28 @@ def unshare_gradients(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 class Branches:
-    """Takes the gradients off those parameters of opaque modules that a step has not used on any rank, as a branch was not taken.
+    """Takes the gradients off those parameters that regions have given none in a step on any rank, as a branch was not taken.
 
-    Each rank gets zeros for those that it does not use (:mod:`autopar.ops.opaque`), so that all sum the same gradients. On one device such a
-    parameter has no gradient: an optimizer leaves it, where zeros would have it decay and move by its momentum.
+    Each rank gets zeros for what the code of a region does not use (:mod:`autopar.ops.opaque`), so that all sum the same gradients. On one
+    device such a parameter has no gradient: an optimizer leaves it, where zeros would have it decay and move by its momentum.
 
     Args:
         stages: the stages of this rank.
         held: its parameters.
-        names: the names of the parameters that opaque modules alone read, the same on all ranks.
+        gradients: what regions of the whole model bring, the same on all ranks.
         group: all ranks, on the host; None if there is one.
     """
 
     def __init__(
-        self, stages: Iterable[nn.Module], held: Iterable[RankParameter], names: Sequence[str], group: Group | None
+        self,
+        stages: Iterable[nn.Module],
+        held: Iterable[RankParameter],
+        gradients: RegionGradients,
+        group: Group | None,
     ) -> None:
         self._regions = [module for stage in stages for module in stage.modules() if isinstance(module, Holder)]
-        self._names, self._group = names, group
-        self._held = [h for h in held if h.name in set(names)]
+        self._gradients, self._passed, self._group = gradients, gradients.passed, group
+        self._held = [h for h in held if h.name in gradients.parameters]
         self._without: list[RankParameter] = []  # those that had no gradient before the step
 
     def begin(self) -> None:
@@ -274,15 +279,16 @@ class Branches:
 
     def finish(self) -> None:
         """End a step whose gradients are summed. All ranks call this."""
-        if not self._names:
+        if not self._gradients.parameters:
             return
-        reached = set[str]().union(*(region.reached for region in self._regions))
-        is_reached = torch.tensor([name in reached for name in self._names], dtype=torch.int32)
+        noted = {(region.op, place) for region in self._regions for place in region.reached}
         if self._group is not None:
-            dist.all_reduce(is_reached, dist.ReduceOp.MAX, self._group)
-        left = {name for name, used in zip(self._names, is_reached.tolist(), strict=True) if not used}
+            is_noted = torch.tensor([passed in noted for passed in self._passed], dtype=torch.int32)
+            dist.all_reduce(is_noted, dist.ReduceOp.MAX, self._group)
+            noted = {passed for passed, is_one in zip(self._passed, is_noted.tolist(), strict=True) if is_one}
+        unreached = self._gradients.unreached(noted)
         for held in self._without:
-            if held.name in left:
+            if held.name in unreached:
                 held.parameter.grad = None
 
 

@@ -16,7 +16,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from autopar.errors import PlanError
 from autopar.graph.graph import Input
-from autopar.graph.operator_kinds import in_regions_alone
+from autopar.graph.operator_kinds import region_gradients
 from autopar.lower.program import Program
 from autopar.plan.plan import Plan
 from autopar.plan.run_log import COMPUTE, DATA, PIPELINE
@@ -34,7 +34,7 @@ class StepGradients:
     def __init__(self, assembly: Assembly, program: Program, monitor: Monitor, group: dist.ProcessGroup | None) -> None:
         self._monitor, self._tied = monitor, assembly.tied
         plan, without_gradient = program.plan, program.graph.without_gradient()
-        self._branches = Branches(assembly.stages, assembly.held, in_regions_alone(program.graph), group)
+        self._branches = Branches(assembly.stages, assembly.held, region_gradients(program.graph), group)
         held = (h for h in assembly.held if h.name in without_gradient)
         self._without = [(h.parameter, without_gradient[h.name]) for h in held]
         self._leaf_sums = BucketedSums(assembly.held, bucket_bytes=plan.bucket_bytes)

@@ -40,6 +40,35 @@ class Choosy(u.Around):
             self.inner.gate.bias[2] = -50.0
 
 
+class Above(nn.Module):
+    """A layer for those samples whose first number is above a limit; where there are none, no gradient goes back."""
+
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        self.limit, self.layer = limit, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (x[:, 0] > self.limit).nonzero()[:, 0]
+        out = torch.zeros_like(x)
+        return out.index_add(0, rows, self.layer(x[rows])) if rows.numel() else out
+
+
+class Sparing(u.Around):
+    """One that some samples pass, and one that none does: what stands before that learns nothing, though another branches there."""
+
+    def __init__(self) -> None:
+        some, none = partial(Above, 0.0), partial(Above, 0.8)
+        super().__init__(
+            lambda: nn.ModuleList([*layers(NORM, some, count=1), *layers(NORM, some, LINEAR, none, count=1)])
+        )
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.inner:
+            x = x + layer(x).tanh()
+        return F.cross_entropy(self.last(x), y)
+
+
 class Rolls(nn.Linear):
     """Rolls by a number that it reads from the whole batch, which no trace follows; sums in what it calls float32."""
 
@@ -404,6 +433,7 @@ UNUSUAL = {
     for kind in (
         Routers,
         Choosy,
+        Sparing,
         Rolling,
         Shared,
         Summed,
@@ -417,6 +447,6 @@ UNUSUAL = {
     )
 }
 """By name: a contrastive loss with a scalar parameter; attention with a column more than keys; parts of pictures among tokens; branches on values, one never
-taken; numbers read from the batch; weights of two layers; sums of weights; parts in
+taken, and two that give no gradient for some samples or for all; numbers read from the batch; weights of two layers; sums of weights; parts in
 ``eval()``; recompute; complex numbers; all kinds of values between layers; no gradient back to the first layers; frozen ones; parameters that
 are no numbers."""
