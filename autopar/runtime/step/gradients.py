@@ -26,6 +26,7 @@ from autopar.graph.graph import Padding
 from autopar.graph.operator_kinds import RegionGradients
 from autopar.ops.opaque import Holder
 from autopar.plan.plan import BUCKET_BYTES
+from autopar.runtime.job import FAKE
 
 Group: TypeAlias = dist.ProcessGroup
 
@@ -267,7 +268,8 @@ class Branches:
         group: Group | None,
     ) -> None:
         self._regions = [module for stage in stages for module in stage.modules() if isinstance(module, Holder)]
-        self._gradients, self._passed, self._group = gradients, gradients.passed, group
+        self._gradients, self._passed = gradients, gradients.passed
+        self._group = None if group is None or dist.get_backend(group) == FAKE else group
         self._held = [h for h in held if h.name in gradients.parameters]
         self._without: list[RankParameter] = []  # those that had no gradient before the step
 
