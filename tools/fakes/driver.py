@@ -164,7 +164,7 @@ def _save(parallel: Any, optimizer: Any, record: Any) -> tuple[set[str], dict[st
         kept.append(
             (
                 {part.name for part in own.parts},
-                values | {"optimizer": {"kind": "", "settings": sets, "of": of, "numbers": {}}},
+                values | {"optimizer": {"kind": type(optimizer).__name__, "settings": sets, "of": of, "numbers": {}}},
             )
         )
         return mock.Mock()
@@ -220,7 +220,7 @@ def _load(parallel: Any, saved: tuple[set[str], dict[str, Any]], record: Any) ->
         assert names >= set(wanted) - others, sorted(set(wanted) - others - names)
 
     loading = mock.Mock(put=put, check_holds=check_holds)
-    loading.source.values = values
+    loading.source.values, loading.source.tensors = values, names
     record.phase = LOADS
     with (
         mock.patch.object(series, "Loading", mock.Mock(begin=lambda *_, **__: loading)),
