@@ -8,6 +8,7 @@ would move, wrap or replace parameters are refused here.
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -149,6 +150,14 @@ class PlannedModule(nn.Module):
     def _show_buffers(self, values: Mapping[str, Tensor]) -> None:
         """Register buffers that steps change, by the model's names; new values replace old ones."""
         self._buffers.update(values)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Lead ``torch.distributed.checkpoint.state_dict``, which walks the dots of names by attributes, to :class:`_Named`."""
+        return {name.partition(".")[0]: "_named" for name in (*self._parameters, *self._buffers)}
+
+    @property
+    def _named(self) -> _Named:
+        return _Named({**self._parameters, **self._buffers})
 
     # --- where it is
 
@@ -292,10 +301,30 @@ class PlannedModule(nn.Module):
         )
 
 
+class _Named:
+    """Registered tensors by their dotted names as attributes: each part of a name leads to what follows it."""
+
+    def __init__(self, tensors: Mapping[str, Tensor | None]) -> None:
+        self._tensors = tensors
+
+    def __getattr__(self, part: str) -> Any:
+        if part in self._tensors:
+            return self._tensors[part]
+        below = {name.removeprefix(f"{part}."): t for name, t in self._tensors.items() if name.startswith(f"{part}.")}
+        if not below:
+            raise AttributeError(f"No name goes on with {part!r}")
+        return _Named(below)
+
+
 class _NoWrappers(dict[str, Any]):
-    """The registry of a module that torch's composable wrappers (``fully_shard``, ``replicate``, ``checkpoint``) read; it refuses."""
+    """The registry of a module that torch's composable wrappers (``fully_shard``, ``replicate``, ``checkpoint``) read; it refuses.
+
+    FSDP reads it too when ``torch.distributed.checkpoint.state_dict`` asks which modules of a model it has wrapped, and wraps none then.
+    """
 
     def __contains__(self, name: object) -> bool:
+        if sys._getframe(2).f_code.co_name == "_get_fsdp_states_with_modules":
+            return False
         raise _wrapped("fully_shard, FullyShardedDataParallel or replicate")
 
 

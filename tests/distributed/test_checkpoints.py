@@ -135,6 +135,15 @@ def test_torchs_checkpoints_go_on_under_other_plans_whose_vocabularies_are_lengt
         assert found == (1, pytest.approx(wanted, rel=1e-6)), plan.mesh
 
 
+def test_torchs_state_dicts_have_the_optimizer_and_go_on_under_other_plans(pool: WorkerPool, tmp_path: Path) -> None:
+    subject, plan, graph = planned("tp2 x dp2 ZeRO 3", "gpt2")
+    data, folder = batches(subject, 3), str(tmp_path)
+    (wanted, *_) = on_ranks(pool, checkpoints.saved_with_optimizer, subject, plan, graph, data, folder)
+    for layout in ("pp2 x dp2", "dp4"):
+        found = on_ranks(pool, checkpoints.loaded_with_optimizer, *planned(layout, "gpt2"), data, folder)
+        assert found == (pytest.approx(wanted, rel=1e-5),) * 4, layout
+
+
 @pytest.mark.parametrize("layout", ["dp4", "tp2 x dp2", "pp2 x dp2"])
 def test_ranks_write_each_element_once_and_about_equally_many(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
     subject, plan, graph = planned(layout, "gpt2")

@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -125,6 +126,26 @@ def test_wrappers_are_refused_and_leave_the_model_as_it_was(parallel: ParallelMo
     refuses(UsageError, r"cannot be wrapped in .*: its plan has distributed parameters .* already", wrap, parallel)
     assert type(parallel) is ParallelModel
     assert parallel.train_step(batch).item() == pytest.approx(loss_of(SMALL.build()(**batch)).item(), rel=1e-6)
+
+
+def test_torchs_state_dict_functions_walk_its_names(parallel: ParallelModel, batch: Batch) -> None:
+    optimizer = adamw(parallel.parameters())
+    parallel.train_step(batch)
+    optimizer.step()
+    model, states = get_state_dict(parallel, optimizer)
+    assert model.keys() == parallel.state_dict().keys()
+    assert states["state"].keys() == dict(parallel.named_parameters()).keys()
+    assert get_model_state_dict(around_of(parallel)).keys() == {f"inside.{name}" for name in model}
+    other = small(SMALL.build())
+    own = adamw(other.parameters())
+    set_state_dict(other, own, model_state_dict=copy.deepcopy(model), optim_state_dict=copy.deepcopy(states))
+    for _ in range(2):
+        for each in (optimizer, own):
+            each.zero_grad()
+        losses = [one.train_step(batch).item() for one in (parallel, other)]
+        assert losses[0] == losses[1]
+        optimizer.step()
+        own.step()
 
 
 def test_what_the_model_has_is_told_where_it_is_now() -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from autopar.errors import AutoparError
 from autopar.runtime.checkpoint import contents
@@ -183,3 +184,24 @@ def loaded_by_torch(parallel: ParallelModel, batch: Batch, folder: str, kept: st
     dcp.load({"model": parallel}, checkpoint_id=folder)
     dcp.save({"model": parallel}, checkpoint_id=kept)
     return parallel.step_count, parallel.evaluate(batch).item()
+
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+"""As torch asks for where ranks hold different parameters: the stages of a pipeline."""
+
+
+def saved_with_optimizer(parallel: ParallelModel, batches: Sequence[Batch], folder: str) -> list[float]:
+    """The losses of the last batches, after the first one and a save of what ``get_state_dict`` gives."""
+    optimizer = trained(parallel, batches[:1])
+    dcp.save(dict(zip(("model", "optimizer"), get_state_dict(parallel, optimizer, options=FLAT))), checkpoint_id=folder)
+    return steps(parallel, optimizer, batches[1:])
+
+
+def loaded_with_optimizer(parallel: ParallelModel, batches: Sequence[Batch], folder: str) -> list[float]:
+    """The losses of the last batches, of a model of other weights that goes on from such a save."""
+    halve(parallel)
+    optimizer = adamw(parallel.parameters())
+    model, states = get_state_dict(parallel, optimizer, options=FLAT)
+    dcp.load({"model": model, "optimizer": states}, checkpoint_id=folder)
+    set_state_dict(parallel, optimizer, model_state_dict=model, optim_state_dict=states, options=FLAT)
+    return steps(parallel, optimizer, batches[1:])
