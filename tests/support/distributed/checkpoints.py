@@ -193,7 +193,8 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 def saved_with_optimizer(parallel: ParallelModel, batches: Sequence[Batch], folder: str) -> list[float]:
     """The losses of the last batches, after the first one and a save of what ``get_state_dict`` gives."""
     optimizer = trained(parallel, batches[:1])
-    dcp.save(dict(zip(("model", "optimizer"), get_state_dict(parallel, optimizer, options=FLAT))), checkpoint_id=folder)
+    model, states = get_state_dict(parallel, optimizer, options=FLAT)
+    dcp.save({"model": model, "optimizer": states}, checkpoint_id=folder)
     return steps(parallel, optimizer, batches[1:])
 
 
