@@ -4,7 +4,8 @@ Run: ``python -m tools.campaigns.others --results FILE [TYPE ...]``. Each type i
 own that is killed after a while, then verified as :mod:`tools.campaigns.models` does, in float64 as well where float32 is
 past a limit. FILE keeps what came out, type by type: a run that was stopped goes on where it was, types that are named
 run again. Rows of ``docs/evidence/families.md`` that are not in FILE are kept as they stand there, with the commit that they ran
-at. ``--page`` writes that page and runs nothing. With ``--plan`` nothing is verified.
+at. ``--page`` writes that page and runs nothing. With ``--plan`` nothing is verified. ``--sequence`` verifies the types that are named
+under layouts that split the sequence, and writes no page.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from autopar.plan.plan import Plan
 from autopar.verification.against_one_device import PRELOAD, verify
 from autopar.verification.compared_models import DEFAULT_SAMPLES, VerifiedModel
 from autopar.verification.rank_pool import WorkerPool
-from tools.campaigns.models import LAYOUTS, RANKS, Result, result_of, said, splits
+from tools.campaigns.models import LAYOUTS, RANKS, SEQUENCE_LAYOUTS, Result, result_of, said, splits
 from tools.campaigns.others_page import (
     BROKEN,
     HANG_S,
@@ -92,7 +93,7 @@ def _plan(graph: Graph, layout: str) -> Plan | str:
             graph,
             cluster=with_free_links(Cluster.parse(f"cpu:1x{RANKS}")),
             global_batch_size=DEFAULT_SAMPLES * RANKS,
-            pins=LAYOUTS[layout],
+            pins=(LAYOUTS | SEQUENCE_LAYOUTS)[layout],
             trials=64,
         )
     except AutoparError as error:
@@ -127,9 +128,9 @@ def planned_apart(kind: str, layouts: Sequence[str], limit_s: float = LIMIT_S) -
         process.join()
 
 
-def run_type(kind: str, pool: WorkerPool | None) -> Outcome:
+def run_type(kind: str, pool: WorkerPool | None, layouts: Sequence[str] = USED) -> Outcome:
     """Every layout of one type."""
-    found = planned_apart(kind, USED)
+    found = planned_apart(kind, layouts)
     if pool is None or found.graph is None:
         return found
     subject = subject_of(kind)
@@ -177,6 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--plan", action="store_true", help="trace and search, verify nothing")
     parser.add_argument("--results", type=Path, metavar="FILE", help="JSON of what is known, read and written")
     parser.add_argument("--page", action="store_true", help="write the page from the results, run nothing")
+    parser.add_argument("--sequence", action="store_true", help="layouts that split the sequence; nothing is written")
     options = parser.parse_args(arguments)
     unknown = [kind for kind in options.types if kind not in TYPES]
     if unknown:
@@ -187,6 +189,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.page:
         PAGE.write_text(page(outcomes), encoding="utf-8")
         return 0
+    if options.sequence:
+        with WorkerPool(RANKS, preload=PRELOAD) as pool:
+            for kind in options.types:
+                outcomes[kind] = found = run_type(kind, pool, [*SEQUENCE_LAYOUTS])
+                sys.stdout.write(shown(kind, found, [*SEQUENCE_LAYOUTS]))
+                sys.stdout.flush()
+        return int(any(standing(outcomes[kind]) in (BROKEN, WRONG) for kind in options.types))
     version = _version()
     with nullcontext() if options.plan else WorkerPool(RANKS, preload=PRELOAD) as pool:
         for kind in options.types or [kind for kind in TYPES if kind not in outcomes]:
@@ -208,11 +217,11 @@ def _version() -> str:
     return subprocess.run(call, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def shown(kind: str, found: Outcome) -> str:
+def shown(kind: str, found: Outcome, layouts: Sequence[str] = USED) -> str:
     """What came of a type, for a terminal."""
-    cells = " | ".join(cell(found, layout) for layout in USED)
+    cells = " | ".join(cell(found, layout) for layout in layouts)
     lines = [f"{kind:20} {cells} | {found.num_split} of {found.num_operators} | {found.wall_s:.0f} s\n"]
-    lines += [f"    {line}" for line in remarks(kind, found)]
+    lines += [f"    {line}" for line in remarks(kind, found, layouts)]
     lines += [f"    ! {line}\n" for line in found.traceback.splitlines()[-9:]]
     return "".join(lines)
 

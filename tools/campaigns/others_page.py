@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -81,18 +81,18 @@ def cell(found: Outcome, layout: str) -> str:
     return f"{numbers}; f64 {result.double:.0e}" if result.passed else f"**wrong** {numbers}"
 
 
-def remarks(kind: str, found: Outcome) -> list[str]:
+def remarks(kind: str, found: Outcome, layouts: Sequence[str] = USED) -> list[str]:
     """Refusals, each once, and what is past the limits."""
     lines = [f"- {kind}: {found.error}\n"] if found.error else []
     reasons: dict[str, list[str]] = {}
-    for layout in USED:
+    for layout in layouts:
         plan, result = found.plans.get(layout), found.results.get(layout)
         said_here = plan if isinstance(plan, str) else result.error if result else ""
         if result is not None and not result.error and not result.passed:
             said_here = result.verdict
         if said_here:
             reasons.setdefault(said_here, []).append(layout)
-    lines += [f"- {kind}, {', '.join(layouts)}: {reason}\n" for reason, layouts in reasons.items()]
+    lines += [f"- {kind}, {', '.join(where)}: {reason}\n" for reason, where in reasons.items()]
     return lines
 
 
