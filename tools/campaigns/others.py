@@ -192,7 +192,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.sequence:
         with WorkerPool(RANKS, preload=PRELOAD) as pool:
             for kind in options.types:
+                start = time.perf_counter()
                 outcomes[kind] = found = run_type(kind, pool, [*SEQUENCE_LAYOUTS])
+                found.wall_s = time.perf_counter() - start
                 sys.stdout.write(shown(kind, found, [*SEQUENCE_LAYOUTS]))
                 sys.stdout.flush()
         return int(any(standing(outcomes[kind]) in (BROKEN, WRONG) for kind in options.types))
