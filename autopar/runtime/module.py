@@ -159,6 +159,28 @@ class PlannedModule(nn.Module):
     def _named(self) -> _Named:
         return _Named({**self._parameters, **self._buffers})
 
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """Return this rank's parameter of a name of ``named_parameters()``.
+
+        Raises:
+            AttributeError: the rank has none of that name.
+        """
+        return self._registered(self._parameters, target)
+
+    def get_buffer(self, target: str) -> Tensor:
+        """Return a buffer that steps change, by its name in ``named_buffers()``.
+
+        Raises:
+            AttributeError: the rank has none of that name.
+        """
+        return self._registered(self._buffers, target)
+
+    @staticmethod
+    def _registered(tensors: Mapping[str, Any], target: str) -> Any:
+        if tensors.get(target) is None:
+            raise AttributeError(f"This rank has no {target!r}. It has {some(list(tensors)) or 'none'}")
+        return tensors[target]
+
     # --- where it is
 
     @property

@@ -148,6 +148,16 @@ def test_torchs_state_dict_functions_walk_its_names(parallel: ParallelModel, bat
         own.step()
 
 
+def test_tensors_are_found_by_their_names(parallel: ParallelModel) -> None:
+    for name, parameter in parallel.named_parameters():
+        assert parallel.get_parameter(name) is parameter
+    said = r"This rank has no 'wte\.weight'\. It has transformer\.\S+weight, .* more"
+    refuses(AttributeError, said, parallel.get_parameter, "wte.weight")
+    other = counting()
+    assert other.get_buffer("steps") is dict(other.named_buffers())["steps"]
+    refuses(AttributeError, r"This rank has no 'ones'\. It has steps", other.get_buffer, "ones")
+
+
 def test_what_the_model_has_is_told_where_it_is_now() -> None:
     model = SMALL.build()
     parallel = small(model)
