@@ -83,7 +83,7 @@ TYPES: dict[str, str] = {
     "openai-gpt": _GPT,
     "xlnet": "n_layer=2&d_model=32&n_head=4&d_inner=64&vocab_size=96",
     "biogpt": f"{_TEXT}&max_position_embeddings=32",
-    "minicpm3": f"{_TEXT}",
+    "minicpm3": f"{_TEXT}&num_key_value_heads=4",
     # recurrences and their mixtures with attention
     "jamba": f"{_TEXT2}&num_experts=2&num_experts_per_tok=1&attn_layer_period=2&attn_layer_offset=1&{_MAMBA}"
     "&mamba_dt_rank=4&use_mamba_kernels=false",
