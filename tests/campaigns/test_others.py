@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from tools.campaigns import others
-from tools.campaigns.models import Result
-from tools.campaigns.others_page import PAGE, USED, Outcome, kept, page, standing
+from tools.campaigns.models import SEQUENCE_LAYOUTS, Result
+from tools.campaigns.others_page import PAGE, USED, Outcome, kept, page, sequence_page, standing
 from tools.campaigns.types import TYPES
 
 GOOD = Result(mesh="tp=2", loss=1e-7, gradient=2e-7, parameter=3e-7)
@@ -71,3 +71,15 @@ def test_no_type_has_wrong_numbers() -> None:
     assert page(kept(text)) == text
     assert not [line for line in text.splitlines() if line.startswith("|") and "**wrong**" in line]
     assert "Traceback" not in text
+
+
+def test_rows_of_split_sequences_are_kept_one_by_one() -> None:
+    def split(*results: Result, version: str) -> Outcome:
+        return Outcome(results=dict(zip(SEQUENCE_LAYOUTS, results, strict=False)), version=version)
+
+    first = sequence_page("", {"phi": split(GOOD, REFUSED, version="0123abc"), "opt": split(GOOD, version="0123abc")})
+    again = sequence_page(first, {"phi": split(GOOD, GOOD, version="4567def")})
+    assert [line.split()[1] for line in again.splitlines() if "0123abc" in line or "4567def" in line] == ["opt", "phi"]
+    assert "tp divides 1 attention heads" in first
+    assert "tp divides 1 attention heads" not in again
+    assert sequence_page(again, {}) == again

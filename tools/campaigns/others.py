@@ -5,7 +5,7 @@ own that is killed after a while, then verified as :mod:`tools.campaigns.models`
 past a limit. FILE keeps what came out, type by type: a run that was stopped goes on where it was, types that are named
 run again. Rows of ``docs/evidence/families.md`` that are not in FILE are kept as they stand there, with the commit that they ran
 at. ``--page`` writes that page and runs nothing. With ``--plan`` nothing is verified. ``--sequence`` verifies the types that are named
-under layouts that split the sequence, and writes no page.
+under layouts that split the sequence, and writes their rows of ``docs/evidence/sequence.md``.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from tools.campaigns.others_page import (
     HANG_S,
     LIMIT_S,
     PAGE,
+    SEQUENCE_PAGE,
     USED,
     VERIFY_LIMIT_S,
     WRONG,
@@ -51,6 +52,7 @@ from tools.campaigns.others_page import (
     kept,
     page,
     remarks,
+    sequence_page,
     spec_of,
     standing,
 )
@@ -178,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--plan", action="store_true", help="trace and search, verify nothing")
     parser.add_argument("--results", type=Path, metavar="FILE", help="JSON of what is known, read and written")
     parser.add_argument("--page", action="store_true", help="write the page from the results, run nothing")
-    parser.add_argument("--sequence", action="store_true", help="layouts that split the sequence; nothing is written")
+    parser.add_argument("--sequence", action="store_true", help="layouts that split the sequence")
     options = parser.parse_args(arguments)
     unknown = [kind for kind in options.types if kind not in TYPES]
     if unknown:
@@ -189,14 +191,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.page:
         PAGE.write_text(page(outcomes), encoding="utf-8")
         return 0
+    version = _version()
     if options.sequence:
         with WorkerPool(RANKS, preload=PRELOAD) as pool:
             for kind in options.types:
                 start = time.perf_counter()
                 outcomes[kind] = found = run_type(kind, pool, [*SEQUENCE_LAYOUTS])
-                found.wall_s = time.perf_counter() - start
+                found.wall_s, found.version = time.perf_counter() - start, version
                 sys.stdout.write(shown(kind, found, [*SEQUENCE_LAYOUTS]))
                 sys.stdout.flush()
+                before = SEQUENCE_PAGE.read_text(encoding="utf-8") if SEQUENCE_PAGE.is_file() else ""
+                SEQUENCE_PAGE.write_text(sequence_page(before, {kind: found}), encoding="utf-8")
         return int(any(standing(outcomes[kind]) in (BROKEN, WRONG) for kind in options.types))
     version = _version()
     with nullcontext() if options.plan else WorkerPool(RANKS, preload=PRELOAD) as pool:

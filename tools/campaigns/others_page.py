@@ -11,7 +11,7 @@ from pathlib import Path
 from autopar.graph.graph import Graph
 from autopar.plan.plan import Plan
 from autopar.verification.results import DOUBLE_TENSOR_TOLERANCE, LOSS_TOLERANCE, TENSOR_TOLERANCE
-from tools.campaigns.models import Result
+from tools.campaigns.models import SEQUENCE_LAYOUTS, Result
 from tools.campaigns.types import TYPES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "families.md"
@@ -150,6 +150,30 @@ def standing(found: Outcome) -> str:
     if any(r.error for r in results):
         return _PARTLY
     return _RIGHT if all(r.is_within for r in results) else _ROUNDED
+
+
+SEQUENCE_PAGE = PAGE.with_name("sequence.md")
+_SEQUENCE_HEAD = f"""# Further model types with the sequence split
+
+Written by `python -m tools.campaigns.others --sequence TYPE ...`; do not edit. Types of [families.md](families.md), verified as
+there on four local ranks, under context parallelism of 2 and 4 ranks by gathering, Ulysses and ring attention. The last
+column is the commit that they ran at.
+
+| type | {" | ".join(SEQUENCE_LAYOUTS)} | commit |
+|---|{"---|" * len(SEQUENCE_LAYOUTS)}---|
+"""
+
+
+def sequence_page(text: str, fresh: Mapping[str, Outcome]) -> str:
+    """The page ``text`` of layouts that split the sequence, with the rows of ``fresh`` in place of those of the same types."""
+    lines = text.splitlines(keepends=True)
+    rows = {line.split()[1]: line for line in lines if line.startswith("| ") and line.split()[1] in TYPES}
+    said = [line for line in lines if line.startswith("- ") and re.split("[:,]", line[2:])[0] not in fresh]
+    for kind, found in fresh.items():
+        cells = " | ".join(cell(found, layout) for layout in SEQUENCE_LAYOUTS)
+        rows[kind] = f"| {kind} | {cells} | {found.version} |\n"
+        said += [shortened(line.rstrip()) + "\n" for line in remarks(kind, found, [*SEQUENCE_LAYOUTS])]
+    return _SEQUENCE_HEAD + "".join(rows[kind] for kind in TYPES if kind in rows) + "\n## Refused\n\n" + "".join(said)
 
 
 def shortened(text: str) -> str:
