@@ -165,7 +165,10 @@ class PlannedModule(nn.Module):
         Raises:
             AttributeError: the rank has none of that name.
         """
-        return self._registered(self._parameters, target)
+        parameter = self._parameters.get(target)
+        if parameter is None:
+            raise _not_here(target, self._parameters)
+        return parameter
 
     def get_buffer(self, target: str) -> Tensor:
         """Return a buffer that steps change, by its name in ``named_buffers()``.
@@ -173,13 +176,10 @@ class PlannedModule(nn.Module):
         Raises:
             AttributeError: the rank has none of that name.
         """
-        return self._registered(self._buffers, target)
-
-    @staticmethod
-    def _registered(tensors: Mapping[str, Any], target: str) -> Any:
-        if tensors.get(target) is None:
-            raise AttributeError(f"This rank has no {target!r}. It has {some(list(tensors)) or 'none'}")
-        return tensors[target]
+        buffer = self._buffers.get(target)
+        if buffer is None:
+            raise _not_here(target, self._buffers)
+        return buffer
 
     # --- where it is
 
@@ -321,6 +321,10 @@ class PlannedModule(nn.Module):
             fix="Write a checkpoint with par.save(DIR, optimizer), or copy its weights with par.full_state_dict(). "
             "Means of weights (EMA, SWA) are kept as copies of par.parameters(), without a copy of the model",
         )
+
+
+def _not_here(name: str, tensors: Mapping[str, object]) -> AttributeError:
+    return AttributeError(f"This rank has no {name!r}. It has {some(list(tensors)) or 'none'}")
 
 
 class _Named:
