@@ -185,6 +185,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = [kind for kind in options.types if kind not in TYPES]
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(TYPES)}")
+    if options.sequence and not options.types:
+        parser.error("--sequence needs the types to verify")
     outcomes = kept(PAGE.read_text(encoding="utf-8")) if PAGE.is_file() else {}
     fresh = _loaded(options.results) if options.results else {}
     outcomes |= fresh
