@@ -69,12 +69,13 @@ class LinkTask:
         )
         job.crowding = factor
         points = measure_links(job)
+        layers_s = job.slowest_pass_s()
         if points is None:
             return {}
         return {
             "links": {
                 "crowding": factor,
-                "layers_s": job.spent_s / max(job.passes, 1),
+                "layers_s": layers_s,
                 "sets": as_table(points.sets),
                 "points": points.points,
                 "failed": points.failed,
@@ -92,11 +93,15 @@ class _BetweenWork(LinkJob):
     Attributes:
         crowding: see :func:`crowding`.
         active: ranks of the groups that are measured.
-        passes, spent_s: passes and seconds of the computation.
+        passes_s: seconds of one pass of the computation in each sample that this rank has taken part in, in their order.
     """
 
     crowding = 1.0
-    active, passes, spent_s = 0, 0, 0.0
+    active = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.passes_s: dict[int, list[float]] = {}
 
     def _greeting(self, path: Path | None) -> LinkPoints:
         """Keep the sets of groups that differ on one machine: contiguous ranks of a node, and all groups at once, as in a step."""
@@ -115,14 +120,26 @@ class _BetweenWork(LinkJob):
     def _spent_s(self, run: Callable[[], object], calls: int) -> float:
         """Return the wall time of ``calls`` collectives with computation before each, less the time of the computation."""
         share = max(self.crowding * self.active / self.world, 1.0)
-        work_s, start = 0.0, time.perf_counter()
+        work_s, passes, start = 0.0, 0, time.perf_counter()
         for _ in range(calls):
-            spent_s, passes = self._work.run(WORK_S)
-            work_s, self.passes = work_s + spent_s, self.passes + passes
+            spent_s, done = self._work.run(WORK_S)
+            work_s, passes = work_s + spent_s, passes + done
             run()
         collectives_s = time.perf_counter() - start - share * work_s
-        self.spent_s += work_s
+        self.passes_s.setdefault(self._number, []).append(work_s / passes)
         return max(collectives_s, 1e-6)
+
+    def slowest_pass_s(self) -> float:
+        """Return the seconds of one pass on the slowest rank of each sample, the mean of the samples; 0 if there are none.
+
+        Collectives of a step end with their slowest rank, and on a shared machine each core has a speed of its own at each moment. All
+        ranks must call it.
+        """
+        by_rank: list[dict[int, list[float]]] = [{} for _ in range(self.world)]
+        dist.all_gather_object(by_rank, self.passes_s)
+        numbers = [number for number in by_rank[0] if all(number in passes_s for passes_s in by_rank)]
+        slowest = [max(ranks) for n in numbers for ranks in zip(*(passes_s[n] for passes_s in by_rank), strict=True)]
+        return statistics.mean(slowest) if slowest else 0.0
 
     def _summary(self, samples: list[float]) -> tuple[float, float]:
         mean = statistics.mean(samples)
