@@ -362,7 +362,7 @@ class _Ordering:
 
     def _roll(self, op: Op) -> bool:
         """Roll whole batches by a roll along the inner dim, which pairs each view with the next one of the same sample."""
-        (source, shifts, dims), shape = op.args[:3], op.spec.shape
+        (source, shifts, dims), shape = (*op.args, ())[:3], op.spec.shape
         rows = self.rows.get(cast("Ref", source))
         if rows is None or rows.outer == 1 or dims != (rows.dim,):
             return self._along(op)

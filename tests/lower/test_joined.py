@@ -192,6 +192,7 @@ def statistics(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
 MEET: dict[str, Code] = {
     "in-batch negatives": in_batch_negatives,
     "mixup": lambda s, h, b: s.outer(torch.cat((h, h.flip(0)))).chunk(2)[0] * s.outer(h.flip(0)),
+    "the next sample, by a roll of all elements": lambda s, h, b: h * s.outer(h.roll(6 * 8)),
     "first rows": lambda s, h, b: joined(s, h)[:2],
     "last rows": lambda s, h, b: joined(s, h)[2:],
     "every other row": lambda s, h, b: joined(s, h)[::2],
