@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 from typing import Any
 
 from autopar.benchmark import rank_runs as ranks
@@ -261,7 +261,7 @@ def _joined(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "measured_s": time_s,
         "spread": spread,
-        "layers_s": max(rank["layers_s"] for rank in by_rank),
+        "layers_s": fmean(rank["layers_s"] for rank in by_rank),
         "measured_bytes": max(rank["memory_bytes"] for rank in by_rank),
         "measured_parts": dict(by_rank[0]["parts"]),
     }

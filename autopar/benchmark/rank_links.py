@@ -27,8 +27,8 @@ from autopar.measure.timers import Layers
 from autopar.util.files import write_json
 from autopar.util.toml import Table, as_table
 
-CROWD_REPEATS, CROWD_S = 15, 0.06
-"""Repetitions of :func:`crowding`, and seconds of computation in each."""
+PACE_REPEATS, PACE_S = 15, 0.06
+"""Repetitions of :func:`pace`, and seconds of computation in each."""
 WORK_S, BATCH_S = 1e-3, 10e-3
 """Seconds of computation before each collective, and of one sample."""
 KINDS = tuple(kind for kind in COLLECTIVES if kind != "broadcast")
@@ -53,7 +53,7 @@ class LinkTask:
 
     def run(self) -> dict[str, dict[str, Any]]:
         """Measure on this rank of the process group; rank 0 returns ``links``: crowding, sets of groups and points."""
-        factor = crowding()
+        before = pace()
         job = _BetweenWork(
             dist.distributed_c10d._get_default_store(),
             node=self.nodes[dist.get_rank()],
@@ -67,14 +67,14 @@ class LinkTask:
             ),
             collectives={kind: COLLECTIVES[kind] for kind in KINDS},
         )
-        job.crowding = factor
+        job.crowding = before[0]
         points = measure_links(job)
-        layers_s = job.slowest_pass_s()
+        crowding, layers_s = (statistics.mean(pair) for pair in zip(before, pace(), strict=True))
         if points is None:
             return {}
         return {
             "links": {
-                "crowding": factor,
+                "crowding": crowding,
                 "layers_s": layers_s,
                 "sets": as_table(points.sets),
                 "points": points.points,
@@ -91,17 +91,12 @@ class _BetweenWork(LinkJob):
     run.
 
     Attributes:
-        crowding: see :func:`crowding`.
+        crowding: see :func:`pace`.
         active: ranks of the groups that are measured.
-        passes_s: seconds of one pass of the computation in each sample that this rank has taken part in, in their order.
     """
 
     crowding = 1.0
     active = 0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.passes_s: dict[int, list[float]] = {}
 
     def _greeting(self, path: Path | None) -> LinkPoints:
         """Keep the sets of groups that differ on one machine: contiguous ranks of a node, and all groups at once, as in a step."""
@@ -120,49 +115,38 @@ class _BetweenWork(LinkJob):
     def _spent_s(self, run: Callable[[], object], calls: int) -> float:
         """Return the wall time of ``calls`` collectives with computation before each, less the time of the computation."""
         share = max(self.crowding * self.active / self.world, 1.0)
-        work_s, passes, start = 0.0, 0, time.perf_counter()
+        work_s, start = 0.0, time.perf_counter()
         for _ in range(calls):
-            spent_s, done = self._work.run(WORK_S)
-            work_s, passes = work_s + spent_s, passes + done
+            work_s += self._work.run(WORK_S)[0]
             run()
-        collectives_s = time.perf_counter() - start - share * work_s
-        self.passes_s.setdefault(self._number, []).append(work_s / passes)
-        return max(collectives_s, 1e-6)
-
-    def slowest_pass_s(self) -> float:
-        """Return the seconds of one pass on the slowest rank of each sample, the mean of the samples; 0 if there are none.
-
-        Collectives of a step end with their slowest rank, and on a shared machine each core has a speed of its own at each moment. All
-        ranks must call it.
-        """
-        by_rank: list[dict[int, list[float]]] = [{} for _ in range(self.world)]
-        dist.all_gather_object(by_rank, self.passes_s)
-        numbers = [number for number in by_rank[0] if all(number in passes_s for passes_s in by_rank)]
-        slowest = [max(ranks) for n in numbers for ranks in zip(*(passes_s[n] for passes_s in by_rank), strict=True)]
-        return statistics.mean(slowest) if slowest else 0.0
+        return max(time.perf_counter() - start - share * work_s, 1e-6)
 
     def _summary(self, samples: list[float]) -> tuple[float, float]:
         mean = statistics.mean(samples)
         return mean, statistics.pstdev(samples) / mean
 
 
-def crowding() -> float:
-    """Return the wall time of computation while all ranks compute, over the CPU time of the thread: 1 if each rank has a core.
+def pace() -> tuple[float, float]:
+    """Return how fast the ranks compute while all of them do: their crowding, and the seconds of a pass of :class:`Layers`.
 
-    It is that of the slowest rank, with which a step ends. Two ranks on a core take a little more than twice as long, since the scheduler
-    moves them late and they evict each other's caches. The lower quartile of several repetitions is taken, as other processes only make it
-    longer.
+    Crowding is wall time over the CPU time of the thread: 1 if each rank has a core. It is that of the slowest rank, with which a step
+    ends. Two ranks on a core take a little more than twice as long, since the scheduler moves them late and they evict each other's
+    caches. The lower quartile of several repetitions is taken, as other processes only make it longer.
+
+    A pass takes CPU time, the mean of the ranks and the median of the repetitions. Repetitions are as long as those that the profile of
+    the machine was measured with: passes of a millisecond between collectives take half as long again, which those of a step do not.
     """
-    work, ratios = Layers(), list[float]()
-    for _ in range(CROWD_REPEATS):
+    work, ratios, passes_s = Layers(), list[float](), list[float]()
+    for _ in range(PACE_REPEATS):
         dist.barrier()
         start = time.perf_counter()
-        thread_s, _ = work.run(CROWD_S)
-        times = torch.tensor([time.perf_counter() - start, thread_s])
+        thread_s, passes = work.run(PACE_S)
+        times = torch.tensor([time.perf_counter() - start, thread_s, passes])
         by_rank = [torch.empty_like(times) for _ in range(dist.get_world_size())]
         dist.all_gather(by_rank, times)
-        ratios.append(max(float(wall / thread) for wall, thread in by_rank))
-    return max(statistics.quantiles(ratios, n=4)[0], 1.0)
+        ratios.append(max(float(wall / thread) for wall, thread, _ in by_rank))
+        passes_s.append(statistics.mean(float(thread / count) for _, thread, count in by_rank))
+    return max(statistics.quantiles(ratios, n=4)[0], 1.0), statistics.median(passes_s)
 
 
 def measured_cluster(
@@ -205,6 +189,6 @@ def measured_cluster(
     )  # fmt: skip
     if machine.device.overheads.layers_s:
         factor = table.number("layers_s") / machine.device.overheads.layers_s
-        machine = replace(machine, device=slowed(machine.device, 1.0 / factor, "its speed between collectives"))
+        machine = replace(machine, device=slowed(machine.device, 1.0 / factor, "its speed among its ranks"))
     group = machine.group(num_nodes, per_node, num_cores=per_node / table.number("crowding"))
     return links.on(Cluster(name=name, groups=(group,), library=load_library(machine.library)))

@@ -247,6 +247,12 @@ class _Run:
             models = (subject.build(), subject.build())
             losses = [loss_with(self.draws, 0, model, batch).item() for model in models]
         if abs(losses[0] - losses[1]) > LOSS_TOLERANCE / 10 * abs(losses[0]):
+            first, second = (dict(model.named_parameters()) for model in models)
+            if name := next((name for name in first if not torch.equal(first[name], second[name])), None):
+                raise VerificationError(
+                    f"The function that builds the model gives other weights each time: '{name}'",
+                    fix="Seed in that function what draws them (random, numpy or a generator of its own); torch's generator is seeded",
+                )
             raise VerificationError(
                 f"One device gives two losses for one batch: {losses[0]!r} and {losses[1]!r}",
                 fix="Turn off what draws random numbers besides dropout modules: dropout that forward makes, noise that it adds",

@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-from autopar.benchmark.rank_links import KINDS, LinkTask, _BetweenWork, measured_cluster
+from autopar.benchmark.rank_links import KINDS, LinkTask, measured_cluster
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.errors import UsageError
 from autopar.hardware.read import load_profile
@@ -24,15 +23,6 @@ def launched(task: LinkTask, tasks: list[LinkTask]) -> Sequence[Mapping[str, Map
     points = [[s.name, kind, size, 1e-3 + size / 1e9, 0.0] for s in sets for kind in KINDS for size in SIZES]
     found = {"crowding": 2.5, "layers_s": 2e-4, "sets": [s.to_table() for s in sets], "points": points, "failed": []}
     return [{"links": found}, *({} for _ in task.nodes[1:])]
-
-
-def test_a_pass_takes_as_long_as_on_the_slowest_rank_of_each_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cores of a shared machine are slow in turn: rank 1 in the first sample, rank 0 in the second, and rank 1 alone made the third."""
-    by_rank = [{3: [1.0, 4.0]}, {3: [2.0, 3.0], 5: [9.0]}]
-    monkeypatch.setattr(dist, "all_gather_object", lambda found, _: found.__setitem__(slice(None), by_rank))
-    job = object.__new__(_BetweenWork)
-    job.world, job.passes_s = 2, by_rank[0]
-    assert job.slowest_pass_s() == pytest.approx((2.0 + 4.0) / 2)
 
 
 def test_a_cluster_is_as_its_ranks_measured_it(tmp_path: Path) -> None:

@@ -192,6 +192,19 @@ def test_a_model_that_draws_noise_of_its_own_is_no_reference() -> None:
     refuses(VerificationError, r"One device gives two losses for one batch: .*Turn off what", run, 0.1)
 
 
+def test_a_model_that_is_built_with_other_weights_each_time_is_no_reference() -> None:
+    """Its weights come from a generator that no seed of torch's reaches, as of numpy."""
+    generator = torch.Generator().manual_seed(3)
+
+    def model() -> nn.Module:
+        layer = nn.Linear(3, 3)
+        nn.init.normal_(layer.weight, generator=generator)
+        return model_of(lambda self, x: self.layer(x).square().mean(), layer=layer)
+
+    said = r"gives other weights each time: 'layer\.weight'.*Seed in that function"
+    refuses(VerificationError, said, run_of(4)._check_repeats, OwnSubject(model, normal(3)))
+
+
 def noised() -> nn.Module:
     """Noise, a mask that is written into a tensor, and a shuffle; dropout that is off."""
 
