@@ -181,7 +181,9 @@ def page(found: Sequence[tuple[str, Setting, Outcome | None, float | None]], opt
             "it mean nothing. Before each setting its ranks measured their collectives, what a core gives when all compute, and "
             "how fast the machine then was; nothing was fitted to plans. `speed` is the machine's while the row's plans ran, "
             "over that: 0.9 if the same layers took a ninth longer; what is left of `bias` aside. `load` is the load average over "
-            "five minutes when the row was done: above the number of ranks other work ran beside."
+            "five minutes when the row was done: above the number of ranks other work ran beside. Ranks that share cores are planned "
+            "with their share of them, as if all computed at all times. Those of a pipeline that wait leave theirs to the others, so that "
+            "with more ranks than cores pipelines are faster than predicted."
         ),
         "",
         "| model | ranks and links | plans | rank correlation | regret | time off by | bias | speed | memory off by | spread | load |",
