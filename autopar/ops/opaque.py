@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import importlib
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -114,14 +114,17 @@ def trained_copy(
     return copied if model.training else copied.train()
 
 
-def without_dropout(model: nn.Module) -> None:
+def without_dropout(model: nn.Module, keeps: Collection[str] = ()) -> None:
     """Set all dropout probabilities and the noise of routers to 0, in modules, in their attributes and in their configs.
 
     Configs are replaced by copies, as forward may read them or make further modules from them; the user's config is not changed.
+
+    Args:
+        keeps: paths of modules of dropout that stay as they are.
     """
     configs: dict[int, tuple[Any, Any]] = {}  # each original with its copy; holding the original keeps its id unique
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+    for path, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and path not in keeps:
             module.p = 0.0
         _drop_nothing(module)
         config = vars(module).get("config")

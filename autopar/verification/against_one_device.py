@@ -105,7 +105,8 @@ def verify(  # noqa: PLR0913  keywords of the public call
             same loss twice either.
     """
     _check_size(plan)
-    compared = Compared(subject, loss_fn)
+    drawing = frozenset(op.module for op in graph.ops if draws_values(op) and op.module)
+    compared = Compared(subject, loss_fn, drawing=drawing)
     graph = in_dtype(_without_dropout(graph), getattr(torch, plan.precision.compute), torch.float32)
     plan = replace(plan, precision=FP32)
     lower(plan, graph)  # an invalid plan is reported here once, and not by every rank

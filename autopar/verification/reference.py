@@ -25,7 +25,7 @@ from autopar.graph.operator_kinds import OPAQUE, draws_random, draws_values
 from autopar.lower.program import Program
 from autopar.ops import seeded
 from autopar.ops.kernels import MODULE, region_of
-from autopar.ops.opaque import pick_loss
+from autopar.ops.opaque import pick_loss, without_dropout
 from autopar.plan.plan import FP32, Precision
 from autopar.rules.sample_order import by_sample
 from autopar.runtime.parallel_model import ParallelModel
@@ -314,15 +314,20 @@ class Compared:
         subject: the model and its batches.
         loss_fn: ``loss_fn(output, batch)``, used in place of the loss that the model returns; a function that can be imported.
         is_double: whether the float32 values of parameters, buffers and inputs are converted to float64.
+        drawing: paths of the modules whose random numbers are operators of the graph, as of dropout of channels. All ranks get those
+            that one device draws, so that they stay on.
     """
 
     subject: Subject
     loss_fn: LossFunction | None = None
     is_double: bool = False
+    drawing: frozenset[str] = frozenset()
 
     def build(self, *, drops: bool = False) -> nn.Module:
         """Return the model on CPU. With a loss function its forward takes all of a batch by name."""
-        model = self.subject.build(drops=drops)
+        model = self.subject.build(drops=drops or bool(self.drawing))
+        if self.drawing and not drops:
+            without_dropout(model, self.drawing)
         if self.loss_fn is not None:
             model.forward = partial(_loss, model.forward, self.loss_fn)
         return model.double() if self.is_double else model

@@ -54,11 +54,37 @@ class Diffusion(nn.Module):
         return (found - noise).square().mean()
 
 
+class Channels(nn.Module):
+    """Dropout of channels and alpha dropout, whose masks are operators of the graph, and an opaque layer with dropout of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.channels, self.alpha, self.values = nn.Dropout1d(0.3), nn.FeatureAlphaDropout(0.2), nn.AlphaDropout(0.2)
+        self.opaque = Branching()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, drop in zip(self.layers, (self.channels, self.alpha, self.values, self.opaque), strict=True):
+            x = x + drop(layer(x).tanh())
+        return x.square().mean()
+
+
+class Branching(nn.Module):
+    """Reads a value, so that it is not traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout1d(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(x) * 2 if bool((x.detach() > 100).any()) else self.drop(x)
+
+
 def examples(count: int, generator: torch.Generator) -> dict[str, Tensor]:
     return {"x": torch.randn(count, LENGTH, WIDTH, generator=generator)}
 
 
-@pytest.mark.parametrize("model", [Masked, Diffusion])
+@pytest.mark.parametrize("model", [Masked, Diffusion, Channels])
 @pytest.mark.parametrize(
     "pins",
     [("dp_shard=4", "zero=3"), ("tp=2", "dp_shard=2"), ("tp=4",), ("pp=2", "tp=2"), ("pp=2", "dp_replicate=2")],
