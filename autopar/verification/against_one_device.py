@@ -252,7 +252,7 @@ class _Run:
             if name := next((name for name in first if not torch.equal(first[name], second[name])), None):
                 raise VerificationError(
                     f"The function that builds the model gives other weights each time: '{name}'",
-                    fix="Seed in that function what draws them (random, numpy or a generator of its own); torch's generator is seeded",
+                    fix="Seed in that function what draws them (random, numpy or another generator); torch's generator is seeded",
                 )
             raise VerificationError(
                 f"One device gives two losses for one batch: {losses[0]!r} and {losses[1]!r}",
