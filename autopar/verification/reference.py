@@ -44,6 +44,9 @@ ADAM_EPSILON = 1e-5
 
 It is larger than rounding noise, so that a gradient that is zero but for rounding (of a key's bias) does not become a step."""
 
+LOSS_FLOOR = 1e-2
+"""Part of the largest sum of products of a tensor's elements and their gradients below which a loss has no scale."""
+
 
 def adamw(parameters: Any) -> torch.optim.AdamW:
     """Return the optimizer of both runs."""
@@ -251,13 +254,25 @@ def places_of_draws(graph: Graph, drawn: Sequence[Draw], samples: int) -> dict[s
 
 
 def errors(rank: int, found: Trained, reference: Trained, precision: Precision = FP32) -> RankErrors:
-    """Return the largest errors of one rank's run against that of one device."""
+    """Return the largest errors of one rank's run against that of one device.
+
+    The error of a loss is relative to the loss, or to :data:`LOSS_FLOOR` of what one tensor's gradients say it may change by where this is
+    more: the loss of a policy gradient whose advantages sum to zero is nothing but rounding.
+    """
+    change = max(
+        (
+            float((gradient * reference["parameters"][name]).abs().sum())
+            for name, gradient in reference["gradients"].items()
+        ),
+        default=0.0,
+    )
+    losses = zip(found["losses"], reference["losses"], strict=True)
     gradient_name, gradient = worst(found["gradients"], reference["gradients"])
     parameter_name, parameter = worst(found["parameters"], reference["parameters"])
     return RankErrors(
         rank=rank,
         losses=found["losses"],
-        loss=max(_relative(abs(a - b), abs(b)) for a, b in zip(found["losses"], reference["losses"], strict=True)),
+        loss=max(_relative(abs(a - b), max(abs(b), LOSS_FLOOR * change)) for a, b in losses),
         gradient=gradient,
         gradient_name=gradient_name,
         parameter=parameter,
