@@ -96,9 +96,11 @@ def hugging_face(text: str) -> tuple[Callable[[], torch.nn.Module], str]:
             types = list(transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES)
             if where not in types:
                 near = difflib.get_close_matches(where, types, 5, 0.5)
+                fix = f"Did you mean {', '.join(near)}?" if near else "See transformers' list of model types"
+                kind, colon, settings = where.partition(":")
                 raise UsageError(
                     f"Unknown model type 'hf:{where}': neither a model type of transformers nor a folder with config.json",
-                    fix=f"Did you mean {', '.join(near)}?" if near else "See transformers' list of model types",
+                    fix=f"Settings follow a question mark: 'hf:{kind}?{settings}'" if colon and kind in types else fix,
                 )
             load = partial(transformers.AutoConfig.for_model, where)
         config = _configured(load, given, where)

@@ -11,7 +11,7 @@ from autopar.cost.model import CostModel, Step, flops_per_sample, tokens_per_sam
 from autopar.errors import InfeasibleError, UsageError, check_counts, check_seconds
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
-from autopar.plan.plan import BUCKET_BYTES, Precision, Recompute
+from autopar.plan.plan import BUCKET_BYTES, PRECISIONS, Precision, Recompute
 from autopar.plan.prediction import Prediction
 from autopar.planner.layouts.catalogue import Layouts
 from autopar.planner.layouts.layout import PricedLayout, TypedLayout, layout_key_of
@@ -103,9 +103,13 @@ def _check_traced_for(graph: Graph, request: Request) -> None:
     compute = getattr(torch, request.recipe.compute)
     if dtypes - {compute}:
         got = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        also = next(
+            (f"Give precision='{name}', or trace" for name, recipe in PRECISIONS.items() if recipe.compute == got),
+            "Trace",
+        )
         raise UsageError(
             f"The graph was traced for {got}, but a plan in {request.precision} computes in {request.recipe.compute}",
-            fix=f"Trace the model with precision='{request.precision}'",
+            fix=f"{also} the model with precision='{request.precision}'",
         )
 
 
