@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +33,9 @@ from autopar.util.files import check_places, check_writable
 Make = Callable[[], tuple[Plan, Graph]]
 """Returns the plan and the traced model that it is for."""
 
+logger = logging.getLogger("autopar")
 _MADE, _POLL_S = "made", 0.2
+_MARK = "_autopar_trained"
 
 
 def launch(
@@ -89,11 +94,44 @@ def launch(
                 else:
                     source = ModelWeights(model, seed, drawn_on)
                     take_first_rank_weights(model, world.device)
-                return ParallelModel(
+                parallel = ParallelModel(
                     program, world, source, seed=seed, log_dir=None if log_dir is None else Path(log_dir)
                 )
         finally:
             alarm.close()
+    _mark(model, parallel)
+    return parallel
+
+
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """A mark on a module: the model that it was last a part of, and what trains its copy; copies and pickles of the module have none."""
+
+    model: weakref.ref[nn.Module]
+    parallel: weakref.ref[ParallelModel]
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
+
+
+def _mark(model: nn.Module, parallel: ParallelModel) -> None:
+    """Mark the modules whose parameters ``parallel`` trains, and warn of those that another model shares with this one."""
+    mark, shared = _Trained(weakref.ref(model), weakref.ref(parallel)), list[str]()
+    for path, module in model.named_modules():
+        trained = [name for name, p in module.named_parameters(path, recurse=False) if p.requires_grad]
+        if not trained:
+            continue
+        other = module.__dict__.get(_MARK)
+        if other is not None and other.parallel() is not None and other.model() is not model:
+            shared += trained
+        module.__dict__[_MARK] = mark
+    if shared and dist.get_rank() == 0:
+        logger.warning(
+            "%d parameters of this model, such as %s, are in another parallel model too, which trains a copy of them: neither sees the steps "
+            "of the other. Compute both losses in one module to train them together.",
+            len(shared),
+            shared[0],
+        )
 
 
 def _made(make: Make, log_dir: str | Path | None) -> tuple[Plan, Graph]:
