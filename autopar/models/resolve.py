@@ -22,7 +22,7 @@ import torch
 from autopar.errors import UsageError
 from autopar.graph.graph import Graph
 from autopar.models.inputs import Field, example_of, fields_of_config, fields_of_examples, random_batch
-from autopar.models.specs import FAMILIES, MeanSquareLoss, family_model, hugging_face, quiet_transformers
+from autopar.models.specs import FAMILIES, MeanSquareLoss, family_model, hugging_face, model_types, quiet_transformers
 from autopar.ops.opaque import without_dropout
 from autopar.plan.plan import Plan
 from autopar.tracing.batch import named_batch
@@ -118,8 +118,12 @@ def resolve_model(
             fix="Write hf:TYPE or its sizes, for example gpt:layers=4,hidden=256,heads=4",
         )
     else:
-        fix = "or write package.module:factory or hf:TYPE"
-        raise UsageError.unknown("kind of model", family, ("hf", *FAMILIES), fix=fix)
+        asked = (
+            "hf:DIR with its config.json" if "/" in family else f"hf:{family if family in model_types() else 'TYPE'}"
+        )
+        raise UsageError.unknown(
+            "kind of model", family, ("hf", *FAMILIES), fix=f"or write package.module:factory or {asked}"
+        )
     with quiet_transformers(), torch.device("meta"):
         model = _cast(maker(), dtype)
     inner = model.model if isinstance(model, MeanSquareLoss) else model

@@ -80,6 +80,28 @@ def _transformers() -> Any:
         ) from error
 
 
+def model_types() -> tuple[str, ...]:
+    """Return the model types of transformers; none if it is not installed."""
+    try:
+        return tuple(_transformers().models.auto.configuration_auto.CONFIG_MAPPING_NAMES)
+    except UsageError:
+        return ()
+
+
+def _meant(where: str) -> str:
+    """Return what to write in place of ``hf:`` with something that is neither a model type nor a folder."""
+    kind, colon, settings = where.partition(":")
+    if not where:
+        return "Write for example hf:llama, or hf:DIR"
+    if where[0] in "./~":
+        return "Check the path"
+    if colon and kind in model_types():
+        return f"Settings follow a question mark: 'hf:{kind}?{settings}'"
+    if near := difflib.get_close_matches(where, model_types(), 5, 0.7):
+        return f"Did you mean {', '.join(near)}?"
+    return f"A model of the hub is given as a folder: run 'hf download {where} config.json --local-dir DIR' and write hf:DIR"
+
+
 def hugging_face(text: str) -> tuple[Callable[[], torch.nn.Module], str]:
     """Return a function that makes the model of ``TYPE_OR_FOLDER?key=value&...``, and the name of its head.
 
@@ -93,14 +115,10 @@ def hugging_face(text: str) -> tuple[Callable[[], torch.nn.Module], str]:
         if where and Path(where).is_dir():
             load = partial(_local_config, where)
         else:
-            types = list(transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES)
-            if where not in types:
-                near = difflib.get_close_matches(where, types, 5, 0.5)
-                fix = f"Did you mean {', '.join(near)}?" if near else "See transformers' list of model types"
-                kind, colon, settings = where.partition(":")
+            if where not in model_types():
                 raise UsageError(
                     f"Unknown model type 'hf:{where}': neither a model type of transformers nor a folder with config.json",
-                    fix=f"Settings follow a question mark: 'hf:{kind}?{settings}'" if colon and kind in types else fix,
+                    fix=_meant(where),
                 )
             load = partial(transformers.AutoConfig.for_model, where)
         config = _configured(load, given, where)
@@ -371,6 +389,10 @@ def _values(text: str, separator: str) -> dict[str, Any]:
             raise UsageError(f"The setting '{item}' of the model is not of the form key=value", fix=GRAMMAR)
         if re.search(r"^[^\[{\"]*[,&;] *\w+=", value):
             raise UsageError(f"'{item}' is more than one setting of the model", fix=f"Separate them by '{separator}'")
+        if re.fullmatch(r" *[\d.]+( *, *[\d.]+)+ *", value):
+            raise UsageError(
+                f"The setting '{item}' of the model is a list without brackets", fix=f"Write {key}=[{value}]"
+            )
         key = key.strip()
         if key in result:
             raise UsageError(f"The setting '{key}' of the model is given twice", fix="Keep one of them")
