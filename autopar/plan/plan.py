@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from autopar.errors import UsageError
 from autopar.plan.mesh import Mesh, Type
 from autopar.plan.prediction import Memory, Prediction
 from autopar.plan.schedule import ScheduleName
@@ -318,9 +319,15 @@ class Plan:
         return plan_from_dict(data)
 
     def diff(self, other: Plan) -> list[Change]:
-        """Return how ``other`` differs in choices and predictions; each difference has its path and the values before and after."""
+        """Return how ``other`` differs in choices and predictions; each difference has its path and the values before and after.
+
+        Raises:
+            UsageError: ``other`` is no plan.
+        """
         from autopar.plan.text import diff_plans
 
+        if not isinstance(other, Plan):
+            raise UsageError(f"Plan.diff takes a plan, but got {other!r}", fix="Read a file by Plan.load(PATH)")
         return diff_plans(self, other)
 
     def __str__(self) -> str:
