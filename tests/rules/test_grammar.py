@@ -44,6 +44,9 @@ FOUND = {
     "a term beside a scalar is": ("x..., x... -> x...; linear 0, 1", (spec(4),), spec(4), {"linear 0": (P,)}),
     "without gradient invariant is written replicate": (
         "x..., x... -> x...", (spec(4), spec(4, grad=False)), spec(4), {"invariant": (I, R)}),
+    "without any gradient nothing is invariant": (
+        "x... -> x...", (spec(4, grad=False),), spec(4, grad=False),
+        {"split x.0": (S(0),), "invariant": None, "replicate": (R,)}),
     "a truth value is never partial": (
         "x... -> x...; linear 0", (spec(4, grad=False, dtype=torch.bool),), spec(4, grad=False), {"linear 0": None}),
     "broadcast dims are not split": (
@@ -60,10 +63,6 @@ FOUND = {
 def test_strategies_of_a_line(line: str, operands: tuple[TensorSpec, ...], output: TensorSpec, inputs: Any) -> None:
     found = by_name(line, operands, output)
     assert {name: found[name].inputs if name in found else None for name in inputs} == inputs
-
-
-def test_without_any_gradient_nothing_is_invariant() -> None:
-    assert set(by_name("x... -> x...", (spec(4, grad=False),), spec(4, grad=False))) == {"split x.0", "replicate"}
 
 
 @pytest.mark.parametrize(

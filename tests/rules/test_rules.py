@@ -86,15 +86,6 @@ def test_a_users_rule_is_one_line_and_stays_in_its_table() -> None:
     assert any("linear 0" in line for line in failures)
 
 
-def test_registering_again_forgets_what_was_known() -> None:
-    table = RuleTable(rules={})
-    table.register("aten::relu", "x... -> x...")
-    op, operands = prepared(make.call("aten.relu.default", make.real(4, 8)))
-    assert len(table.strategies(op, operands, axis=TP, size=TWO)) == 4
-    table.register("aten::relu", "x^ y -> x y")
-    assert {s.name for s in table.strategies(op, operands, axis=TP, size=TWO)} == {"split y", "invariant", "replicate"}
-
-
 def test_verification_finds_a_wrong_rule() -> None:
     example = make.call("aten.softmax.int", make.real(4, 8), 1)
     op, _ = prepared(example)

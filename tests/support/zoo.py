@@ -22,7 +22,7 @@ HUGGING_FACE = {
     "qwen3": f"hf:qwen3?{SMALL}&num_key_value_heads=2&head_dim=8",
     "phi3": f"hf:phi3?{SMALL}&num_key_value_heads=2&pad_token_id=0",
     "bert": f"hf:bert?{SMALL}",
-    "vit": "hf:vit?hidden_size=32&num_attention_heads=4&intermediate_size=64&image_size=16&patch_size=4",
+    "vit": "hf:vit?hidden_size=32&num_attention_heads=4&intermediate_size=64&image_size=16&patch_size=4&num_labels=4",
     "t5": "hf:t5?d_model=32&num_heads=4&d_kv=8&d_ff=64&vocab_size=96",
 }
 LENGTH = 16
