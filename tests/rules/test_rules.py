@@ -25,9 +25,9 @@ def prepared(example: Example) -> tuple[Op, tuple[TensorSpec, ...]]:
     return replace(example.op, outputs=tuple(map(spec_of, outputs))), tuple(map(spec_of, example.operands))
 
 
-def named(example: Example, axis: str = TP, size: Fraction = TWO) -> dict[str, Strategy]:
+def named(example: Example, size: int = 2, axis: str = TP) -> dict[str, Strategy]:
     op, operands = prepared(example)
-    return {s.name: s for s in default_table().strategies(op, operands, axis=axis, size=size)}
+    return {s.name: s for s in default_table().strategies(op, operands, axis=axis, size=Fraction(size))}
 
 
 def test_vocabulary_strategies_are_not_offered_on_the_batch_axis() -> None:
@@ -47,12 +47,16 @@ def test_causal_attention_keeps_its_queries_whole_and_grouped_heads_together() -
     free = named(make.call(attention, q, q, q, None, 0.1, False))
     assert free["split s"].inputs == (S(2), R, R) and free["split s"].random
     assert not free["replicate"].random
-    attention = make.call(
-        "aten.scaled_dot_product_attention.default",
-        make.real(4, 8, 8, 4), make.real(4, 2, 8, 4), make.real(4, 2, 8, 4), None, 0.0, True, enable_gqa=True,
-    )  # fmt: skip
-    assert named(attention)["split h"].inputs == (S(1), S(1), S(1))
-    assert "split h" not in named(attention, size=Fraction(4))
+    kv = make.real(4, 2, 8, 4)
+    grouped = make.call(attention, q, kv, kv, None, 0.0, True, enable_gqa=True)
+    assert named(grouped)["split h"].inputs == (S(1), S(1), S(1))
+    assert "split h" not in named(grouped, size=4)
+
+
+def test_parts_are_drawn_by_themselves_where_no_number_depends_on_another() -> None:
+    parts, order = (named(make.call(f"aten.{name}.default", n)) for name, n in (("rand", (4, 6)), ("randperm", 4)))
+    assert {name: s.random for name, s in parts.items()} == {"split d0": True, "split d1": True, "replicate": False}
+    assert not any(s.random for s in order.values()) and order.keys() == {"replicate"}
 
 
 def test_rounding_casts_want_the_whole_sum() -> None:

@@ -1,6 +1,5 @@
 from collections.abc import Iterator
 from dataclasses import replace
-from fractions import Fraction
 from functools import partial
 
 import pytest
@@ -23,10 +22,6 @@ from tests.support.ranks_in_threads import in_threads, verify_rule
 from tests.support.rule_examples import Example, Maker, every
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
-
-
-def offered(example: Example, size: int, axis: str = "cp") -> dict[str, Strategy]:
-    return named(example, axis, Fraction(size))
 
 
 def attentions(make: Maker) -> Iterator[tuple[Example, set[str]]]:
@@ -53,13 +48,13 @@ def attentions(make: Maker) -> Iterator[tuple[Example, set[str]]]:
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_strategy_gives_what_one_device_gives(size: int) -> None:
     for example, wanted in attentions(Maker(size)):
-        assert wanted <= set(offered(example, size))
+        assert wanted <= set(named(example, size, axis="cp"))
         assert verify_rule(example.op, example.operands, size=size, axis="cp") == []
 
 
 def test_mutants_are_caught() -> None:
     (causal, _), *_ = attentions(Maker(0))
-    known = offered(causal, 2)
+    known = named(causal, axis="cp")
     mutants = {
         "the rank's first query is forgotten": replace(known["gather"], target=""),
         "a part is taken for the whole": replace(known["ring"], target=""),
@@ -72,9 +67,10 @@ def test_mutants_are_caught() -> None:
 def test_what_a_ring_cannot_do_is_not_offered() -> None:
     make = Maker(0)
     q = make.real(2, 4, 12, 4)
-    assert "ring" in offered(make.call(ATTENTION, q, q, q), 2)
-    assert "ring" not in offered(make.call(ATTENTION, q, q, q), 4)  # 12 rows are no 8 chunks
-    assert "ring" not in offered(make.call(ATTENTION, q, q, q), 2, axis="tp")
+    call = make.call(ATTENTION, q, q, q)
+    assert "ring" in named(call, axis="cp")
+    assert "ring" not in named(call, size=4, axis="cp")  # 12 rows are no 8 chunks
+    assert "ring" not in named(call)
 
 
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(0, 1))

@@ -90,6 +90,8 @@ def elementwise(table: RuleTable, make: Maker) -> Iterator[Example]:
         grad = not constant and not any(mark in target for mark in _WITHOUT_GRADIENT)
         integer = any(mark in target for mark in _INTEGERS)
         shapes = iter([(4, 1, 8), (4, 8), (1, 4, 8)])
+        plain = {"bool": True, "str": "none", "int": 6}
+        plain |= dict.fromkeys(("number", "float", "Optional[number]"), 2 if integer else 0.5)
         args: list[object] = []
         for argument in schema.arguments:
             kind = str(argument.type)
@@ -101,14 +103,8 @@ def elementwise(table: RuleTable, make: Maker) -> Iterator[Example]:
                 )
             elif argument.kwarg_only or argument.default_value is not None:
                 break
-            elif kind in ("number", "float", "Optional[number]"):
-                args.append(2 if integer else 0.5)
-            elif kind == "bool":
-                args.append(True)
-            elif kind == "str":
-                args.append("none")
-            elif kind == "int":
-                args.append(6)
+            elif kind in plain:
+                args.append(plain[kind])
             elif "Optional[Tensor]" in kind:
                 args.append(make.real(4, 8))
             else:

@@ -116,9 +116,3 @@ def traced(kind: str, padded: bool = False, layers: int = 2) -> Graph:
 def traced_on_meta(kind: str) -> Graph:
     """The graph of a Hugging Face model without weights, likewise."""
     return resolve_model(description(kind), sequence_length=LENGTH).trace()
-
-
-def loss_of(output: Any) -> Tensor:
-    if isinstance(output, Tensor):
-        return output
-    return output[1] if isinstance(output, tuple) else output["loss"]
