@@ -134,14 +134,16 @@ def test_laws_of_every_strategy(
                 assert t.is_split == (label in names)
 
 
+def shape_of(factors: list[int], data: st.DataObject) -> tuple[int, ...]:
+    """Dims that are products of neighbouring factors."""
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(factors)), max_size=3)) | {0, len(factors)})
+    return tuple(prod(factors[a:b]) for a, b in itertools.pairwise(cuts))
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=5), st.data())
 def test_view_groups_partition_both_shapes_with_equal_products(factors: list[int], data: st.DataObject) -> None:
-    def shape() -> tuple[int, ...]:
-        cuts = sorted(data.draw(st.sets(st.integers(1, len(factors)), max_size=3)) | {0, len(factors)})
-        return tuple(prod(factors[a:b]) for a, b in itertools.pairwise(cuts))
-
-    before, after = shape(), shape()
+    before, after = shape_of(factors, data), shape_of(factors, data)
     groups = dim_groups(before, after)
     assert [i for ins, _ in groups for i in ins] == list(range(sum(len(ins) for ins, _ in groups)))
     assert [j for _, outs in groups for j in outs] == list(range(sum(len(outs) for _, outs in groups)))

@@ -163,7 +163,7 @@ def test_discovered_lines_hold_and_say_what_is_known(name: str) -> None:
     line = discover_rule(example.op, example.operands)
     assert line == expected
     table = RuleTable(rules={})
-    table.register(example.target, line)
+    table.register(example.op.target, line)
     assert verify_rule(example.op, example.operands, size=2, table=table) == []
 
 

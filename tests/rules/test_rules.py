@@ -1,4 +1,3 @@
-import itertools
 from dataclasses import replace
 from fractions import Fraction
 
@@ -14,6 +13,7 @@ from autopar.plan.mesh import I, P, R, S
 from autopar.rules.by_execution import call
 from autopar.rules.strategy import Strategy
 from autopar.rules.table import RuleTable, default_table, has_rule, register_rule
+from tests.rules.test_grammar import shape_of
 from tests.support.ranks_in_threads import verify_rule
 from tests.support.rule_examples import Example, Maker, spec_of
 
@@ -109,13 +109,8 @@ sizes = st.sampled_from([1, 2, 3, 4, 6])
 @settings(max_examples=40, deadline=None)
 @given(st.lists(sizes, min_size=1, max_size=4), st.data())
 def test_random_views(factors: list[int], data: st.DataObject) -> None:
-    def shape() -> tuple[int, ...]:
-        cuts = sorted(data.draw(st.sets(st.integers(1, len(factors)), max_size=3)) | {0, len(factors)})
-        runs = itertools.pairwise(cuts)
-        return tuple(torch.Size(factors[a:b]).numel() for a, b in runs)
-
     make = Maker()
-    example = make.call("aten.view.default", make.real(*shape()), shape())
+    example = make.call("aten.view.default", make.real(*shape_of(factors, data)), shape_of(factors, data))
     assert verify_rule(example.op, example.operands, size=2) == []
 
 

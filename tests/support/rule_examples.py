@@ -32,10 +32,6 @@ class Example:
     operands: tuple[Tensor, ...]
 
     @property
-    def target(self) -> str:
-        return self.op.target
-
-    @property
     def needs_other_axis(self) -> bool:
         """Operators that an earlier axis made run on ranks of that axis."""
         return "other" in (*self.op.args, *(value for _, value in self.op.kwargs))
