@@ -20,6 +20,7 @@ from tests.rules.test_rules import named
 from tests.support.lower.chooser import named_typing
 from tests.support.ranks_in_threads import in_threads, verify_rule
 from tests.support.rule_examples import Example, Maker, every
+from tests.support.said import refuses
 from tests.support.small_models import model_of
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
@@ -126,9 +127,9 @@ def test_the_check_in_zigzag_order_finds_what_depends_on_neighbours() -> None:
 def test_what_knows_its_part_is_refused() -> None:
     """Look-up and loss over split classes, attention that begins at its rank's first row; not sums with a count."""
     for target in ("autopar.embedding_vocabulary", "autopar.cross_entropy_vocabulary", "autopar.attention_gathered"):
-        with pytest.raises(RuleError, match="cannot be used beside ring attention") as caught:
-            check_strategy(Strategy(name="s", inputs=(), outputs=(), target=target), "here")
-        assert caught.value.fix and caught.value.where == "here"
+        strategy = Strategy(name="s", inputs=(), outputs=(), target=target)
+        caught = refuses(RuleError, "cannot be used beside ring attention", check_strategy, strategy, "here")
+        assert caught.fix and caught.where == "here"
     for target in ZIGZAG_SAFE:
         check_strategy(Strategy(name="s", inputs=(), outputs=(), target=target), "here")
 
@@ -174,6 +175,5 @@ def test_a_part_is_put_into_zigzag_order_by_way_of_the_whole_which_has_its_own()
 
 
 def test_a_dim_that_is_not_made_of_two_chunks_a_rank_is_refused() -> None:
-    with pytest.raises(RuleError, match=r"cannot be split as S\(2\).* by twice cp=2") as caught:
-        shard(ring_graph(length=6), ring_typing())
-    assert "cp_attention" in caught.value.fix
+    said = r"cannot be split as S\(2\).* by twice cp=2.*cp_attention"
+    refuses(RuleError, said, shard, ring_graph(length=6), ring_typing())

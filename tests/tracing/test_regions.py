@@ -1,6 +1,7 @@
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from autopar.tracing import convert, opaque_probe, opaque_trials
 from autopar.tracing.trace import trace
 from tests.support.distributed.oddities import Checkpointed, Force, Resting
 from tests.support.lower import unusual as u
+from tests.support.said import refuses
 from tests.support.small_models import model_of, same_as_the_model
 
 
@@ -52,8 +54,8 @@ class Forces(u.Around):
 def test_a_gradient_that_the_model_itself_takes_is_refused_and_one_of_a_module_is_a_region() -> None:
     batch = u.batch()
     batch["x"].requires_grad_()
-    with pytest.raises(TraceError, match=r"gradient that forward takes itself.*autograd\.grad.*a separate module"):
-        trace(Forces(), (), batch)
+    said = r"gradient that forward takes itself.*autograd\.grad.*a separate module"
+    refuses(TraceError, said, trace, Forces(), (), batch)
     graph = same_as_the_model(u.Around(Force), u.batch())
     assert "opaque" in graph.notes[0] and "inner" in graph.notes[0] and not graph.mixing
 
@@ -76,7 +78,9 @@ def test_a_batch_norm_in_eval_reads_its_statistics_and_keeps_samples_apart_unles
     targets = [op.target for op in graph.ops]
     assert "aten.batch_norm.default" in targets
     assert not graph.mixing and "autopar.dropout" not in targets
-    whole = trace(Resting().eval(), (), u.batch())  # the model itself in eval()
+    model = Resting().eval()
+    whole = trace(model, (), u.batch())
+    assert not model.training, "it is left as it is"
     targets = [op.target for op in whole.ops]
     assert "autopar.batch_norm_running" in targets and "autopar.dropout" in targets
     assert not any("eval()" in note for note in whole.notes)
@@ -120,15 +124,12 @@ def test_a_row_of_each_sample_is_a_gather() -> None:
 
 
 def test_a_call_that_no_form_fits_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(builder: object, call: object) -> None:
-        raise RuntimeError("no such form")
-
+    fails = mock.Mock(side_effect=RuntimeError("no such form"))
     monkeypatch.setitem(convert._ALL_HANDLERS, "aten.index.Tensor", fails)
     batch = {"x": torch.ones(3, 5, 4), "place": torch.tensor([0, 1, 3])}
-    with pytest.raises(TraceError, match="no such form") as caught:
-        trace(picked(), (), batch)
-    assert "test_regions.py" in caught.value.where
-    assert "aten.index.Tensor" in caught.value.problem
+    caught = refuses(TraceError, "no such form", trace, picked(), (), batch)
+    assert "test_regions.py" in caught.where
+    assert "aten.index.Tensor" in caught.problem
 
 
 # --- samples of regions that are not traced

@@ -309,8 +309,7 @@ def _layerdrop(self: Any, x: Tensor) -> Tensor:
 ])  # fmt: skip
 def test_bad_models_and_inputs_have_one_message(model: nn.Module, inputs: Any, loss_fn: Any, problem: str) -> None:
     given = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
-    caught = refuses(TraceError, problem, trace, model, *given, loss_fn=loss_fn)
-    assert caught.fix
+    assert refuses(TraceError, problem, trace, model, *given, loss_fn=loss_fn).fix
 
 
 @pytest.mark.parametrize(("model", "said"), [
