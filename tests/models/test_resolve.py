@@ -298,7 +298,8 @@ FIELDS = {
         {"num_frames": 3, "num_channels": 1, "image_size": 4, "num_labels": 5}, "image", ("pixel_values",),
         [("pixel_values", (3, 1, 4, 4), 0), ("labels", (), 5)]),
     "a spectrogram has its own order": (
-        {"max_length": 8, "num_mel_bins": 2, "num_labels": 5}, "base", ("input_values",), [("input_values", (8, 2), 0)]),
+        {"max_length": 8, "num_mel_bins": 2, "num_labels": 5}, "base", ("input_values",),
+        [("input_values", (8, 2), 0)]),
     "frames of sound are first": (
         {**SOUND, "vocab_size": 11}, "speech", ("input_features",),
         [("input_features", (6, 4), 0), ("labels", (9,), 11)]),

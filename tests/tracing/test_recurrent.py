@@ -65,9 +65,9 @@ _IDS = torch.randint(0, 32, (4, 6), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize(("options", "factors"), [
-    ({"mode": "sum"}, {}), ({"mode": "sum"}, {"weights": torch.rand(4, 6)}), ({"mode": "sum", "sparse": True}, {}),
+    ({"mode": "sum"}, {}), ({"mode": "sum", "sparse": True}, {}), ({"mode": "mean", "scale_grad_by_freq": True}, {}),
     ({"mode": "mean", "padding_idx": int(_IDS[0, 0])}, {}), ({"mode": "max", "padding_idx": int(_IDS[0, 0]) - 32}, {}),
-    ({"mode": "mean", "scale_grad_by_freq": True}, {}),
+    ({"mode": "sum"}, {"weights": torch.linspace(0, 1, 24).view(4, 6)}),
 ])  # fmt: skip
 def test_bags_of_one_length_are_split_by_samples(options: dict[str, Any], factors: dict[str, Tensor]) -> None:
     graph = trace(bags(**options), (_IDS,), factors)
