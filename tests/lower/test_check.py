@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 import torch
 import torch.distributed as dist
-from torch import fx, nn
+from torch import nn
 
 from autopar.api import estimate
 from autopar.errors import InternalError, UsageError
@@ -30,15 +30,12 @@ from tools.campaigns.program_types import typecheck
 CHANGES = ("all_", "reduce_scatter", "shard", "keep_on_first", "invariant_to_replicate")
 
 
-def is_change(node: fx.Node) -> bool:
-    return node.op == "call_function" and getattr(node.target, "__name__", "").startswith(CHANGES)
-
-
 def mutants(program: Program) -> Iterator[tuple[str, Program]]:
     """The program with one change of type replaced by its operand, for every change of every block."""
     for s, stage in enumerate(program.stages):
         for b, block in enumerate(stage.blocks):
-            for name in [node.name for node in block.module.graph.nodes if is_change(node)]:
+            calls = [node for node in block.module.graph.nodes if node.op == "call_function"]
+            for name in [call.name for call in calls if getattr(call.target, "__name__", "").startswith(CHANGES)]:
                 broken = without(block, name)
                 blocks = (*stage.blocks[:b], broken, *stage.blocks[b + 1 :])
                 stages = (*program.stages[:s], replace(stage, blocks=blocks), *program.stages[s + 1 :])

@@ -22,11 +22,9 @@ def batch_graph() -> Graph:
 
 def tensor_typing(**changed: str) -> Typing:
     """The inner dim of each layer is split, and between layers the width."""
-    layers = {f"{name}{i}": how for i in range(2) for name, how in LAYER.items()}
+    layer = {"a": "split n", "s": "split x.1", "b": "split k", "r": "split x.1"}
+    layers = {f"{name}{i}": how for i in range(2) for name, how in layer.items()}
     return named_typing(GRAPH, "tp", {"start": "split n", **layers, "loss": "split d1", **changed})
-
-
-LAYER = {"a": "split n", "s": "split x.1", "b": "split k", "r": "split x.1"}
 
 
 def test_consumers_of_one_block_share_a_conversion_and_blocks_do_not() -> None:

@@ -53,12 +53,9 @@ def test_parts_of_a_batch_draw_numbers_of_their_own() -> None:
     assert all(op.spec.shape[0] == 1 for op in local.ops if op.target == "autopar.dropout")
 
 
-def _bags(self: Any, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
-    return self.head(self.table(ids, offsets, weights)).square().mean()
-
-
 def bags(**options: Any) -> nn.Module:
-    return model_of(_bags, table=nn.EmbeddingBag(32, 8, **options), head=nn.Linear(8, 1))
+    forward = lambda self, ids, offsets=None, weights=None: self.head(self.table(ids, offsets, weights)).square().mean()
+    return model_of(forward, table=nn.EmbeddingBag(32, 8, **options), head=nn.Linear(8, 1))
 
 
 _IDS = torch.randint(0, 32, (4, 6), generator=torch.Generator().manual_seed(0))

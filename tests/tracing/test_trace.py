@@ -29,14 +29,12 @@ from tests.support.said import refuses
 from tests.support.small_models import evaluate, in_double, model_of, same_as_the_model
 from tests.support.zoo import LENGTH, description, subject, traced, traced_on_meta
 
-CASES = [
+
+@pytest.mark.parametrize(("kind", "padded"), [
     ("gpt2", False), ("gpt2", True), ("llama", False), ("llama", True), ("llama_tied", True), ("mistral", True),
     ("qwen3", False), ("phi3", False), ("bert", True), ("vit", False), ("t5", True), ("mlp", False), ("encoder", False),
     ("handwritten", False),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("kind", "padded"), CASES)
+])  # fmt: skip
 def test_loss_and_every_gradient_equal_the_models(kind: str, padded: bool) -> None:
     model, batch = subject(kind, padded=padded)
     graph = traced(kind, padded)
