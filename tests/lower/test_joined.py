@@ -105,6 +105,11 @@ def time_first(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(s.head(z).view(-1, 5), b["tokens"].t().reshape(-1), ignore_index=2)
 
 
+def labels(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
+    z = s.head(torch.cat((h, h.flip(1))))
+    return F.cross_entropy(z.flatten(0, 1), torch.cat((b["tokens"], b["tokens"].flip(1))).flatten(), ignore_index=1)
+
+
 def preferences(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
     tokens = torch.cat((b["tokens"], (b["tokens"] + 1) % 5))
     scores = s.head(s.table(tokens)).log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1).sum(1)
@@ -156,7 +161,7 @@ def modulated(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
 
 
 APART = (
-    simsiam, triplets, guidance, adversary, crops, interleaved, in_turn, flat_tokens, time_first, preferences,
+    simsiam, triplets, guidance, adversary, crops, interleaved, in_turn, flat_tokens, time_first, labels, preferences,
     repeated, noisy, turned, next_views, chosen_queries, modulated,
 )  # fmt: skip
 APART_BY_NAME = {code.__name__: code for code in APART} | {
@@ -189,6 +194,7 @@ MEET: dict[str, Code] = {
     "mixup": lambda s, h, b: s.outer(torch.cat((h, h.flip(0)))).chunk(2)[0] * s.outer(h.flip(0)),
     "the next sample, by a roll of all elements": lambda s, h, b: h * s.outer(h.roll(6 * 8)),
     "first rows": lambda s, h, b: joined(s, h)[:2],
+    "last rows": lambda s, h, b: joined(s, h)[2:],
     "every other row": lambda s, h, b: joined(s, h)[::2],
     "neighbouring samples, not two views of one": lambda s, h, b: joined(s, h).view(len(h), 2, 6, 8).diff(dim=1),
     "the order of samples beside that of views": lambda s, h, b: (
