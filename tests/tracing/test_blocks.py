@@ -30,7 +30,7 @@ def layers(family: str, count: int, **more: float) -> Graph:
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [1, 2, 3])
 def test_every_layer_is_a_block_between_embedding_and_head(family: str, count: int) -> None:
     graph = layers(family, count, **({"dropout": 0.5} if family == "gpt" else {}))  # salts are no part of a layer
     found = hashes(graph)
