@@ -3,7 +3,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,25 +38,11 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
     output = folder / "seen.json"
     command = [sys.executable, "-m", "tools.fakes.driver", str(guard), str(output), PROBE, *sorted(IN_THE_SUITE)]
-
-    @cache
-    def outcome() -> dict[str, Any] | str:
-        """What the driver wrote, or what it ended with; it is run once, whatever becomes of it."""
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, ["", *sys.path]))}
-        try:
-            subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=LIMIT_S)
-        except subprocess.CalledProcessError as error:
-            return f"the driver ended with {error.returncode}: {error.stderr[-3000:]}"
-        except subprocess.TimeoutExpired:
-            return f"the driver took longer than {LIMIT_S:g} s"
-        return json.loads(output.read_text())
-
-    def of(group: str) -> dict[str, Any]:
-        found = outcome()
-        assert not isinstance(found, str), found
-        return {name: found[name] for own, name in CASES if own == group} or found[group]
-
-    return of
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, ["", *sys.path]))}
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert not done.returncode, f"the driver ended with {done.returncode}: {done.stderr[-3000:]}"
+    found = json.loads(output.read_text())
+    return lambda group: {name: found[name] for own, name in CASES if own == group} or found[group]
 
 
 @pytest.mark.parametrize(("group", "name"), CASES, ids=[name for _, name in CASES])

@@ -40,7 +40,9 @@ def traced(tied: bool, peek: str = "") -> tuple[nn.Module, Graph]:
 
 
 def test_a_tied_table_is_padded_once_a_head_with_its_bias_unless_it_divides_or_is_short() -> None:
-    assert lengths(traced(tied=True)[1], 4) == {"table.weight": 24}
+    _, graph = traced(tied=True)
+    assert lengths(graph, 4) == lengths(graph, 1, 8) == lengths(graph, 2, 4) == {"table.weight": 24}
+    assert lengths(graph, 1, 7) == lengths(graph, 1) == {}, "rows are aligned without a split"
     _, graph = traced(tied=False)
     assert lengths(graph, 4) == {"table.weight": 24, "head.weight": 24, "head.bias": 24}
     assert lengths(graph, 3) == {}
@@ -50,12 +52,6 @@ def test_a_tied_table_is_padded_once_a_head_with_its_bias_unless_it_divides_or_i
 @pytest.mark.parametrize("peek", ["logsumexp", "weight"])
 def test_logits_or_weights_that_others_see_are_not_padded(peek: str) -> None:
     assert "head.weight" not in lengths(traced(tied=False, peek=peek)[1], 4)
-
-
-def test_rows_are_aligned_without_a_split() -> None:
-    _, graph = traced(tied=True)
-    assert lengths(graph, 1, 8) == {"table.weight": 24} and lengths(graph, 2, 4) == {"table.weight": 24}
-    assert lengths(graph, 1, 7) == lengths(graph, 1) == {}
 
 
 def test_what_is_only_looked_up_in_is_not_aligned() -> None:

@@ -2,43 +2,40 @@ import copy
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import islice
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import fx
+from torch import nn
 
 from autopar.api import estimate
 from autopar.errors import InternalError, UsageError
-from autopar.graph.graph import Graph, Op, Parameter, Ref
+from autopar.graph.graph import Graph
 from autopar.lower.program import BlockProgram, Program, lower
 from autopar.plan.mesh import Mesh, P
 from autopar.rules import apply
+from autopar.tracing.trace import trace
 from tests.support.distributed.mixtures import mixture_graph
-from tests.support.graphs_by_hand import graph_of_ops
 from tests.support.lower import chooser
 from tests.support.lower.chooser import named_typing
 from tests.support.lower.models import plan_of, traced
 from tests.support.lower.ranks import run_ranks
-from tests.support.planner import graphs
 from tests.support.said import refuses
+from tests.support.small_models import model_of
 from tools.campaigns.pairs import Pair, check_pair, draw_typing
 from tools.campaigns.program_types import typecheck
 
 CHANGES = ("all_", "reduce_scatter", "shard", "keep_on_first", "invariant_to_replicate")
 
 
-def is_change(node: fx.Node) -> bool:
-    return node.op == "call_function" and getattr(node.target, "__name__", "").startswith(CHANGES)
-
-
 def mutants(program: Program) -> Iterator[tuple[str, Program]]:
     """The program with one change of type replaced by its operand, for every change of every block."""
     for s, stage in enumerate(program.stages):
         for b, block in enumerate(stage.blocks):
-            for name in [node.name for node in block.module.graph.nodes if is_change(node)]:
+            calls = [node for node in block.module.graph.nodes if node.op == "call_function"]
+            for name in [call.name for call in calls if getattr(call.target, "__name__", "").startswith(CHANGES)]:
                 broken = without(block, name)
                 blocks = (*stage.blocks[:b], broken, *stage.blocks[b + 1 :])
                 stages = (*program.stages[:s], replace(stage, blocks=blocks), *program.stages[s + 1 :])
@@ -113,15 +110,19 @@ def check(program: Program, world_size: int) -> None:
     assert typecheck(program) == typecheck(program, rank=world_size - 1) > 20
 
 
+def of_a_split_sequence(kind: str, world_size: int) -> Program:
+    pins = (SEQUENCES if kind == "ulysses" else LONG_SEQUENCES)[world_size]
+    return planned("llama-untied", world_size, f"{pins} cp_attention={kind} micro_batch=1")
+
+
 @pytest.mark.parametrize("world_size", CLUSTERS)
 @pytest.mark.parametrize(
-    ("kind", "target"),
-    [("gather", "attention_gathered"), ("ulysses", "all_to_all"), ("ring", "attention_ring"), ("ring", "zigzag_shard")],
+    ("kind", "targets"),
+    [("gather", ["attention_gathered"]), ("ulysses", ["all_to_all"]), ("ring", ["attention_ring", "zigzag_shard"])],
 )
-def test_a_split_sequence_is_well_typed(kind: str, target: str, world_size: int) -> None:
-    pins = (SEQUENCES if kind == "ulysses" else LONG_SEQUENCES)[world_size]
-    program = planned("llama-untied", world_size, f"{pins} cp_attention={kind} micro_batch=1")
-    assert f"{target}(" in program.code
+def test_a_split_sequence_is_well_typed(kind: str, targets: list[str], world_size: int) -> None:
+    program = of_a_split_sequence(kind, world_size)
+    assert all(f"{target}(" in program.code for target in targets)
     check(program, world_size)
 
 
@@ -152,42 +153,24 @@ def test_virtual_stages_are_well_typed(world_size: int) -> None:
 
 @pytest.mark.parametrize("kind", ["gather", "ulysses", "ring"])
 def test_a_change_of_type_on_a_split_sequence_is_needed(kind: str) -> None:
-    pins = (SEQUENCES if kind == "ulysses" else LONG_SEQUENCES)[8]
-    found = mutants(planned("llama-untied", 8, f"{pins} cp_attention={kind} micro_batch=1"))
-    of_sequence = [broken for place, broken in found if "_cp_" in place]
+    of_sequence = [broken for place, broken in mutants(of_a_split_sequence(kind, 8)) if "_cp_" in place]
     assert of_sequence
     for broken in of_sequence[:6]:
         refuses(InternalError, r"^block \d", typecheck, broken)
 
 
 MESH = Mesh(cp=2, tp=2)
-spec = partial(graphs.spec, dtype=torch.float64)
 
 
-def attention_graph() -> Graph:
+def _attends(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Causal attention of projections q (keys too) and v; the loss is a sum."""
-    flat, cut, turned = spec(4, 8, 8), spec(4, 8, 2, 4), spec(4, 2, 8, 4)
-
-    def projected(name: str) -> list[Op]:
-        return [
-            Op(name=name, target="aten.linear.default", args=(Ref("x_1"), Ref(f"p_{name}"), None), outputs=(flat,)),
-            Op(name=f"{name}_4", target="aten.view.default", args=(Ref(name), (4, 8, 2, 4)), outputs=(cut,)),
-            Op(name=f"{name}_t", target="aten.transpose.int", args=(Ref(f"{name}_4"), 1, 2), outputs=(turned,)),
-        ]
-
-    qkv = (Ref("q_t"), Ref("q_t"), Ref("v_t"), None, 0.0, True)
-    ops = (
-        *projected("q"),
-        *projected("v"),
-        Op(name="y", target="aten.scaled_dot_product_attention.default", args=qkv, outputs=(turned,)),
-        Op(name="loss", target="aten.sum.default", args=(Ref("y"),), outputs=(spec(),)),
-    )
-    parameters = [Parameter(name=f"p_{n}", fqn=f"m.{n}", spec=spec(8, 8)) for n in ("q", "v")]
-    return graph_of_ops("fuzz", ops, {"x_1": spec(4, 8, 8, grad=False)}, parameters)
+    q, v = (projected(x).unflatten(-1, (2, 4)).transpose(1, 2) for projected in (self.q, self.v))
+    return nn.functional.scaled_dot_product_attention(q, q, v, is_causal=True).sum()
 
 
 def pair(cp: Mapping[str, str], tp: Mapping[str, str]) -> Pair:
-    graph = attention_graph()
+    projections = {name: nn.Linear(8, 8, bias=False, dtype=torch.float64) for name in ("q", "v")}
+    graph = trace(model_of(_attends, **projections), (torch.zeros(4, 8, 8, dtype=torch.float64),))
     batch = chooser.batch_typing(graph, 4)
     local = apply.shard(graph, batch, global_batch_size=4, micro_batch_size=4)
     first = named_typing(local, "cp", cp)
@@ -197,20 +180,21 @@ def pair(cp: Mapping[str, str], tp: Mapping[str, str]) -> Pair:
     return Pair(whole=graph, traced=graph, plan=plan)
 
 
-SEQUENCE = {"q": "split b.1", "q_4": "split d1", "q_t": "split d1", "loss": "split d2"}
-SPLIT_V = {"v": "split b.1", "v_4": "split d1", "v_t": "split d1"}
-WHOLE_V = {"v": "replicate", "v_4": "replicate", "v_t": "replicate"}
-PENDING = {"v": "split k", "v_4": "linear 0", "v_t": "linear 0", "y": "linear 2", "loss": "linear 0"}
+Y = "scaled_dot_product_attention"
+SEQUENCE = {"linear": "split b.1", "unflatten": "split d1", "transpose": "split d1", "sum_1": "split d2"}
+SPLIT_V = {"linear_1": "split b.1", "unflatten_1": "split d1", "transpose_1": "split d1"}
+WHOLE_V = dict.fromkeys(SPLIT_V, "replicate")
+PENDING = dict.fromkeys((*SPLIT_V, "sum_1"), "linear 0") | {"linear_1": "split k", Y: "linear 2"}
 
 
 @pytest.mark.parametrize(
     ("kind", "value", "target"), [("ring", SPLIT_V, "attention_ring"), ("gather", WHOLE_V, "attention_gathered")]
 )
 def test_a_pending_sum_passes_attention_over_a_split_sequence(kind: str, value: Mapping[str, str], target: str) -> None:
-    made = pair({**SEQUENCE, **value, "y": kind}, PENDING)
+    made = pair({**SEQUENCE, **value, Y: kind}, PENDING)
     program: Program = lower(made.plan, made.traced)
     assert f"{target}(" in program.code
-    (attention,) = (op for op in program.graph.ops if op.name == "y")
+    (attention,) = (op for op in program.graph.ops if op.name == Y)
     assert dict(attention.layouts[0])["tp"] == P
     for rank in range(MESH.world_size):
         assert typecheck(program, rank=rank) > 5

@@ -147,26 +147,27 @@ GROUPS, BATCH = partial(nn.GroupNorm, 4, 8), partial(nn.BatchNorm2d, 8)
 CHANNELS = {"first.weight": S(0), "norm.weight": S(0), "norm.bias": S(0), "second.weight": S(1)}
 
 
+NORMS = [
+    (GROUPS, 1, {}), (GROUPS, 1, CHANNELS),
+    (GROUPS, 2, {"first.weight": S(0), "second.weight": S(0), "last.weight": S(1)}),
+    (partial(nn.GroupNorm, 1, 8), 1, {"first.weight": S(0), "second.weight": S(0), "last.weight": S(1)}),
+    (BATCH, 1, {}), (BATCH, 1, CHANNELS), (partial(nn.InstanceNorm2d, 8, affine=True), 1, CHANNELS),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("norm", "groups", "pinned"),
+    ("degrees", "norm", "groups", "pinned"),
     [
-        (GROUPS, 1, {}), (GROUPS, 1, CHANNELS),
-        (GROUPS, 2, {"first.weight": S(0), "second.weight": S(0), "last.weight": S(1)}),
-        (partial(nn.GroupNorm, 1, 8), 1, {"first.weight": S(0), "second.weight": S(0), "last.weight": S(1)}),
-        (BATCH, 1, {}), (BATCH, 1, CHANNELS), (partial(nn.InstanceNorm2d, 8, affine=True), 1, CHANNELS),
+        *((["tp=2", f"dp_shard={data}"], *case) for data in (1, 2) for case in NORMS),
+        (["tp=4"], partial(nn.GroupNorm, 2, 8), 1, {"first.weight": S(0)}),  # of fewer groups than ranks
     ],
-)  # fmt: skip
-@pytest.mark.parametrize("data", [1, 2])
-def test_convolutions_and_norms(norm: partial[nn.Module], groups: int, pinned: dict[str, object], data: int) -> None:
-    pins = ["tp=2", f"dp_shard={data}", *(f"{name}=tp:{kind}" for name, kind in pinned.items())]
-    plan = check(convolved(norm, groups), images(), pins)
+)
+def test_convolutions_and_norms(
+    degrees: list[str], norm: partial[nn.Module], groups: int, pinned: dict[str, object]
+) -> None:
+    plan = check(convolved(norm, groups), images(), degrees + [f"{name}=tp:{kind}" for name, kind in pinned.items()])
     assert at_rest(plan).items() >= pinned.items()
     assert norm is not BATCH or any("statistics over the global batch" in note for note in plan.notes)
-
-
-def test_group_norm_of_fewer_groups_than_ranks_is_whole() -> None:
-    plan = check(convolved(partial(nn.GroupNorm, 2, 8)), images(), ["tp=4", "first.weight=tp:S(0)"])
-    assert at_rest(plan)["first.weight"] == S(0)
 
 
 ROUTED = LLAMA.replace("llama", "mixtral") + "&num_local_experts=4&output_router_logits=true&router_aux_loss_coef=1.0"
@@ -228,17 +229,6 @@ def test_terms_of_no_sample_are_counted_once(kind: str, pins: list[str]) -> None
     check(model_of(penalised, kind=kind, layers=layers, log_variance=variance), batch, pins)
 
 
-def put(places: Callable[..., Any], value: Callable[..., Any]) -> nn.Module:
-    """Writes a value to places of what a layer returns, as SpecAugment, padding of labels and caches are written."""
-
-    def forward(self: Any, x: Tensor, place: Tensor, mask: Tensor) -> Tensor:
-        y = 1.0 * self.linear(x)
-        y[places(y, place, mask)] = value(self, y)
-        return y.square().sum()
-
-    return model_of(forward, linear=nn.Linear(4, 4), row=nn.Parameter(torch.randn(4)))
-
-
 @pytest.mark.parametrize("value", [lambda self, y: 0.5, lambda self, y: self.row, lambda self, y: self.row[None]])
 @pytest.mark.parametrize(
     "places",
@@ -256,9 +246,16 @@ def put(places: Callable[..., Any], value: Callable[..., Any]) -> nn.Module:
     ],
 )
 def test_what_is_put_at_places_leaves_samples_apart(places: Callable[..., Any], value: Callable[..., Any]) -> None:
+    """Of what a layer returns, as SpecAugment, padding of labels and caches are written."""
+
+    def forward(self: Any, x: Tensor, place: Tensor, mask: Tensor) -> Tensor:
+        y = 1.0 * self.linear(x)
+        y[places(y, place, mask)] = value(self, y)
+        return y.square().sum()
+
     batch = {"x": torch.randn(4, 5, 4), "place": torch.tensor([0, -1, 3, 0]), "mask": torch.rand(4, 5) < 0.5}
-    check(put(places, value), batch, ["dp_shard=2", "num_micro_batches=2"])
-    check(put(places, value), batch, ["tp=2"])
+    for pins in (["dp_shard=2", "num_micro_batches=2"], ["tp=2"]):
+        check(model_of(forward, linear=nn.Linear(4, 4), row=nn.Parameter(torch.randn(4))), batch, pins)
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -269,12 +266,12 @@ def test_strides_are_those_of_the_trace(turned: bool) -> None:
         y = self.linear(x).transpose(1, 2) if turned else self.linear(x)
         return (y.as_strided((len(y), 4, 8), (20, 4, 1)) * torch.arange(8)).square().sum()
 
-    model = model_of(forward, linear=nn.Linear(4, 4))
-    check(model, {"x": torch.randn(4, 5, 4)}, ["dp_shard=2", "num_micro_batches=2"])
+    pins = ["dp_shard=2", "num_micro_batches=2"]
+    check(model_of(forward, linear=nn.Linear(4, 4)), {"x": torch.randn(4, 5, 4)}, pins)
     strided = lambda self, x: self.linear(x)[:, 1:].as_strided((2, 4), (20, 1), 0).sum()
     outside = model_of(strided, linear=nn.Linear(4, 4))
-    with pytest.raises(TraceError, match="as_strided reads memory that is not the tensor's"):
-        autopar.trace(outside, example_inputs={"x": torch.randn(2, 5, 4)})
+    said = "as_strided reads memory that is not the tensor's"
+    refuses(TraceError, said, autopar.trace, outside, example_inputs={"x": torch.randn(2, 5, 4)})
 
 
 def _contrast(self: Any, x: Tensor) -> Tensor:
@@ -294,20 +291,6 @@ def _zeroed(self: Any, x: Tensor) -> Tensor:
     return (y * x).square().sum()
 
 
-@pytest.mark.parametrize(
-    ("forward", "pins"),
-    [
-        *((forward, [pin]) for forward in (_contrast, _written) for pin in ("dp_shard=2", "tp=2")),
-        (_zeroed, ["dp_shard=2", "num_micro_batches=2"]),
-    ],
-)
-def test_what_is_written_by_strides_leaves_the_gradients_of_the_rest(
-    forward: Callable[..., Any], pins: list[str]
-) -> None:
-    """Torch's own gradient of ``as_strided_scatter`` reaches what was replaced, and nothing else."""
-    check(model_of(forward, linear=nn.Linear(4, 4)), {"x": torch.randn(4, 4)}, pins)
-
-
 def _covariances(self: Any, x: Tensor) -> Tensor:
     y = self.linear(x).T
     return torch.cov(y).triu(1).square().sum() + y.cov(correction=0).square().mean() + torch.corrcoef(y).sin().sum()
@@ -321,11 +304,23 @@ def _used(self: Any, x: Tensor) -> Tensor:
     return (y.square() * self.seen / self.seen.sum()).sum()
 
 
-@pytest.mark.parametrize("pins", [["dp_shard=2"], ["tp=2", "dp_replicate=2"]])
-@pytest.mark.parametrize("forward", [_covariances, _used])
-def test_totals_over_samples_within_a_step(forward: Callable[..., Any], pins: list[str]) -> None:
-    model = model_of(forward, linear=nn.Linear(4, 4))
-    model.register_buffer("seen", torch.ones(4))
+@pytest.mark.parametrize(
+    ("forward", "pins"),
+    [
+        *((forward, [pin]) for forward in (_contrast, _written) for pin in ("dp_shard=2", "tp=2")),
+        (_zeroed, ["dp_shard=2", "num_micro_batches=2"]),
+        *(
+            (forward, pins)
+            for forward in (_covariances, _used)
+            for pins in (["dp_shard=2"], ["tp=2", "dp_replicate=2"])
+        ),
+    ],
+)
+def test_writes_by_strides_leave_the_gradients_of_the_rest_and_totals_are_of_all_samples(
+    forward: Callable[..., Any], pins: list[str]
+) -> None:
+    """Torch's own gradient of ``as_strided_scatter`` reaches what was replaced, and nothing else."""
+    model = model_of(forward, linear=nn.Linear(4, 4), seen=nn.Buffer(torch.ones(4)))
     check(model, {"x": torch.randn(8, 4)}, pins)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -74,8 +75,8 @@ def test_a_normed_weight_does_not_keep_a_model_from_being_copied() -> None:
 
 
 def test_models_that_are_parallel_already_autocast_and_complex_parameters_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"wrapped in DataParallel.*Pass the model before"):
-        api.trace(nn.DataParallel(net()), example_inputs={"x": X})
+    said = "wrapped in DataParallel.*Pass the model before"
+    refuses(UsageError, said, api.trace, nn.DataParallel(net()), example_inputs={"x": X})
     said = r"cannot be traced inside torch\.autocast\('cpu', dtype=bfloat16\)"
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(UsageError, match=said):
         api.trace(net(), example_inputs={"x": X})
@@ -127,15 +128,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def count(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    made, trace = [], graph_for_plan.trace_model
-
-    def counted(*given: object, **named: object) -> object:
-        made.append(str(named["name"]))
-        return trace(*given, **named)
-
-    monkeypatch.setattr(graph_for_plan, "trace_model", counted)
-    return made
+def trace(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    trace = mock.Mock(wraps=graph_for_plan.trace_model)
+    monkeypatch.setattr(graph_for_plan, "trace_model", trace)
+    return trace
 
 
 def fingerprint(model: str = MODEL, **changes: object) -> str:
@@ -145,36 +141,36 @@ def fingerprint(model: str = MODEL, **changes: object) -> str:
 
 
 @pytest.mark.slow
-def test_a_graph_is_traced_once_for_all_batches_of_a_command(folder: Path, count: list[str], run: Run) -> None:
+def test_a_graph_is_traced_once_for_all_batches_of_a_command(folder: Path, trace: mock.Mock, run: Run) -> None:
     search = ("search", MODEL, "--cluster", "cpu:1x2", "--space", "quick", "--json")
     first = run(*search, "--global-batch", 8)
     again = run(*search, "--global-batch", 16, "--pin", "tp=2")
-    assert (first.code, again.code, len(count)) == (0, 0, 1)
+    assert (first.code, again.code, trace.call_count) == (0, 0, 1)
     assert len(list(folder.iterdir())) == 1
 
 
 @pytest.mark.slow
-def test_what_a_graph_depends_on_makes_another(folder: Path, count: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_graph_depends_on_makes_another(folder: Path, trace: mock.Mock, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fingerprint() == fingerprint()
     other = {"model": MODEL.replace("vocab=64", "vocab=128"), "sequence": 8, "precision": "bf16", "opaque": ("*.mlp",)}
     for made, (name, value) in enumerate(other.items(), start=2):
         fingerprint(**{name: value})
-        assert len(count) == len(list(folder.iterdir())) == made, name
+        assert trace.call_count == len(list(folder.iterdir())) == made, name
     for package in ("torch", "transformers"):
         monkeypatch.setattr(graph_for_plan, "version", lambda name, own=package: version(name) + "+" * (name == own))
         fingerprint()
         made += 1
-        assert len(count) == made, package
+        assert trace.call_count == made, package
 
 
 @pytest.mark.slow
-def test_what_cannot_be_read_is_traced_again(folder: Path, count: list[str]) -> None:
+def test_what_cannot_be_read_is_traced_again(folder: Path, trace: mock.Mock) -> None:
     graph = fingerprint()
     (file,) = folder.iterdir()
     for made, broken in enumerate((b"", b"no pickle", b"\x80\x04N."), start=2):
         file.write_bytes(broken)
         assert fingerprint() == graph
-        assert len(count) == made
+        assert trace.call_count == made
         assert file.read_bytes() != broken
 
 
@@ -194,13 +190,13 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-def test_those_used_last_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch, count: list[str]) -> None:
+def test_those_used_last_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch, trace: mock.Mock) -> None:
     monkeypatch.setattr(graph_for_plan, "MAX_FILES", 2)
     for hidden in (32, 64, 32, 96, 32):  # the first is used again before there are too many
         fingerprint(MODEL.replace("hidden=32", f"hidden={hidden}"))
         for place, file in enumerate(sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)):
             os.utime(file, ns=(place, place))  # file systems tell apart no two moments
-    assert len(count) == 3
+    assert trace.call_count == 3
     assert len(list(folder.iterdir())) == 2
 
 

@@ -1,8 +1,8 @@
-import json
 import pickle
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from autopar.ops.opaque import without_dropout
 from tests.support.said import refuses
 
 GPT = "gpt:layers=2,hidden=32,heads=4,vocab=64"
+SIZES = "num_hidden_layers=1&hidden_size=32&num_attention_heads=4&vocab_size=64"
 
 
 @pytest.mark.parametrize(
@@ -43,12 +44,11 @@ def test_families_have_the_sizes_they_are_given_and_live_on_meta(spec: str, para
 
 
 def test_settings_after_the_question_mark_are_json_where_they_can_be() -> None:
-    source = resolve_model("hf:llama?num_hidden_layers=1&hidden_size=32&num_attention_heads=4&num_key_value_heads=2"
-                           "&vocab_size=64&intermediate_size=64&tie_word_embeddings=true&hidden_act=gelu")  # fmt: skip
-    config = source.model.config
-    assert (config.tie_word_embeddings, config.hidden_act, config.num_hidden_layers) == (True, "gelu", 1)
-    sizes = "num_hidden_layers=1&hidden_size=32&num_attention_heads=4&vocab_size=64"
-    falcon = resolve_model(f"hf:falcon?{sizes}&multi_query=False")
+    llama = resolve_model(
+        f"hf:llama?{SIZES}&intermediate_size=64&tie_word_embeddings=true&hidden_act=gelu"
+    ).model.config
+    assert (llama.tie_word_embeddings, llama.hidden_act, llama.num_hidden_layers) == (True, "gelu", 1)
+    falcon = resolve_model(f"hf:falcon?{SIZES}&multi_query=False")
     assert falcon.model.config.multi_query is False, "as Python writes it"
     swin = resolve_model("hf:swin?depths=[1,1]&num_heads=[2,2]&embed_dim=16&image_size=32&window_size=2")
     assert swin.model.config.depths == [1, 1]
@@ -56,11 +56,9 @@ def test_settings_after_the_question_mark_are_json_where_they_can_be() -> None:
 
 def test_keys_are_taken_that_the_code_asks_for_although_the_class_of_the_configuration_lacks_them() -> None:
     """Published configurations have them: head_dim of Qwen3-MoE, whose heads are wider than hidden / heads."""
-    moe = resolve_model("hf:qwen3_moe?num_hidden_layers=1&hidden_size=32&num_attention_heads=4&num_key_value_heads=2&head_dim=16"
-                        "&vocab_size=64&intermediate_size=64&num_experts=4&num_experts_per_tok=2&moe_intermediate_size=32")  # fmt: skip
+    moe = resolve_model(f"hf:qwen3_moe?{SIZES}&head_dim=16&num_experts=4&moe_intermediate_size=32")
     assert moe.model.get_parameter("model.layers.0.self_attn.q_proj.weight").shape == (4 * 16, 32)
-    deberta = resolve_model("hf:deberta-v2?num_hidden_layers=1&hidden_size=32&num_attention_heads=4&intermediate_size=64"
-                            "&vocab_size=96&relative_attention=true&position_buckets=4")  # fmt: skip
+    deberta = resolve_model(f"hf:deberta-v2?{SIZES}&relative_attention=true&position_buckets=4")
     assert deberta.model.get_parameter("deberta.encoder.rel_embeddings.weight").shape == (2 * 4, 32)
 
 
@@ -72,8 +70,6 @@ def test_images_have_the_size_that_is_given_also_of_models_that_take_any(tmp_pat
         for size, shape in (("32", (32, 32)), ("[32,64]", (32, 64))):
             made = resolve_model(f"{where}image_size={size}").example_inputs
             assert made["pixel_values"].shape == (2, 3, *shape)
-    with pytest.raises(UsageError, match="Unknown key 'image_size' of the configuration of bert"):
-        resolve_model("hf:bert?image_size=32")
 
 
 def test_examples_have_the_batch_and_the_length_of_masks_that_a_model_cannot_do_without() -> None:
@@ -120,7 +116,7 @@ def test_keys_that_code_asks_for_are_read_in_it(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_model_without_a_head_has_the_mean_square_as_loss() -> None:
-    source = resolve_model("hf:clip_text_model?num_hidden_layers=1&hidden_size=32&num_attention_heads=4&vocab_size=64")
+    source = resolve_model(f"hf:clip_text_model?{SIZES}")
     assert isinstance(source.model, MeanSquareLoss) and set(source.example_inputs) == {"input_ids"}
     loss = source.build()(**source.make_batch(2))
     assert loss.dim() == 0 and loss.isfinite()
@@ -160,13 +156,6 @@ def test_a_source_travels_to_other_processes_by_its_description() -> None:
     again = pickle.loads(sent)
     assert (again.name, again.batch_size, again.dtype) == (GPT, 4, torch.bfloat16)
     assert again.example_inputs["labels"].shape == (4, 8)
-
-
-def test_a_local_folder_is_a_model(tmp_path: Path) -> None:
-    config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 4, "vocab_size": 64, "n_positions": 8}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    source = resolve_model(f"hf:{tmp_path}?n_layer=2")
-    assert len(source.model.transformer.h) == 2 and source.example_inputs["input_ids"].shape == (2, 8)
 
 
 FACTORY = """
@@ -251,6 +240,7 @@ def test_samples_that_are_equal_stay_whole_and_a_trace_gets_the_values_of_a_fact
         ("own_factories:text", "cannot be called"),
         ("hf:gpt2?n_layr=2", "Did you mean n_layer.*Known: "),
         ("hf:qwen3_moe?head_dims=16", "Did you mean head_dim.*Known: .*head_dim"),
+        ("hf:bert?image_size=32", "Unknown key 'image_size' of the configuration of bert"),
         ("hf:clip?head_dim=16", "Unknown key 'head_dim' of the configuration of clip"),
         ("hf:gpt2?n_layer", "key=value"),
         ("gpt:layers=2&hidden=32", "more than one setting.*Separate them by ','"),
@@ -275,8 +265,8 @@ def test_bad_descriptions_have_one_clear_message(factories: str, spec: str, says
 
 
 def test_a_sequence_beyond_the_models_positions_is_refused() -> None:
-    with pytest.raises(UsageError, match="1024 positions"):
-        resolve_model("hf:gpt2?n_layer=1&n_embd=32&n_head=4&vocab_size=64", sequence_length=2048)
+    gpt2 = "hf:gpt2?n_layer=1&n_embd=32&n_head=4&vocab_size=64"
+    refuses(UsageError, "1024 positions", resolve_model, gpt2, sequence_length=2048)
     assert resolve_model(GPT, sequence_length=2048).example_inputs["labels"].shape == (2, 2048), "families grow"
 
 
@@ -285,8 +275,8 @@ def test_a_package_that_a_model_needs_is_named(monkeypatch: pytest.MonkeyPatch) 
         raise ImportError("\nTimmBackbone requires the timm library\n`pip install timm`\n")
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", lacks)
-    with pytest.raises(UsageError, match=r"package that is not installed: .*requires the timm library.*Install"):
-        resolve_model("hf:gpt2")
+    said = "package that is not installed: .*requires the timm library.*Install"
+    refuses(UsageError, said, resolve_model, "hf:gpt2")
     monkeypatch.setitem(sys.modules, "transformers", None)
     refuses(UsageError, "pip install", resolve_model, "hf:gpt2")
 
@@ -300,47 +290,55 @@ def test_a_wave_has_the_samples_that_the_convolutions_turn_into_the_sequence_len
     assert x.shape[-1] == 7
 
 
-def test_video_has_frames_and_a_spectrogram_its_own_order() -> None:
-    video = SimpleNamespace(num_frames=3, num_channels=1, image_size=4, num_labels=5)
-    pixels, labels = fields_of_config(video, "image", "pixel_values", None)
-    assert (pixels.shape, labels.size) == ((3, 1, 4, 4), 5)
-    spectrogram = SimpleNamespace(max_length=8, num_mel_bins=2, num_labels=5)
-    assert fields_of_config(spectrogram, "base", "input_values", None)[0].shape == (8, 2)
-    sizes = {"max_source_positions": 6, "input_feat_per_channel": 4, "input_channels": 1, "max_target_positions": 9}
-    frames_first = SimpleNamespace(**sizes, vocab_size=11)
-    sound, text = fields_of_config(frames_first, "speech", "input_features", None)
-    assert (sound.shape, text.shape, text.size) == ((6, 4), (9,), 11)
+SOUND = {"max_source_positions": 6, "input_feat_per_channel": 4, "input_channels": 1, "max_target_positions": 9}
+SERIES = {"context_length": 8, "prediction_length": 4, "lags_sequence": [1, 3], "input_size": 1, "num_time_features": 2}
+TEXT = {"vocab_size": 9, "max_position_embeddings": 6, "vision_config": SimpleNamespace(image_size=8)}
+FIELDS = {
+    "a video has frames": (
+        {"num_frames": 3, "num_channels": 1, "image_size": 4, "num_labels": 5}, "image", ("pixel_values",),
+        [("pixel_values", (3, 1, 4, 4), 0), ("labels", (), 5)]),
+    "a spectrogram has its own order": (
+        {"max_length": 8, "num_mel_bins": 2, "num_labels": 5}, "base", ("input_values",),
+        [("input_values", (8, 2), 0)]),
+    "frames of sound are first": (
+        {**SOUND, "vocab_size": 11}, "speech", ("input_features",),
+        [("input_features", (6, 4), 0), ("labels", (9,), 11)]),
+    "a series": (
+        {"context_length": 8, "num_input_channels": 3}, "base", ("past_values",), [("past_values", (8, 3), 0)]),
+    "a series that is decoded": (
+        SERIES, "base", ("past_values", "past_time_features"),
+        [("past_values", (11,), 0), ("past_time_features", (11, 2), 0), ("past_observed_mask", (11,), 0),
+         ("future_values", (4,), 0), ("future_time_features", (4, 2), 0)]),
+    "episodes": (
+        {"max_ep_len": 30, "n_positions": 12, "state_dim": 5, "act_dim": 2}, "base", ("states",),
+        [("states", (4, 5), 0), ("actions", (4, 2), 0), ("rewards", (4, 1), 0), ("returns_to_go", (4, 1), 0),
+         ("timesteps", (4,), 30)]),
+    "a model of text that takes images": (
+        TEXT, "causal", ("input_ids", "pixel_values"),
+        [("input_ids", (6,), 9), ("attention_mask", (6,), 0), ("pixel_values", (3, 8, 8), 0), ("labels", (6,), 9)]),
+    "no images where tokens stand for their parts": (
+        {**TEXT, "image_token_id": 8}, "causal", ("input_ids", "pixel_values"),
+        [("input_ids", (6,), 9), ("attention_mask", (6,), 0), ("labels", (6,), 9)]),
+}  # fmt: skip
+"""Configurations, heads and inputs of which the first is the main one; names, shapes and numbers of classes."""
 
 
-def test_series_and_episodes_are_made_by_their_configuration() -> None:
-    plain = SimpleNamespace(context_length=8, num_input_channels=3)
-    assert [f.shape for f in fields_of_config(plain, "base", "past_values", None)] == [(8, 3)]
-    lengths = {"context_length": 8, "prediction_length": 4, "lags_sequence": [1, 3]}
-    decoded = SimpleNamespace(**lengths, input_size=1, num_time_features=2)
-    fields = fields_of_config(decoded, "base", "past_values", None, ("past_values", "past_time_features"))
-    assert {f.name: f.shape for f in fields} == {
-        "past_values": (11,), "past_time_features": (11, 2), "past_observed_mask": (11,), "future_values": (4,),
-        "future_time_features": (4, 2),
-    }  # fmt: skip
-    episode = SimpleNamespace(max_ep_len=30, n_positions=12, state_dim=5, act_dim=2)
-    states, actions, *_, steps = fields_of_config(episode, "base", "states", None)
-    assert (states.shape, actions.shape, steps.shape, steps.size) == ((4, 5), (4, 2), (4,), 30)
+@pytest.mark.parametrize(("config", "head", "takes", "fields"), FIELDS.values(), ids=FIELDS)
+def test_inputs_are_made_by_their_configuration(config: Any, head: str, takes: tuple[str, ...], fields: Any) -> None:
+    made = fields_of_config(SimpleNamespace(**config), head, takes[0], None, takes if len(takes) > 1 else ())
+    assert [(field.name, field.shape, field.size) for field in made] == fields
 
 
-def test_a_model_of_text_that_takes_images_gets_them_unless_tokens_stand_for_their_parts() -> None:
-    vision = SimpleNamespace(image_size=8)
-    text = SimpleNamespace(vocab_size=9, max_position_embeddings=6, vision_config=vision)
-    names = [f.name for f in fields_of_config(text, "causal", "input_ids", None, ("input_ids", "pixel_values"))]
-    assert names == ["input_ids", "attention_mask", "pixel_values", "labels"]
-    text.image_token_id = 8
-    names = [f.name for f in fields_of_config(text, "causal", "input_ids", None, ("input_ids", "pixel_values"))]
-    assert names == ["input_ids", "attention_mask", "labels"]
-    with pytest.raises(UsageError, match=r"stand for the parts of an image.*Give a factory"):
-        fields_of_config(text, "base", "input_ids", None)
+@pytest.mark.parametrize(("config", "main_input", "said"), [
+    ({}, "past_values", "a model of past_values.*Give a factory"),
+    ({}, "input_features", "a model of input_features.*Give a factory"),
+    ({**TEXT, "image_token_id": 8}, "input_ids", "stand for the parts of an image.*Give a factory"),
+])  # fmt: skip
+def test_inputs_that_nobody_can_make_are_refused_with_a_remedy(config: Any, main_input: str, said: str) -> None:
+    refuses(UsageError, said, fields_of_config, SimpleNamespace(**config), "base", main_input, None)
 
 
 def test_images_take_as_many_places_among_the_tokens_as_they_have_parts() -> None:
-    pytest.importorskip("transformers")
     sizes = '"num_hidden_layers":1,"hidden_size":8,"num_attention_heads":2,"intermediate_size":8'
     spec = f'hf:llava?text_config={{"model_type":"llama",{sizes},"vocab_size":12}}&image_token_index=9'
     spec += f'&vision_config={{"model_type":"clip_vision_model",{sizes},"image_size":8,"patch_size":4}}'
@@ -352,18 +350,10 @@ def test_images_take_as_many_places_among_the_tokens_as_they_have_parts() -> Non
     graph = source.trace()
     assert not graph.notes or "samples meet" not in " ".join(graph.notes)
     assert [op.target for op in graph.ops if "masked_scatter" in op.target] == ["autopar.masked_scatter_by_sample"]
-    with pytest.raises(UsageError, match=r"no room for the 4 places of an image.*--seq 6"):
-        resolve_model(spec, sequence_length=5)
-
-
-@pytest.mark.parametrize("main_input", ["past_values", "input_features"])
-def test_inputs_that_nobody_can_make_are_refused_with_a_remedy(main_input: str) -> None:
-    with pytest.raises(UsageError, match=f"a model of {main_input}.*Give a factory"):
-        fields_of_config(SimpleNamespace(), "base", main_input, None)
+    refuses(UsageError, "no room for the 4 places of an image.*--seq 6", resolve_model, spec, sequence_length=5)
 
 
 def test_layers_are_not_dropped_at_random_unless_asked_for() -> None:
-    pytest.importorskip("transformers")
     sizes = "hf:m2m_100?encoder_layers=1&decoder_layers=1&d_model=8&encoder_attention_heads=2&decoder_attention_heads=2"
     sizes += "&vocab_size=16"
     source = resolve_model(sizes, sequence_length=4)

@@ -271,11 +271,7 @@ def test_grouped_products_need_no_value_on_the_host(is_grouped: bool, monkeypatc
     ids=str,
 )  # fmt: skip
 def test_products_are_grouped_where_the_gpu_has_a_kernel(
-    capability: tuple[int, int],
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    wanted: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    capability: Any, dtype: torch.dtype, shape: Any, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     with FakeTensorMode() as mode:

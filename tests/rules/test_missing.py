@@ -47,18 +47,21 @@ def names(table: RuleTable, graph: Graph, size: int) -> set[str]:
     return {s.name for s in table.strategies(op, specs, axis="tp", size=Fraction(size))}
 
 
-def test_an_unknown_operator_is_found() -> None:
+@pytest.fixture
+def table() -> RuleTable:
+    return RuleTable(rules=torch_rules())
+
+
+def test_an_unknown_operator_is_found(table: RuleTable) -> None:
     graph = graph_of("autopar_test.gated.default", (2, 12, 20), (20,))
-    table = RuleTable(rules=torch_rules())
     (found,) = complete(graph, table=table)
     assert found.line == "b c a, a -> b c a; linear 1"
     assert {"split a", "split b", "split c", "linear 1"} <= names(table, graph, 2)
     assert not has_rule(found.target, table=table), "found is not declared"
 
 
-def test_a_split_that_holds_for_two_ranks_alone_is_no_rule() -> None:
+def test_a_split_that_holds_for_two_ranks_alone_is_no_rule(table: RuleTable) -> None:
     graph = graph_of("autopar_test.pairs.default", (2, 16))
-    table = RuleTable(rules=torch_rules())
     (found,) = complete(graph, table=table)
     assert found.line == "a b^ -> a b^"
     assert names(table, graph, 2) == {"split a", "invariant", "replicate"}
@@ -66,9 +69,8 @@ def test_a_split_that_holds_for_two_ranks_alone_is_no_rule() -> None:
     assert verify_rule(graph.ops[0], [example], size=8, table=table) == []
 
 
-def test_an_operator_for_which_nothing_is_found_is_repeated_and_named_with_the_reason() -> None:
+def test_an_operator_for_which_nothing_is_found_is_repeated_and_named_with_the_reason(table: RuleTable) -> None:
     graph = graph_of("autopar_test.whole.default", (2, 12))
-    table = RuleTable(rules=torch_rules())
     (found,) = complete(graph, table=table)
     assert (found.line, found.why) == ("", "no dim can be split")
     assert complete(graph, table=table) == (found,), "the reason is said again"
@@ -77,41 +79,33 @@ def test_an_operator_for_which_nothing_is_found_is_repeated_and_named_with_the_r
     assert (found.line, found.why) == ("", "no operand has a dim")
 
 
-@pytest.mark.parametrize(
-    ("operator", "shapes", "line"),
-    [
-        ("gaps", [(2, 12), (2, 12)], "a+ b^, a+ c^ -> "),
-        ("hinges", [(2, 12), (2,)], "a+ b^, a+ -> "),
-        ("above", [(2, 12)], "a^ b -> a^ b"),
-        ("nothing", [(2, 12), (2, 12)], ""),
-    ],
-)
-def test_no_rule_is_found_by_inputs_that_tell_nothing(operator: str, shapes: list[tuple[int, ...]], line: str) -> None:
-    """Equal operands have no gap, positive ones pass no hinge at all, and zeros are the sum of any parts."""
-    (found,) = complete(graph_of(f"autopar_test.{operator}.default", *shapes), table=RuleTable(rules=torch_rules()))
-    assert found.line == line
-
-
-def test_targets_of_both_signs_show_what_a_loss_by_margins_is() -> None:
+def of_margins(reduction: int) -> Graph:
     """Torch's own: of targets that are neither 1 nor -1 it is zero, so that it seemed to add up over its features."""
     graph = graph_of("aten.cosine_embedding_loss.default", (2, 12), (2, 12), (2,))
-    (loss, total) = graph.ops
-    wanted = TensorSpec(shape=(2,), dtype=torch.float32)
-    parameters = (*graph.parameters[:-1], replace(graph.parameters[-1], spec=wanted))
-    for reduction, line in ((0, "a b^, a c^, a -> a"), (1, ""), (2, "a+ b^, a+ c^, a+ -> ")):
-        one = replace(loss, args=(*loss.args, 0.0, reduction))
-        again = replace(graph, parameters=parameters, ops=(one, total))
-        (found,) = complete(again, table=RuleTable(rules=torch_rules()))
-        assert found.line == line
+    *rest, last = graph.parameters
+    parameters = (*rest, replace(last, spec=replace(last.spec, requires_grad=False)))
+    loss = replace(graph.ops[0], args=(*graph.ops[0].args, 0.0, reduction))
+    return replace(graph, parameters=parameters, ops=(loss, *graph.ops[1:]))
 
 
-def test_an_operator_of_complex_numbers_is_found() -> None:
-    """Numbers that are zero or one have no phase, which told nothing."""
+def of_phases() -> Graph:
+    """Numbers that are zero or one have none, which told nothing."""
     graph = graph_of("aten.angle.default", (2, 12))
     (x,) = graph.inputs
-    graph = replace(graph, inputs=(replace(x, spec=replace(x.spec, dtype=torch.complex64)),))
-    (found,) = complete(graph, table=RuleTable(rules=torch_rules()))
-    assert found.line == "a b -> a b"
+    return replace(graph, inputs=(replace(x, spec=replace(x.spec, dtype=torch.complex64)),))
+
+
+@pytest.mark.parametrize(("graph", "line"), [
+    (graph_of("autopar_test.gaps.default", (2, 12), (2, 12)), "a+ b^, a+ c^ -> "),  # equal operands have no gap
+    (graph_of("autopar_test.hinges.default", (2, 12), (2,)), "a+ b^, a+ -> "),  # positive ones pass no hinge at all
+    (graph_of("autopar_test.above.default", (2, 12)), "a^ b -> a^ b"),
+    (graph_of("autopar_test.nothing.default", (2, 12), (2, 12)), ""),  # zeros are the sum of any parts
+    (of_margins(0), "a b^, a c^, a -> a"), (of_margins(1), ""), (of_margins(2), "a+ b^, a+ c^, a+ -> "),
+    (of_phases(), "a b -> a b"),
+])  # fmt: skip
+def test_no_rule_is_found_by_inputs_that_tell_nothing(graph: Graph, line: str, table: RuleTable) -> None:
+    (found,) = complete(graph, table=table)
+    assert found.line == line
 
 
 def test_a_declared_rule_is_checked_by_execution() -> None:
@@ -169,7 +163,7 @@ def test_discovered_lines_hold_and_say_what_is_known(name: str) -> None:
     line = discover_rule(example.op, example.operands)
     assert line == expected
     table = RuleTable(rules={})
-    table.register(example.target, line)
+    table.register(example.op.target, line)
     assert verify_rule(example.op, example.operands, size=2, table=table) == []
 
 

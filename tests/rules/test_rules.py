@@ -1,4 +1,3 @@
-import itertools
 from dataclasses import replace
 from fractions import Fraction
 
@@ -14,6 +13,7 @@ from autopar.plan.mesh import I, P, R, S
 from autopar.rules.by_execution import call
 from autopar.rules.strategy import Strategy
 from autopar.rules.table import RuleTable, default_table, has_rule, register_rule
+from tests.rules.test_grammar import shape_of
 from tests.support.ranks_in_threads import verify_rule
 from tests.support.rule_examples import Example, Maker, spec_of
 
@@ -25,9 +25,9 @@ def prepared(example: Example) -> tuple[Op, tuple[TensorSpec, ...]]:
     return replace(example.op, outputs=tuple(map(spec_of, outputs))), tuple(map(spec_of, example.operands))
 
 
-def named(example: Example, axis: str = TP, size: Fraction = TWO) -> dict[str, Strategy]:
+def named(example: Example, size: int = 2, axis: str = TP) -> dict[str, Strategy]:
     op, operands = prepared(example)
-    return {s.name: s for s in default_table().strategies(op, operands, axis=axis, size=size)}
+    return {s.name: s for s in default_table().strategies(op, operands, axis=axis, size=Fraction(size))}
 
 
 def test_vocabulary_strategies_are_not_offered_on_the_batch_axis() -> None:
@@ -47,12 +47,16 @@ def test_causal_attention_keeps_its_queries_whole_and_grouped_heads_together() -
     free = named(make.call(attention, q, q, q, None, 0.1, False))
     assert free["split s"].inputs == (S(2), R, R) and free["split s"].random
     assert not free["replicate"].random
-    attention = make.call(
-        "aten.scaled_dot_product_attention.default",
-        make.real(4, 8, 8, 4), make.real(4, 2, 8, 4), make.real(4, 2, 8, 4), None, 0.0, True, enable_gqa=True,
-    )  # fmt: skip
-    assert named(attention)["split h"].inputs == (S(1), S(1), S(1))
-    assert "split h" not in named(attention, size=Fraction(4))
+    kv = make.real(4, 2, 8, 4)
+    grouped = make.call(attention, q, kv, kv, None, 0.0, True, enable_gqa=True)
+    assert named(grouped)["split h"].inputs == (S(1), S(1), S(1))
+    assert "split h" not in named(grouped, size=4)
+
+
+def test_parts_are_drawn_by_themselves_where_no_number_depends_on_another() -> None:
+    parts, order = (named(make.call(f"aten.{name}.default", n)) for name, n in (("rand", (4, 6)), ("randperm", 4)))
+    assert {name: s.random for name, s in parts.items()} == {"split d0": True, "split d1": True, "replicate": False}
+    assert not any(s.random for s in order.values()) and order.keys() == {"replicate"}
 
 
 def test_rounding_casts_want_the_whole_sum() -> None:
@@ -86,15 +90,6 @@ def test_a_users_rule_is_one_line_and_stays_in_its_table() -> None:
     assert any("linear 0" in line for line in failures)
 
 
-def test_registering_again_forgets_what_was_known() -> None:
-    table = RuleTable(rules={})
-    table.register("aten::relu", "x... -> x...")
-    op, operands = prepared(make.call("aten.relu.default", make.real(4, 8)))
-    assert len(table.strategies(op, operands, axis=TP, size=TWO)) == 4
-    table.register("aten::relu", "x^ y -> x y")
-    assert {s.name for s in table.strategies(op, operands, axis=TP, size=TWO)} == {"split y", "invariant", "replicate"}
-
-
 def test_verification_finds_a_wrong_rule() -> None:
     example = make.call("aten.softmax.int", make.real(4, 8), 1)
     op, _ = prepared(example)
@@ -114,13 +109,8 @@ sizes = st.sampled_from([1, 2, 3, 4, 6])
 @settings(max_examples=40, deadline=None)
 @given(st.lists(sizes, min_size=1, max_size=4), st.data())
 def test_random_views(factors: list[int], data: st.DataObject) -> None:
-    def shape() -> tuple[int, ...]:
-        cuts = sorted(data.draw(st.sets(st.integers(1, len(factors)), max_size=3)) | {0, len(factors)})
-        runs = itertools.pairwise(cuts)
-        return tuple(torch.Size(factors[a:b]).numel() for a, b in runs)
-
     make = Maker()
-    example = make.call("aten.view.default", make.real(*shape()), shape())
+    example = make.call("aten.view.default", make.real(*shape_of(factors, data)), shape_of(factors, data))
     assert verify_rule(example.op, example.operands, size=2) == []
 
 

@@ -1,32 +1,29 @@
 from collections.abc import Iterator
 from dataclasses import replace
-from fractions import Fraction
-from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from autopar.errors import RuleError
-from autopar.graph.graph import Graph, Op, Parameter, Ref
+from autopar.graph.graph import Graph, Op, Ref
 from autopar.ops import sequence as sequence_ops
 from autopar.plan.mesh import I, R, S, Type
 from autopar.rules.apply import shard
 from autopar.rules.strategy import ZIGZAG_SAFE, Strategy, Typing, check_strategy
 from autopar.rules.table import default_table
+from autopar.tracing.trace import trace
 from tests.rules.test_rules import named
-from tests.support.graphs_by_hand import graph_of_ops
 from tests.support.lower.chooser import named_typing
-from tests.support.planner import graphs
 from tests.support.ranks_in_threads import in_threads, verify_rule
 from tests.support.rule_examples import Example, Maker, every
+from tests.support.said import refuses
+from tests.support.small_models import model_of
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
-
-
-def offered(example: Example, size: int, axis: str = "cp") -> dict[str, Strategy]:
-    return named(example, axis, Fraction(size))
 
 
 def attentions(make: Maker) -> Iterator[tuple[Example, set[str]]]:
@@ -53,13 +50,13 @@ def attentions(make: Maker) -> Iterator[tuple[Example, set[str]]]:
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_strategy_gives_what_one_device_gives(size: int) -> None:
     for example, wanted in attentions(Maker(size)):
-        assert wanted <= set(offered(example, size))
+        assert wanted <= set(named(example, size, axis="cp"))
         assert verify_rule(example.op, example.operands, size=size, axis="cp") == []
 
 
 def test_mutants_are_caught() -> None:
     (causal, _), *_ = attentions(Maker(0))
-    known = offered(causal, 2)
+    known = named(causal, axis="cp")
     mutants = {
         "the rank's first query is forgotten": replace(known["gather"], target=""),
         "a part is taken for the whole": replace(known["ring"], target=""),
@@ -72,9 +69,10 @@ def test_mutants_are_caught() -> None:
 def test_what_a_ring_cannot_do_is_not_offered() -> None:
     make = Maker(0)
     q = make.real(2, 4, 12, 4)
-    assert "ring" in offered(make.call(ATTENTION, q, q, q), 2)
-    assert "ring" not in offered(make.call(ATTENTION, q, q, q), 4)  # 12 rows are no 8 chunks
-    assert "ring" not in offered(make.call(ATTENTION, q, q, q), 2, axis="tp")
+    call = make.call(ATTENTION, q, q, q)
+    assert "ring" in named(call, axis="cp")
+    assert "ring" not in named(call, size=4, axis="cp")  # 12 rows are no 8 chunks
+    assert "ring" not in named(call)
 
 
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(0, 1))
@@ -129,33 +127,31 @@ def test_the_check_in_zigzag_order_finds_what_depends_on_neighbours() -> None:
 def test_what_knows_its_part_is_refused() -> None:
     """Look-up and loss over split classes, attention that begins at its rank's first row; not sums with a count."""
     for target in ("autopar.embedding_vocabulary", "autopar.cross_entropy_vocabulary", "autopar.attention_gathered"):
-        with pytest.raises(RuleError, match="cannot be used beside ring attention") as caught:
-            check_strategy(Strategy(name="s", inputs=(), outputs=(), target=target), "here")
-        assert caught.value.fix and caught.value.where == "here"
+        strategy = Strategy(name="s", inputs=(), outputs=(), target=target)
+        caught = refuses(RuleError, "cannot be used beside ring attention", check_strategy, strategy, "here")
+        assert caught.fix and caught.where == "here"
     for target in ZIGZAG_SAFE:
         check_strategy(Strategy(name="s", inputs=(), outputs=(), target=target), "here")
 
 
-spec = partial(graphs.spec, dtype=torch.float64)
+def _attends(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """x times a weight and its transpose, attention of it with itself, a sum."""
+    g = F.linear(F.linear(x, self.w), self.v)
+    return F.scaled_dot_product_attention(g, g, g, is_causal=True).sum()
 
 
 def ring_graph(length: int = 8) -> Graph:
-    """x times a weight and its transpose, attention of it with itself, a sum."""
-    heads = (2, 1, length, 4)
-    ops = (
-        Op(name="h", target="aten.linear.default", args=(Ref("x"), Ref("w"), None), outputs=(spec(2, 1, length, 8),)),
-        Op(name="g", target="aten.linear.default", args=(Ref("h"), Ref("v"), None), outputs=(spec(*heads),)),
-        Op(name="y", target=ATTENTION, args=(Ref("g"), Ref("g"), Ref("g"), None, 0.0, True), outputs=(spec(*heads),)),
-        Op(name="loss", target="aten.sum.default", args=(Ref("y"),), outputs=(spec(),)),
-    )
-    parameters = [Parameter(name="w", fqn="w", spec=spec(8, 4)), Parameter(name="v", fqn="v", spec=spec(4, 8))]
-    return graph_of_ops("ring", ops, {"x": spec(2, 1, length, 4, grad=False)}, parameters)
+    weights = {name: nn.Parameter(torch.zeros(*shape)) for name, shape in (("w", (8, 4)), ("v", (4, 8)))}
+    return trace(model_of(_attends, **weights), (torch.zeros(2, 1, length, 4),))
 
 
 def ring_typing(*, w: Type = I, v: Type = I, x: Type = R, hidden: bool = True) -> Typing:
-    linear = {"h": "split n", "g": "split k"} if hidden else {"h": "split b.2", "g": "split b.2"}
-    typing = named_typing(ring_graph(), "cp", {**linear, "y": "ring", "loss": "split d2"})
-    return replace(typing, parameters={"w": w, "v": v}, inputs={"x": x})
+    linear = (
+        {"linear": "split n", "linear_1": "split k"} if hidden else dict.fromkeys(("linear", "linear_1"), "split b.2")
+    )
+    chosen = {**linear, "scaled_dot_product_attention": "ring", "sum_1": "split d2"}
+    typing = named_typing(ring_graph(), "cp", chosen)
+    return replace(typing, parameters={"p_w": w, "p_v": v}, inputs={"x": x})
 
 
 def made(graph: Graph) -> list[tuple[str, str]]:
@@ -165,20 +161,19 @@ def made(graph: Graph) -> list[tuple[str, str]]:
 def test_a_part_is_put_into_zigzag_order_by_way_of_the_whole_which_has_its_own() -> None:
     local = shard(ring_graph(), ring_typing(w=S(0), v=S(0)))
     assert made(local)[:4] == [
-        ("w_cp_I", "autopar.all_gather"), ("w_cp_S0", "autopar.zigzag_shard"), ("v_cp_I", "autopar.all_gather"),
-        ("v_cp_S1", "autopar.zigzag_shard"),
+        ("p_w_cp_I", "autopar.all_gather"), ("p_w_cp_S0", "autopar.zigzag_shard"), ("p_v_cp_I", "autopar.all_gather"),
+        ("p_v_cp_S1", "autopar.zigzag_shard"),
     ]  # fmt: skip
     assert [p.spec.shape for p in local.parameters] == [(4, 4), (2, 8)]
     assert [p.layout for p in local.parameters] == [(("cp", S(0)),)] * 2
-    assert dict(local.parameter("w").layout)["cp"] == S(0)
+    assert dict(local.parameter("p_w").layout)["cp"] == S(0)
     local = shard(ring_graph(), ring_typing(w=S(0), v=S(1), x=S(2), hidden=False))
     assert made(local) == [
-        ("x_cp_R", "autopar.all_gather"), ("x_cp_S2", "autopar.zigzag_shard"), ("w_cp_R", "autopar.all_gather"),
-        ("v_cp_R", "autopar.all_gather"), ("loss_cp_I", "autopar.all_reduce"),
+        ("x_cp_R", "autopar.all_gather"), ("x_cp_S2", "autopar.zigzag_shard"), ("p_w_cp_R", "autopar.all_gather"),
+        ("p_v_cp_R", "autopar.all_gather"), ("sum_1_cp_I", "autopar.all_reduce"),
     ]  # fmt: skip
 
 
 def test_a_dim_that_is_not_made_of_two_chunks_a_rank_is_refused() -> None:
-    with pytest.raises(RuleError, match=r"cannot be split as S\(2\).* by twice cp=2") as caught:
-        shard(ring_graph(length=6), ring_typing())
-    assert "cp_attention" in caught.value.fix
+    said = r"cannot be split as S\(2\).* by twice cp=2.*cp_attention"
+    refuses(RuleError, said, shard, ring_graph(length=6), ring_typing())

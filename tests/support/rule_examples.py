@@ -32,10 +32,6 @@ class Example:
     operands: tuple[Tensor, ...]
 
     @property
-    def target(self) -> str:
-        return self.op.target
-
-    @property
     def needs_other_axis(self) -> bool:
         """Operators that an earlier axis made run on ranks of that axis."""
         return "other" in (*self.op.args, *(value for _, value in self.op.kwargs))
@@ -74,10 +70,6 @@ class Maker:
         return Example(op, tuple(operands))
 
 
-_INTEGERS = ("bitwise", "__")
-_WITHOUT_GRADIENT = ("floor_divide",)
-
-
 def elementwise(table: RuleTable, make: Maker) -> Iterator[Example]:
     """A call for each operator whose line is elementwise, arguments filled in by its schema."""
     for target, rule in table.rules.items():
@@ -87,9 +79,11 @@ def elementwise(table: RuleTable, make: Maker) -> Iterator[Example]:
             continue
         schema = resolve(target)._schema
         constant = draws_random(target) and target != "aten._standard_gamma.default"
-        grad = not constant and not any(mark in target for mark in _WITHOUT_GRADIENT)
-        integer = any(mark in target for mark in _INTEGERS)
+        grad = not constant and "floor_divide" not in target
+        integer = "bitwise" in target or "__" in target
         shapes = iter([(4, 1, 8), (4, 8), (1, 4, 8)])
+        plain = {"bool": True, "str": "none", "int": 6}
+        plain |= dict.fromkeys(("number", "float", "Optional[number]"), 2 if integer else 0.5)
         args: list[object] = []
         for argument in schema.arguments:
             kind = str(argument.type)
@@ -101,14 +95,8 @@ def elementwise(table: RuleTable, make: Maker) -> Iterator[Example]:
                 )
             elif argument.kwarg_only or argument.default_value is not None:
                 break
-            elif kind in ("number", "float", "Optional[number]"):
-                args.append(2 if integer else 0.5)
-            elif kind == "bool":
-                args.append(True)
-            elif kind == "str":
-                args.append("none")
-            elif kind == "int":
-                args.append(6)
+            elif kind in plain:
+                args.append(plain[kind])
             elif "Optional[Tensor]" in kind:
                 args.append(make.real(4, 8))
             else:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from autopar.graph.graph import Graph
 from autopar.graph.interpreter import leaves, run
 from autopar.tracing.trace import trace
+from autopar.verification.reference import loss_of
 from tests.support.close import assert_close
 
 
@@ -66,17 +67,14 @@ def same_as_the_model(
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         found, changed = step(graph, given(), parameters, before, model)
         mine = torch.autograd.grad(found, list(parameters.values()), allow_unused=True)
-        output = model(**given())
-        wanted = output["loss"] if isinstance(output, dict) else output
+        wanted = loss_of(model(**given()))
         model.zero_grad()
         wanted.backward()  # the one way that older checkpoints allow
         assert_close(found, wanted)
         theirs = [parameter.grad for parameter in parameters.values()]
         zeros = [torch.zeros_like(parameter) for parameter in parameters.values()]
         assert_close(*([z if g is None else g for z, g in zip(zeros, some, strict=True)] for some in (mine, theirs)))
-        after = {
-            name: model.get_buffer(name) for name in before
-        }  # a cache that the pass has filled is no part of a plan
+        after = {name: model.get_buffer(name) for name in before}  # caches that it fills are no part of a plan
         assert_close({**before, **changed}, after)
         assert changed.keys() >= {name for name in after if not torch.equal(before[name], after[name])}
     return graph

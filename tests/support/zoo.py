@@ -1,6 +1,5 @@
 """Small models with valid batches, without dropout."""
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -22,7 +21,7 @@ HUGGING_FACE = {
     "qwen3": f"hf:qwen3?{SMALL}&num_key_value_heads=2&head_dim=8",
     "phi3": f"hf:phi3?{SMALL}&num_key_value_heads=2&pad_token_id=0",
     "bert": f"hf:bert?{SMALL}",
-    "vit": "hf:vit?hidden_size=32&num_attention_heads=4&intermediate_size=64&image_size=16&patch_size=4",
+    "vit": "hf:vit?hidden_size=32&num_attention_heads=4&intermediate_size=64&image_size=16&patch_size=4&num_labels=4",
     "t5": "hf:t5?d_model=32&num_heads=4&d_kv=8&d_ff=64&vocab_size=96",
 }
 LENGTH = 16
@@ -82,12 +81,6 @@ class Handwritten(nn.Module):
         return logits, F.cross_entropy(logits.view(-1, logits.shape[-1]), y.view(-1))
 
 
-def tokens(seed: int = 0) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    draw: Callable[[], Tensor] = lambda: torch.randint(0, 96, (2, LENGTH), generator=generator)
-    return {"x": draw(), "y": draw()}
-
-
 def subject(kind: str, *, padded: bool = False, layers: int = 2) -> tuple[nn.Module, dict[str, Tensor]]:
     """A model on CPU with random weights, and a batch of two."""
     if kind in HUGGING_FACE:
@@ -98,7 +91,9 @@ def subject(kind: str, *, padded: bool = False, layers: int = 2) -> tuple[nn.Mod
         inner = {name: nn.Linear(12, 12) for name in ("red", "green", "blue", "grey")}
         model = model_of(_mlp, stem=nn.Linear(6, 12), **inner, out=nn.Linear(12, 5))
         return model, {"x": torch.randn(2, 6), "y": torch.tensor([0, 4])}
-    return encoder(layers) if kind == "encoder" else Handwritten(layers), tokens()
+    model = encoder(layers) if kind == "encoder" else Handwritten(layers)
+    generator = torch.Generator().manual_seed(0)
+    return model, {name: torch.randint(0, 96, (2, LENGTH), generator=generator) for name in ("x", "y")}
 
 
 @cache
@@ -116,9 +111,3 @@ def traced(kind: str, padded: bool = False, layers: int = 2) -> Graph:
 def traced_on_meta(kind: str) -> Graph:
     """The graph of a Hugging Face model without weights, likewise."""
     return resolve_model(description(kind), sequence_length=LENGTH).trace()
-
-
-def loss_of(output: Any) -> Tensor:
-    if isinstance(output, Tensor):
-        return output
-    return output[1] if isinstance(output, tuple) else output["loss"]

@@ -24,15 +24,15 @@ def hashes(graph: Graph) -> list[str]:
 
 
 @cache
-def layers(family: str, count: int, **more: int) -> Graph:
+def layers(family: str, count: int, **more: float) -> Graph:
     sizes = {"layers": count, "hidden": 32, "heads": 4, "vocab": 64, **more}
     return resolve_model(f"{family}:{','.join(f'{k}={v}' for k, v in sizes.items())}", sequence_length=8).trace()
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])
-@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("count", [1, 2, 3])
 def test_every_layer_is_a_block_between_embedding_and_head(family: str, count: int) -> None:
-    graph = layers(family, count)
+    graph = layers(family, count, **({"dropout": 0.5} if family == "gpt" else {}))  # salts are no part of a layer
     found = hashes(graph)
     assert len(found) == count + 2
     assert len(set(found[1:-1])) == 1

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from autopar.errors import TraceError
 from autopar.tracing.trace import trace
 from tests.support.distributed.oddities import Remembering
+from tests.support.said import refuses
 from tests.support.small_models import model_of, same_as_the_model
 
 Write = Callable[[nn.Module, Tensor], Tensor]
@@ -269,6 +270,4 @@ def _seen(module: nn.Module, y: Tensor) -> Tensor:
     (_seen, "A number in the model depends on the batch size"),
 ])  # fmt: skip
 def test_what_would_train_otherwise_than_on_one_device_is_refused(write: Write, message: str) -> None:
-    with pytest.raises(TraceError, match=message) as caught:
-        trace(writing(write), (torch.randn(2, 4),))
-    assert caught.value.fix
+    assert refuses(TraceError, message, trace, writing(write), (torch.randn(2, 4),)).fix

@@ -46,10 +46,6 @@ def _frames(logits: Tensor) -> Tensor:
     return (logits.repeat_interleave(4, dim=1) * torch.arange(1.0, 13.0)[:, None]).log_softmax(-1).transpose(0, 1)
 
 
-def _of_selected(logits: Tensor, classes: Tensor, mask: Tensor, **options: object) -> Tensor:
-    return F.cross_entropy(logits[mask], classes[mask], **options)
-
-
 def _selected_pairs(loss: Callable[..., Tensor], y: Tensor, t: Tensor, mask: Tensor, **options: object) -> Tensor:
     return loss(y[mask], t[mask], **options)
 
@@ -88,8 +84,12 @@ APART: dict[str, Loss] = {
     "CTC of each": lambda y, c, t: nn.CTCLoss(reduction="none")(
         _frames(y), c.clamp(min=1), torch.full((len(c),), 12), torch.full((len(c),), 2)
     ).mean(),
-    "of selected classes in a row": lambda y, c, t: _of_selected(y.flatten(0, 1), c.flatten(), (c > 1).flatten()),
-    "the sum of selected classes": lambda y, c, t: _of_selected(y, c, c != 2, weight=WEIGHTS, reduction="sum"),
+    "of selected classes in a row": lambda y, c, t: _selected_pairs(
+        F.cross_entropy, y.flatten(0, 1), c.flatten(), (c > 1).flatten()
+    ),
+    "the sum of selected classes": lambda y, c, t: _selected_pairs(
+        F.cross_entropy, y, c, c != 2, weight=WEIGHTS, reduction="sum"
+    ),
     "of selected reals": lambda y, c, t: _selected_pairs(F.smooth_l1_loss, y, t, t > 0, beta=0.5),
     "the sum of selected rows": lambda y, c, t: _selected_pairs(F.mse_loss, y, t, c > 1, reduction="sum"),
     "a mean of what is selected": lambda y, c, t: (y - t).square()[c > 1].mean() + (y * t).masked_select(t > 0).sum(),

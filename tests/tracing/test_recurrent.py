@@ -6,13 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.graph.graph import Graph, Op, Ref, TensorSpec
+from autopar.graph.graph import Graph, Ref
 from autopar.graph.interpreter import leaves, run
 from autopar.graph.operator_kinds import draws_random
 from autopar.graph.rewrites import compact
-from autopar.plan.mesh import R, S
+from autopar.plan.mesh import S
 from autopar.planner.sharding.input_axes import solve_batch
-from autopar.rules import table as rules
 from autopar.rules.apply import shard
 from autopar.tracing.trace import trace
 from autopar.verification.against_one_device import _without_dropout
@@ -54,37 +53,28 @@ def test_parts_of_a_batch_draw_numbers_of_their_own() -> None:
     assert all(op.spec.shape[0] == 1 for op in local.ops if op.target == "autopar.dropout")
 
 
-def _bags(self: Any, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
-    return self.head(self.table(ids, offsets, weights)).square().mean()
-
-
 def bags(**options: Any) -> nn.Module:
-    return model_of(_bags, table=nn.EmbeddingBag(32, 8, **options), head=nn.Linear(8, 1))
+    forward = lambda self, ids, offsets=None, weights=None: self.head(self.table(ids, offsets, weights)).square().mean()
+    return model_of(forward, table=nn.EmbeddingBag(32, 8, **options), head=nn.Linear(8, 1))
 
 
 _IDS = torch.randint(0, 32, (4, 6), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("options", [
-    {"mode": "sum"}, {"mode": "mean", "padding_idx": int(_IDS[0, 0])},
-    {"mode": "max", "padding_idx": int(_IDS[0, 0]) - 32}, {"mode": "mean", "scale_grad_by_freq": True},
-    {"mode": "sum", "sparse": True},
+@pytest.mark.parametrize(("options", "factors"), [
+    ({"mode": "sum"}, {}), ({"mode": "sum", "sparse": True}, {}), ({"mode": "mean", "scale_grad_by_freq": True}, {}),
+    ({"mode": "mean", "padding_idx": int(_IDS[0, 0])}, {}), ({"mode": "max", "padding_idx": int(_IDS[0, 0]) - 32}, {}),
+    ({"mode": "sum"}, {"weights": torch.linspace(0, 1, 24).view(4, 6)}),
 ])  # fmt: skip
-def test_bags_of_one_length_are_split_by_samples(options: dict[str, Any]) -> None:
-    graph = trace(bags(**options), (_IDS,))
+def test_bags_of_one_length_are_split_by_samples(options: dict[str, Any], factors: dict[str, Tensor]) -> None:
+    graph = trace(bags(**options), (_IDS,), factors)
     (op,) = [op for op in graph.ops if "bag" in op.target]
     assert op.target == "autopar.embedding_bag"
     assert op.args[4] == (options["padding_idx"] % 32 if "padding_idx" in options else -1)
-    same_as_the_model(bags(**options | {"sparse": False}), {"ids": _IDS}, graph)
+    same_as_the_model(bags(**options | {"sparse": False}), {"ids": _IDS, **factors}, graph)
     if not options.get("scale_grad_by_freq"):
-        assert solve_batch(compact(graph)).strategies[op.name].outputs[0] == S(0)
-
-
-def test_rows_of_a_bag_may_have_factors() -> None:
-    model, batch = bags(mode="sum"), {"ids": _IDS, "weights": torch.rand(4, 6)}
-    graph = same_as_the_model(model, batch)
-    (op,) = [op for op in graph.ops if "bag" in op.target]
-    assert solve_batch(compact(graph)).strategies[op.name].inputs[1:] == (S(0), S(0))
+        strategy = solve_batch(compact(graph)).strategies[op.name]
+        assert {*strategy.inputs[1:], strategy.outputs[0]} == {S(0)}
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
@@ -195,20 +185,6 @@ def test_equal_calls_stay_apart_without_gradients_and_none_runs_before_the_rest(
     for op in drawn:
         assert not op.spec.requires_grad
         assert not any(graph.spec(ref).requires_grad for ref in op.operands)
-
-
-def offered(target: str, args: tuple[object, ...], *operands: TensorSpec, out: tuple[int, ...]) -> dict[str, bool]:
-    spec = TensorSpec(shape=out, dtype=torch.float32)
-    op = Op(name="y", target=target, args=args, outputs=(spec,))
-    found = rules.default_table().strategies(op, operands, axis="tp", size=2)
-    assert all(R in (*s.inputs, *s.outputs) or s.random for s in found)
-    return {s.name: s.random for s in found}
-
-
-def test_parts_are_drawn_by_themselves_where_no_number_depends_on_another() -> None:
-    parts = offered("aten.rand.default", ((4, 6),), out=(4, 6))
-    assert parts == {"split d0": True, "split d1": True, "replicate": False}
-    assert offered("aten.randperm.default", (4,), out=(4,)) == {"replicate": False}
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])

@@ -1,5 +1,7 @@
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from autopar.tracing import convert, opaque_probe, opaque_trials
 from autopar.tracing.trace import trace
 from tests.support.distributed.oddities import Checkpointed, Force, Resting
 from tests.support.lower import unusual as u
+from tests.support.said import refuses
 from tests.support.small_models import model_of, same_as_the_model
 
 
@@ -51,8 +54,8 @@ class Forces(u.Around):
 def test_a_gradient_that_the_model_itself_takes_is_refused_and_one_of_a_module_is_a_region() -> None:
     batch = u.batch()
     batch["x"].requires_grad_()
-    with pytest.raises(TraceError, match=r"gradient that forward takes itself.*autograd\.grad.*a separate module"):
-        trace(Forces(), (), batch)
+    said = r"gradient that forward takes itself.*autograd\.grad.*a separate module"
+    refuses(TraceError, said, trace, Forces(), (), batch)
     graph = same_as_the_model(u.Around(Force), u.batch())
     assert "opaque" in graph.notes[0] and "inner" in graph.notes[0] and not graph.mixing
 
@@ -75,31 +78,32 @@ def test_a_batch_norm_in_eval_reads_its_statistics_and_keeps_samples_apart_unles
     targets = [op.target for op in graph.ops]
     assert "aten.batch_norm.default" in targets
     assert not graph.mixing and "autopar.dropout" not in targets
-    whole = trace(Resting().eval(), (), u.batch())  # the model itself in eval()
+    model = Resting().eval()
+    whole = trace(model, (), u.batch())
+    assert not model.training, "it is left as it is"
     targets = [op.target for op in whole.ops]
     assert "autopar.batch_norm_running" in targets and "autopar.dropout" in targets
     assert not any("eval()" in note for note in whole.notes)
 
 
-def test_batch_norm_is_one_operator_and_gives_its_running_statistics() -> None:
+@pytest.mark.parametrize(("norm", "shape"), [
+    (nn.BatchNorm1d(4), (6, 4)),
+    *((nn.InstanceNorm1d(4, affine=True, track_running_stats=True, momentum=m), (6, 4, 5)) for m in (0.1, None)),
+])  # fmt: skip
+def test_norms_are_one_operator_and_give_their_running_statistics(norm: nn.Module, shape: tuple[int, ...]) -> None:
     def forward(self: Any, x: Tensor) -> dict[str, Any]:
-        y = self.norm(self.linear(x))
-        return {"y": y, "loss": y.exp().mean()}
+        y = self.norm(x)
+        return {"y": y, "loss": y.pow(3).mean()}
 
-    model = model_of(forward, linear=nn.Linear(4, 6, bias=False), norm=nn.BatchNorm1d(6)).double()
-    graph = same_as_the_model(model, {"x": torch.randn(6, 4, dtype=torch.float64)})
-    assert [op.target for op in graph.ops if "norm" in op.target] == ["autopar.batch_norm_running"]
+    graph = same_as_the_model(model_of(forward, norm=norm), {"x": torch.randn(shape)}, steps=2)
     names = [m.buffer.removeprefix("b_norm_") for m in graph.mutations]
-    assert names == ["running_mean", "running_var", "num_batches_tracked"]
-
-
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_instance_norms_give_their_running_statistics(momentum: float | None) -> None:
-    norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True, momentum=momentum)
-    model = model_of(lambda self, x: self.norm(x).pow(3).mean(), norm=norm).double()
-    graph = same_as_the_model(model, {"x": torch.randn(6, 4, 5, dtype=torch.float64)}, steps=2)
-    assert [m.buffer for m in graph.mutations] == ["b_norm_running_mean", "b_norm_running_var"]
-    assert not graph.mixing
+    targets = [op.target for op in graph.ops if "norm" in op.target]
+    if isinstance(norm, nn.BatchNorm1d):
+        assert targets == ["autopar.batch_norm_running"]
+        assert names == ["running_mean", "running_var", "num_batches_tracked"]
+    else:
+        assert names == ["running_mean", "running_var"]
+        assert not graph.mixing
 
 
 def picked() -> nn.Module:
@@ -120,15 +124,12 @@ def test_a_row_of_each_sample_is_a_gather() -> None:
 
 
 def test_a_call_that_no_form_fits_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(builder: object, call: object) -> None:
-        raise RuntimeError("no such form")
-
+    fails = mock.Mock(side_effect=RuntimeError("no such form"))
     monkeypatch.setitem(convert._ALL_HANDLERS, "aten.index.Tensor", fails)
     batch = {"x": torch.ones(3, 5, 4), "place": torch.tensor([0, 1, 3])}
-    with pytest.raises(TraceError, match="no such form") as caught:
-        trace(picked(), (), batch)
-    assert "test_regions.py" in caught.value.where
-    assert "aten.index.Tensor" in caught.value.problem
+    caught = refuses(TraceError, "no such form", trace, picked(), (), batch)
+    assert "test_regions.py" in caught.where
+    assert "aten.index.Tensor" in caught.problem
 
 
 # --- samples of regions that are not traced
@@ -221,14 +222,6 @@ class Gated(nn.Module):
         return x + 1.0
 
 
-@pytest.mark.parametrize("kind", ["parameter", "buffer", "tensor", "number"])
-def test_what_differs_in_values_alone_is_tried_by_itself(kind: str, tried: list[str]) -> None:
-    model = layers(*(lambda g=g: Gated(kind, g) for g in (-1.0, 1.0, -1.0)))
-    found = regions_of(trace(model, (), u.batch(), opaque=["Gated"]))
-    assert [region.splits is None for region in found] == [False, True, False]
-    assert tried == ["inner.0", "inner.1"]
-
-
 class Every(nn.Module):
     """Mixes samples in every second layer, where values are large."""
 
@@ -240,11 +233,13 @@ class Every(nn.Module):
         return x - x.mean() if x.abs().max() > self.limit and self.number % 2 else x + 1.0
 
 
-@pytest.mark.parametrize("limit", [1.0, 15.0])
-def test_layers_that_do_something_else_by_their_number_are_tried_by_themselves(limit: float, tried: list[str]) -> None:
-    model = layers(*(lambda n=n: Every(n, limit) for n in range(4)))
-    found = regions_of(trace(model, (), u.batch(), opaque=["Every"]))
-    assert [region.splits is None for region in found] == [False, True, False, True]
+@pytest.mark.parametrize("parts", [
+    *([partial(Gated, kind, g) for g in (-1.0, 1.0, -1.0)] for kind in ("parameter", "buffer", "tensor", "number")),
+    *([partial(Every, number, limit) for number in range(4)] for limit in (1.0, 15.0)),
+])  # fmt: skip
+def test_what_differs_in_values_alone_is_tried_by_itself(parts: list[partial[nn.Module]], tried: list[str]) -> None:
+    found = regions_of(trace(layers(*parts), (), u.batch(), opaque=[parts[0].func.__name__]))
+    assert [region.splits is None for region in found] == [number % 2 == 1 for number in range(len(parts))]
     assert tried == ["inner.0", "inner.1"]
 
 
