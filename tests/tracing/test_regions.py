@@ -79,8 +79,10 @@ def test_a_batch_norm_in_eval_reads_its_statistics_and_keeps_samples_apart_unles
     assert "aten.batch_norm.default" in targets
     assert not graph.mixing and "autopar.dropout" not in targets
     model = Resting().eval()
+    before = {name: (p, p.detach().clone()) for name, p in model.named_parameters()}
     whole = trace(model, (), u.batch())
     assert not model.training, "it is left as it is"
+    assert all(p is before[name][0] and torch.equal(p, before[name][1]) for name, p in model.named_parameters())
     targets = [op.target for op in whole.ops]
     assert "autopar.batch_norm_running" in targets and "autopar.dropout" in targets
     assert not any("eval()" in note for note in whole.notes)
