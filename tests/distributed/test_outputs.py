@@ -123,9 +123,12 @@ def test_parts_of_logits_are_joined(pool: WorkerPool, kind: str, type_on_tp: str
     check(pool, subject, plan, graph, 8, 5)
 
 
-@pytest.mark.parametrize("layout", ["dp4 ZeRO 3", "dp2 recomputed", "dp2 made again", "dp2 x tp2"])
+@pytest.mark.parametrize("layout", [
+    *("dp4 ZeRO 3", "dp2 recomputed", "dp2 made again", "dp2 x tp2"),
+    *("dp4 ZeRO 2", "tp2 x dp2 whole parameters", "tp2 x dp2 ZeRO 1"),
+])  # fmt: skip
 def test_a_call_in_training_gives_outputs_and_a_loss_with_gradients(pool: WorkerPool, layout: str) -> None:
-    subject, plan, graph = planned("gpt2", layout)
+    subject, plan, graph = (planned if layout in PINS else split)("gpt2", layout)
     batch, model = subject.make_batch(8, seed=1), subject.build()
     expected = model.train()(**batch)
     expected.loss.backward()
@@ -134,6 +137,7 @@ def test_a_call_in_training_gives_outputs_and_a_loss_with_gradients(pool: Worker
         for way in ("output", "silent"):
             assert_same(found[way], plain(expected), f"{layout} {way}")
         assert_close(found["gradients"], gradients)
+        assert_close(found["twice"], {name: 2 * gradient for name, gradient in gradients.items()})
 
 
 def test_other_outputs_of_a_training_call_say_what_they_are_not(pool: WorkerPool) -> None:

@@ -21,6 +21,7 @@ from tests.support.close import assert_close
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.subjects import HfSubject, graph_of
 from tests.support.parallel import clip, train_step
+from tests.support.said import refuses
 
 BOTH = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 MIXTRAL = (
@@ -150,8 +151,7 @@ def test_products_in_another_mode_than_the_plans_are_refused() -> None:
     parallel = parallel_of(subject, "cuda")
     torch.set_float32_matmul_precision("high")
     try:
-        with pytest.raises(UsageError, match='precision="tf32"'):
-            parallel.train_step(subject.make_batch(8, seed=0))
+        refuses(UsageError, 'precision="tf32"', parallel.train_step, subject.make_batch(8, seed=0))
     finally:
         torch.set_float32_matmul_precision("highest")
     parallel.train_step(subject.make_batch(8, seed=0))

@@ -252,8 +252,7 @@ def test_a_step_that_fails_leaves_no_trace_in_the_next() -> None:
     optimizer = torch.optim.AdamW(held)
     held[0].grad = torch.ones_like(held[0])
     optimizer.param_groups[0]["betas"] = None
-    with pytest.raises(TypeError):
-        optimizer.step()
+    refuses(TypeError, "", optimizer.step)
     steps.restore()
     assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], held, strict=True))
     optimizer.param_groups[0]["betas"] = (0.9, 0.999)

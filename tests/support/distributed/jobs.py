@@ -155,36 +155,16 @@ def _failing(name: str) -> Any:
     return mock.patch(f"autopar.runtime.{name}", side_effect=IndexError("Target 1000000 is out of bounds."))
 
 
-def after_a_refusal(parallel: ParallelModel, batch: Batch, bad: Batch) -> tuple[tuple[str, ...], list[float]]:
-    """Kinds of error of calls that every rank refuses, and the losses of the calls after them."""
-    kinds, losses = list[str](), list[float]()
-    for call in (parallel.train_step, parallel.evaluate):
-        try:
-            call(bad)
-        except Exception as error:  # noqa: BLE001  its kind is what is looked at
-            kinds.append(type(error).__name__)
-        losses.append(call(batch).item())
-    return tuple(kinds), losses
-
-
-def with_own_shuffle(parallel: ParallelModel, batch: Batch) -> tuple[list[str], float]:
-    """What is said of batches whose samples each rank has in another order, and the loss of a step after it."""
-    shuffled = {name: value.roll(dist.get_rank(), 0) for name, value in batch.items()}
+def after_refusals(parallel: ParallelModel, batch: Batch, how: str) -> tuple[list[str], float]:
+    """What is said of batches that are too short, or whose samples each rank has in another order, and the loss of a step after them."""
+    bad = {name: value[:, :-1] if how == "short" else value.roll(dist.get_rank(), 0) for name, value in batch.items()}
+    if how == "shuffled later":
+        parallel.train_step(batch)
+        parallel._shared._calls = local_batch.EVERY
     with _heard() as records:
-        refusals = [said(UsageError, call, shuffled) for call in (parallel.train_step, parallel.evaluate)]
+        refusals = [said(UsageError, call, bad) for call in (parallel.train_step, parallel.evaluate)]
     texts = [*(record.getMessage() for record in records), *filter(None, refusals)]
     return texts, parallel.train_step(batch).item()
-
-
-def with_own_shuffle_later(parallel: ParallelModel, batch: Batch) -> list[str]:
-    """What is said in each of three steps, of which the second one's batch has another order on each rank."""
-    shuffled = {name: value.roll(dist.get_rank(), 0) for name, value in batch.items()}
-    found: list[str] = []
-    for given in (batch, shuffled, batch):
-        if len(found) == 1:
-            parallel._shared._calls = local_batch.EVERY
-        found.append(said(UsageError, parallel.train_step, given))
-    return found
 
 
 def frozen_alone(parallel: ParallelModel, batch: Batch) -> list[str]:
@@ -298,18 +278,6 @@ def gradients_both_ways(parallel: ParallelModel, batch: Batch) -> dict[str, Any]
     with torch.no_grad():
         silent = loss_of(parallel(**batch))
     return {"losses": [stepped.item(), called.item(), silent.item()], "step": by_step, "call": by_call, "twice": twice}
-
-
-def losses_after_looking(parallel: ParallelModel, batch: Batch) -> tuple[float, float]:
-    """The loss after a step before which somebody has evaluated, without gradients and by :meth:`ParallelModel.train_step`."""
-    optimizer = adamw(parallel.parameters())
-    parallel.train_step(batch)
-    with torch.no_grad():
-        parallel(**batch)
-    optimizer.step()
-    with torch.no_grad():
-        silent = loss_of(parallel(**batch)).item()
-    return silent, parallel.train_step(batch).item()
 
 
 def evaluated(parallel: ParallelModel, batch: Batch) -> dict[str, Any]:

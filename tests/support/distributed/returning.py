@@ -184,12 +184,14 @@ def _predicted(parallel: ParallelModel, batch: dict[str, Tensor], own: bool) -> 
 
 
 def called(parallel: ParallelModel, batch: dict[str, Tensor]) -> dict[str, Any]:
-    """What a rank is given in training, and the gradients of its loss."""
+    """What a rank is given in training, and the gradients of its loss; then with those of a step on top."""
     output = parallel(**batch)
     loss_of(output).backward()
     with torch.no_grad():
         silent = plain(parallel(**batch))
-    return {"output": plain(output), "silent": silent, "gradients": parallel.full_gradients()}
+    found = {"output": plain(output), "silent": silent, "gradients": parallel.full_gradients()}
+    parallel.train_step(batch)
+    return found | {"twice": parallel.full_gradients()}
 
 
 def read_in_training(parallel: ParallelModel, batch: dict[str, Tensor]) -> dict[str, Any]:
