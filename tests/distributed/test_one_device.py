@@ -240,16 +240,13 @@ def test_the_norm_of_unequal_shares_is_that_of_one_device(pool: WorkerPool, zero
     clips_as_one_device(pool, *shares(zero))
 
 
-def test_a_launched_job_trains_with_its_shares(pool: WorkerPool) -> None:
-    batch = SHARED.make_batch(8, seed=0)
-    expected = loss_of(SHARED.build()(**batch)).item()
-    for loss in pool.run(jobs.launched_loss, *shares(0), batch, size=2, timeout_s=300.0):
-        assert loss == pytest.approx(expected, rel=1e-6)
-
-
-def test_a_rank_may_bring_its_own_samples(pool: WorkerPool) -> None:
-    for whole, own in on_batch(pool, jobs.local_batches, *shares(3)):
-        assert whole == pytest.approx(own, rel=1e-6)
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_launched_job_trains_with_its_shares_or_with_a_ranks_own_samples(pool: WorkerPool, zero: int) -> None:
+    subject, plan, graph = shares(zero)
+    batch = subject.make_batch(BATCH, seed=0)
+    expected = loss_of(subject.build()(**batch)).item()
+    for found in pool.run(jobs.launched_losses, subject, plan, graph, batch, size=2, timeout_s=300.0):
+        assert found == pytest.approx((expected, expected), rel=1e-6)
 
 
 @pytest.mark.parametrize("pins", [

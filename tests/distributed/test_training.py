@@ -118,7 +118,7 @@ SHARED = "Ranks 1 and 0 were given different samples, but must share them (par.d
     (Mesh(tp=2), "shuffled later", SHARED),
     (Mesh(dp_replicate=2), "shuffled", "data ranks were given different global batches"),
     *((mesh, "short", "but the plan takes (samples, 16)") for mesh in (Mesh(dp_shard=4), Mesh(pp=2, dp_replicate=2))),
-], ids=str)  # fmt: skip
+], ids=["tp", "stages", "later", "data ranks", "short on shards", "short in stages"])  # fmt: skip
 def test_a_batch_that_every_rank_refuses_leaves_the_job_as_it_is(
     pool: WorkerPool, mesh: Mesh, how: str, said: str
 ) -> None:

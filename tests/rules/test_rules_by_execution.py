@@ -1,8 +1,6 @@
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from autopar.rules.by_execution import call
 from autopar.rules.grammar import Pattern, enumerate_strategies
 from autopar.rules.table import RuleTable, default_table, torch_rules
 from autopar.tracing.trace import trace
-from tests.support.ranks_in_threads import _gloo, in_threads, verify_rule
+from tests.support.ranks_in_threads import verify_rule
 from tests.support.rule_examples import FAMILIES, OUTSIDE, Example, Maker, elementwise, every, spec_of
 
 
@@ -30,20 +28,6 @@ def test_every_strategy_gives_what_one_device_gives(family: Callable[[Maker], It
     failures = [line for e in examples for line in verify_rule(e.op, e.operands, size=size, seed=size)]
     assert len(examples) > 7
     assert failures == []
-
-
-def test_no_rank_begins_before_all_are_connected(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, seen = list[int](), list[int]()
-
-    def slowly(store: Any, rank: int, size: int, name: str) -> Any:
-        group = _gloo(store, rank, size, name)
-        time.sleep(0.1 * rank)
-        made.append(rank)
-        return group
-
-    monkeypatch.setattr("tests.support.ranks_in_threads._gloo", slowly)
-    in_threads(lambda index, group: seen.append(len(made)), 3)
-    assert seen == [3, 3, 3]
 
 
 def test_every_rule_has_an_example() -> None:

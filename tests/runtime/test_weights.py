@@ -38,21 +38,16 @@ def on_meta() -> nn.Module:
         return nn.Sequential(nn.Linear(3, 5), nn.Sequential(nn.Linear(5, 4), bare))
 
 
-def test_modules_on_meta_are_initialised_one_by_one() -> None:
-    model = on_meta()
+def test_modules_on_meta_are_initialised_one_by_one_and_leave_the_random_generator() -> None:
+    model, wanted = on_meta(), torch.rand(3)
+    torch.manual_seed(0)
     made = initialise(model, "1.0", seed=1)
+    assert torch.equal(torch.rand(3), wanted)
     assert made.weight.shape == (4, 5)
     assert not made.weight.is_meta
     assert all(p.is_meta for p in model.parameters())
     assert torch.equal(made.weight, initialise(model, "1.0", seed=1).weight)
     assert not torch.equal(made.weight, initialise(model, "1.0", seed=2).weight)
-
-
-def test_state_of_the_random_generator_is_kept() -> None:
-    wanted = torch.rand(3)
-    torch.manual_seed(0)
-    initialise(on_meta(), "0", seed=1)
-    assert torch.equal(torch.rand(3), wanted)
 
 
 def test_a_module_without_initialiser_is_named() -> None:
@@ -144,19 +139,16 @@ def parallel(weights: Path) -> ParallelModel:
     return launch(net(), planned, device_type="cpu", weights=weights)
 
 
-def test_buffers_of_a_state_dict_come_from_the_files(tmp_path: Path) -> None:
-    expected = saved(tmp_path)
+@pytest.mark.parametrize("lacks", [False, True])
+def test_buffers_of_a_state_dict_come_from_the_files_and_what_these_lack_from_the_model(
+    tmp_path: Path, lacks: bool
+) -> None:
+    expected = saved(tmp_path, **({"head__scale": None} if lacks else {}))
+    expected.head.scale.fill_(2.0 if lacks else 5.0)
     given = {"cluster": "cpu:1x1", "example_inputs": BATCH, "global_batch_size": 8}
     model = autopar.parallelize(net(), weights=tmp_path, **given)
     assert model.train_step(BATCH).item() == pytest.approx(expected(**BATCH).item(), rel=1e-6)
-    found = model.full_state_dict()
-    assert_close(found["head.norm.running_mean"], expected.head.norm.running_mean)
-
-
-def test_buffers_that_the_files_lack_are_the_models(tmp_path: Path) -> None:
-    expected = saved(tmp_path, head__scale=None)
-    expected.head.scale.fill_(2.0)
-    assert parallel(tmp_path).train_step(BATCH).item() == pytest.approx(expected(**BATCH).item(), rel=1e-6)
+    assert_close(model.full_state_dict()["head.norm.running_mean"], expected.head.norm.running_mean)
 
 
 @pytest.mark.parametrize(("changes", "said"), [

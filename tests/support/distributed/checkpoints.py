@@ -171,38 +171,25 @@ def loaded_positions(par: ParallelModel, folder: str) -> Any:
     return par.data_rank, position.state["seen"], position.state["order"].tolist(), scheduler.state
 
 
-def saved_by_torch(parallel: ParallelModel, batch: Batch, folder: str) -> float:
-    """The loss after a step, of a model that ``torch.distributed.checkpoint`` then saves."""
-    steps(parallel, adamw(parallel.parameters()), [batch])
-    dcp.save({"model": parallel}, checkpoint_id=folder)
-    return parallel.evaluate(batch).item()
-
-
-def loaded_by_torch(parallel: ParallelModel, batch: Batch, folder: str, kept: str) -> tuple[int, float]:
-    """Steps and loss of a model of other weights that ``torch.distributed.checkpoint`` has loaded, and saved elsewhere."""
-    halve(parallel)
-    dcp.load({"model": parallel}, checkpoint_id=folder)
-    dcp.save({"model": parallel}, checkpoint_id=kept)
-    return parallel.step_count, parallel.evaluate(batch).item()
-
-
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 """As torch asks for where ranks hold different parameters: the stages of a pipeline."""
 
 
-def saved_with_optimizer(parallel: ParallelModel, batches: Sequence[Batch], folder: str) -> list[float]:
-    """The losses of the last batches, after the first one and a save of what ``get_state_dict`` gives."""
-    optimizer = trained(parallel, batches[:1])
-    model, states = get_state_dict(parallel, optimizer, options=FLAT)
-    dcp.save({"model": model, "optimizer": states}, checkpoint_id=folder)
-    return steps(parallel, optimizer, batches[1:])
+def by_torch(
+    par: ParallelModel, batches: Sequence[Batch], source: str, target: str, has_optimizer: bool
+) -> tuple[int, list[float]]:
+    """Trains on the first batch, or goes on from other weights by what ``torch.distributed.checkpoint`` has saved, and has it save again.
 
-
-def loaded_with_optimizer(parallel: ParallelModel, batches: Sequence[Batch], folder: str) -> list[float]:
-    """The losses of the last batches, of a model of other weights that goes on from such a save."""
-    halve(parallel)
-    optimizer = adamw(parallel.parameters())
-    model, states = get_state_dict(parallel, optimizer, options=FLAT)
-    dcp.load({"model": model, "optimizer": states}, checkpoint_id=folder)
-    set_state_dict(parallel, optimizer, model_state_dict=model, optim_state_dict=states, options=FLAT)
-    return steps(parallel, optimizer, batches[1:])
+    Its steps, and an evaluation, or with the optimizer, saved by ``get_state_dict``, the losses of the other batches.
+    """
+    optimizer = adamw(par.parameters())
+    halve(par) if source else steps(par, optimizer, batches[:1])
+    model, states = get_state_dict(par, optimizer, options=FLAT) if has_optimizer else (par, {})
+    kept = {"model": model, "optimizer": states}
+    if source:
+        dcp.load(kept, checkpoint_id=source)
+    if source and has_optimizer:
+        set_state_dict(par, optimizer, model_state_dict=model, optim_state_dict=states, options=FLAT)
+    dcp.save(kept, checkpoint_id=target)
+    done = par.step_count
+    return done, steps(par, optimizer, batches[1:]) if has_optimizer else [par.evaluate(batches[0]).item()]

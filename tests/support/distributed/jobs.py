@@ -295,14 +295,6 @@ def evaluated(parallel: ParallelModel, batch: Batch) -> dict[str, Any]:
     return {"losses": losses, "trained": trained, "same": same, "steps": parallel.step_count}
 
 
-def local_batches(parallel: ParallelModel, batch: Batch) -> tuple[float, float]:
-    """The loss from the global batch on every rank, and from each rank's own samples."""
-    whole = parallel.train_step(batch).item()
-    mine = parallel.samples
-    own = {name: value.narrow(0, mine.start, len(mine)) for name, value in batch.items()}
-    return whole, parallel.train_step(own).item()
-
-
 def refused(parallel: ParallelModel, batch: Batch, kind: str) -> str:
     """The message with which a call, torch's clipping of gradients, or a step of torch's optimizer of that name is refused."""
     if kind == "call":
@@ -382,8 +374,11 @@ def empty_groups_after_load(parallel: ParallelModel, folder: str) -> list[tuple[
     return [(group["lr"], group["initial_lr"]) for group in loaded.param_groups]
 
 
-def launched_loss(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> float:
-    return launch(subject.build(), lambda: (plan, graph), device_type="cpu").train_step(batch).item()
+def launched_losses(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> tuple[float, float]:
+    """The loss from the global batch on every rank, and from each rank's own samples."""
+    parallel = launch(subject.build(), lambda: (plan, graph), device_type="cpu")
+    own = {name: value[parallel.samples.start : parallel.samples.stop] for name, value in batch.items()}
+    return parallel.train_step(batch).item(), parallel.train_step(own).item()
 
 
 def launched_from(subject: Any, plan: Plan, graph: Graph, source: str, folder: str | None = None) -> dict[str, Tensor]:
