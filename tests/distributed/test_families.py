@@ -23,13 +23,17 @@ from tests.support.said import refuses
 from tests.support.small_models import model_of
 
 
+def _normalised(self: Any, target: Tensor, losses: Tensor) -> Tensor:
+    x = functional.relu(self.norms[0](self.first(target)))
+    x = functional.adaptive_avg_pool2d(self.second(x), 1).flatten(1)
+    return (self.head(self.norms[1](x)).squeeze(1) - losses).square().mean()
+
+
 def normalised(bias: bool = False) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A batch norm, called by keywords of torch's pipelines; a bias before a norm has no gradient but rounding."""
-    forward = lambda self, target, losses: (
-        (self.head(self.norm(self.first(target))).squeeze(1) - losses).square().mean()
-    )
-    model = model_of(forward, first=nn.Linear(8, 8, bias=bias), norm=nn.BatchNorm1d(8), head=nn.Linear(8, 1))
-    return model, {"target": torch.randn(2, 8), "losses": torch.randn(2)}
+    """Convolutions and batch norms, called by keywords of torch's pipelines; a bias before a norm has no gradient but rounding."""
+    parts = {"first": nn.Conv2d(3, 8, 3, bias=bias), "second": nn.Conv2d(8, 8, 3, bias=False), "head": nn.Linear(8, 1)}
+    model = model_of(_normalised, **parts, norms=nn.ModuleList([nn.BatchNorm2d(8), nn.BatchNorm1d(8)]))
+    return model, {"target": torch.randn(2, 3, 8, 8), "losses": torch.randn(2)}
 
 
 def biased() -> tuple[nn.Module, dict[str, Tensor]]:

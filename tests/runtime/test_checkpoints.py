@@ -182,14 +182,8 @@ def test_loaders_and_extras_come_back_as_they_were(tmp_path: Path) -> None:
     assert isinstance(array, np.ndarray)
     assert array.tolist() == state.pop("array").tolist()
     assert found.state == state
-    wrong = Position({"f": [1, same]})
-    refuses(
-        UsageError,
-        r"cannot hold the function in the state of the dataloader\.f\[1\]",
-        par.save,
-        tmp_path,
-        dataloader=wrong,
-    )
+    wrong, said = Position({"f": [1, same]}), r"cannot hold the function in the state of the dataloader\.f\[1\]"
+    refuses(UsageError, said, par.save, tmp_path, dataloader=wrong)
     refuses(UsageError, "The scheduler is a int, which has no state_dict", par.save, tmp_path, scheduler=3)
     refuses(PlanError, "has no state of a scheduler.*without scheduler=", par.load, tmp_path, scheduler=Position())
     refuses(PlanError, "The checkpoint is of another model", small().load, tmp_path)
@@ -412,3 +406,5 @@ def test_a_checkpoint_of_torch_is_named(tmp_path: Path) -> None:
     assert loaded.step_count == 0
     load({"model": loaded}, checkpoint_id=tmp_path)  # as the error says
     assert loaded.step_count == 2
+    assert same(loaded.full_state_dict(), par.full_state_dict())
+    assert loaded.train_step(batch(5)).item() == par.train_step(batch(5)).item()

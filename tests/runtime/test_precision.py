@@ -62,11 +62,8 @@ def test_gradients_that_are_still_scaled_are_not_stepped_by_or_clipped() -> None
         parallel.train_step(batch)
     scaler, optimizer = parallel.grad_scaler(), scaled.sgd(parallel.parameters())
     refuses(UsageError, "second scaler", parallel.grad_scaler)
-    with pytest.raises(
-        UsageError,
-        match=r"the scaler of this model has not scaled.*scaler\.scale\(loss\)\.backward\(\), where loss is that of par",
-    ):
-        torch.amp.GradScaler("cpu").scale(parallel(**batch).loss).backward()
+    said = r"the scaler of this model has not scaled.*scaler\.scale\(loss\)\.backward\(\), where loss is that of par"
+    refuses(UsageError, said, torch.amp.GradScaler("cpu").scale(parallel(**batch).loss).backward)
     before = parallel.full_state_dict()
     loss = parallel.train_step(batch)
     refuses(UsageError, r"has been scaled already.*Leave scaler\.scale\(loss\)\.backward\(\) out", scaler.scale, loss)

@@ -424,28 +424,12 @@ def rows(size: int, generator: torch.Generator) -> dict[str, Tensor]:
     return {"x": x, "y": torch.randint(0, 8, (size, 6), generator=generator)}
 
 
+_AROUND = [Routers, Choosy, Sparing, Rolling, Shared, Summed, Resting, Checkpointed, Passing, Unread, Frozen, Indexed]
 UNUSUAL = {
-    "pairs": OwnSubject(partial(u.Pairs, "contrastive"), u.drawn_pairs),
-    "sinks": OwnSubject(sinks, rows),
+    "pairs": OwnSubject(partial(u.Pairs, "contrastive"), u.drawn_pairs), "sinks": OwnSubject(sinks, rows),
     "pictures": OwnSubject(pictures, with_places),
-} | {
-    kind.__name__.lower(): OwnSubject(kind, u.drawn)
-    for kind in (
-        Routers,
-        Choosy,
-        Sparing,
-        Rolling,
-        Shared,
-        Summed,
-        Resting,
-        Checkpointed,
-        spectral,
-        Passing,
-        Unread,
-        Frozen,
-        Indexed,
-    )
-}
+    **{kind.__name__.lower(): OwnSubject(kind, u.drawn) for kind in (*_AROUND, spectral)},
+}  # fmt: skip
 """By name: a contrastive loss with a scalar parameter; attention with a column more than keys; parts of pictures among tokens; branches on values, one never
 taken, and two that give no gradient for some samples or for all; numbers read from the batch; weights of two layers; sums of weights; parts in
 ``eval()``; recompute; complex numbers; all kinds of values between layers; no gradient back to the first layers; frozen ones; parameters that
