@@ -1,7 +1,6 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,30 +22,19 @@ from autopar.runtime.launch import launch
 from autopar.verification.rank_pool import WorkerPool
 from autopar.verification.reference import adamw, loss_of
 from tests.support.close import assert_close
-from tests.support.distributed import jobs
-from tests.support.distributed.layouts import (
-    batches,
-    clips_as_one_device,
-    goes_on,
-    loss_alone,
-    on_batch,
-    on_ranks,
-    planned,
-    planned_on,
-    traced,
-)
+from tests.support.distributed import jobs, layouts
+from tests.support.distributed.layouts import batches, on_batch, on_ranks, planned, planned_on, traced
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.subjects import HfSubject, graph_of
 
-MIXED = [
-    *("HSDP 2x2", "tp2 x dp2 whole parameters", "tp2 x dp2 ZeRO 3", "pp2 x tp2", "pp2 x dp2"),
+
+@pytest.mark.parametrize("layout", [
+    *("HSDP 2x2", "tp2 x dp2 whole parameters", "pp2 x tp2"),
     *("cp2 x tp2 ring", "cp2 x dp2 ZeRO 3 ulysses"),  # what cp repeats counts once
-]
-
-
-@pytest.mark.parametrize("layout", MIXED)
+])  # fmt: skip
 def test_clipping_takes_the_norm_of_the_whole_model(pool: WorkerPool, layout: str) -> None:
-    clips_as_one_device(pool, *planned(layout, "llama"))
+    """Under more layouts: ``test_steps_on_the_host_are_those_of_one_device``."""
+    layouts.clips_as_one_device(pool, *planned(layout, "llama"))
 
 
 def ends_all(dead: str, job: Callable[..., None], *given: Any) -> None:
@@ -99,14 +87,14 @@ def test_a_call_that_one_rank_makes_alone_ends_all(tmp_path: Path, job: Any, mes
 IN_VAIN = ", and rank 0 waits for it in its call 2, train_step. Correct"
 
 
-@pytest.mark.parametrize(("job", "wanted"), [
-    (partial(jobs.waits_in_vain, is_stopped=True), f"rank 1 was killed or stopped{IN_VAIN}"),
-    (partial(jobs.waits_in_vain, is_stopped=False), f"rank 1 hangs, or is slower than collective_timeout_s{IN_VAIN}"),
-    (jobs.left_alone, "rank 1 ended after 2 calls, and this one waits for it in its call 1, evaluate: different calls. Correct"),
-], ids=["stopped", "slow", "gone"])  # fmt: skip
-def test_a_rank_that_does_not_come_is_named(pool: WorkerPool, job: Any, wanted: str) -> None:
+@pytest.mark.parametrize(("how", "wanted"), [
+    ("stopped", f"rank 1 was killed or stopped{IN_VAIN}"),
+    ("slow", f"rank 1 hangs, or is slower than collective_timeout_s{IN_VAIN}"),
+    ("gone", "rank 1 ended after 2 calls, and this one waits for it in its call 1, evaluate: different calls. Correct"),
+])  # fmt: skip
+def test_a_rank_that_does_not_come_is_named(pool: WorkerPool, how: str, wanted: str) -> None:
     """All that the others had was gloo's text on a time-out, or on a closed connection where steps were complete without it."""
-    said, _ = pool.run(job, size=2, timeout_s=300.0)
+    said, _ = pool.run(jobs.without_the_other, how, size=2, timeout_s=300.0)
     assert wanted in said
 
 
@@ -128,7 +116,7 @@ def test_a_batch_that_every_rank_refuses_leaves_the_job_as_it_is(
     for texts, loss in found[:1] if warned else found:
         assert len(texts) == (1 if warned else 2)
         assert all(said in text for text in texts), texts
-        assert loss == pytest.approx(loss_alone("gpt2"), rel=1e-5)
+        assert loss == pytest.approx(layouts.loss_alone("gpt2"), rel=1e-5)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(dp_shard=2), Mesh(pp=2, dp_replicate=2)], ids=str)
@@ -178,7 +166,7 @@ def test_dropout_repeats_itself_under_recompute(pool: WorkerPool, layout: str, m
     run = lambda mode: on_ranks(pool, jobs.train, *planned(layout, "gpt2", dropout=0.2, recompute=mode), data)
     found = {mode: run(mode) for mode in modes}
     plain = found["none"][0]
-    assert plain["losses"][0] != pytest.approx(loss_alone("gpt2"), rel=1e-5)
+    assert plain["losses"][0] != pytest.approx(layouts.loss_alone("gpt2"), rel=1e-5)
     for mode, ranks in found.items():
         for rank in ranks:
             assert rank["losses"] == pytest.approx(plain["losses"], rel=1e-6)
@@ -188,7 +176,7 @@ def test_dropout_repeats_itself_under_recompute(pool: WorkerPool, layout: str, m
 
 @pytest.mark.parametrize("layout", ["dp4 ZeRO 3", "pp2 two virtual stages", "pp2 x dp2 ZeRO 3 made again"])
 def test_an_evaluation_drops_nothing_and_changes_nothing(pool: WorkerPool, layout: str) -> None:
-    wanted = loss_alone("gpt2")
+    wanted = layouts.loss_alone("gpt2")
     for found in on_batch(pool, jobs.evaluated, *planned(layout, "gpt2", dropout=0.2)):
         assert found["losses"] == pytest.approx([wanted] * 3, rel=1e-5)
         assert abs(found["trained"][0] - wanted) > 1e-4 * wanted
@@ -196,12 +184,10 @@ def test_an_evaluation_drops_nothing_and_changes_nothing(pool: WorkerPool, layou
 
 
 def test_checkpoint_goes_on_under_other_plans(pool: WorkerPool, tmp_path: Path) -> None:
-    layouts = (
-        *("dp4", "tp2 x dp2 ZeRO 3", "cp2 x tp2 ring", "dp4 ZeRO 2", "pp2 x dp2 ZeRO 1", "dp4 ZeRO 3"),
-        *("cp2 x dp2 ZeRO 3 gather", "pp2 x tp2", "tp4"),
-    )
+    names = "dp4", "tp2 x dp2 ZeRO 3", "cp2 x tp2 ring", "dp4 ZeRO 2", "cp2 x dp2 ZeRO 3 gather", "pp2 x tp2"
     subject, graph = traced("gpt2")
-    goes_on(pool, subject, graph, batches(subject, 3), tmp_path, *(planned(name, "gpt2")[1] for name in layouts))
+    plans = (planned(name, "gpt2")[1] for name in names)
+    layouts.goes_on(pool, subject, graph, batches(subject, 3), tmp_path, *plans)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(pp=2), Mesh(dp_shard=2)], ids=str)
@@ -240,8 +226,8 @@ def test_all_ranks_take_the_weights_of_the_first(pool: WorkerPool, layout: str) 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama-untied"])
 def test_meta_weights_do_not_depend_on_the_plan(pool: WorkerPool, kind: str) -> None:
-    layouts = ("tp2 x dp2", "pp2 x dp2 ZeRO 3")
-    launched = (pool.run(jobs.launched_from, *planned(layout, kind), "meta", timeout_s=300.0) for layout in layouts)
+    plans = planned("tp2 x dp2", kind), planned("pp2 x dp2 ZeRO 3", kind)
+    launched = (pool.run(jobs.launched_from, *plan, "meta", timeout_s=300.0) for plan in plans)
     found = [rank for ranks in launched for rank in ranks]
     for rank in found[1:]:
         assert_close(rank, found[0], 0.0)

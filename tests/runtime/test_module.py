@@ -183,18 +183,21 @@ def test_what_cannot_be_is_refused_in_one_sentence() -> None:
     assert not hasattr(parallel, "anything")
 
 
-def test_forward_hooks_and_compiled_models_are_called() -> None:
-    parallel, batch, seen = small(), SMALL.make_batch(8, seed=0), list[float]()
+def test_forward_hooks_are_called_and_torch_compile_leaves_calls_and_steps_as_they_are() -> None:
+    parallel, batch, seen, compiled = small(), SMALL.make_batch(8, seed=0), list[float](), list[object]()
+    backend = lambda module, _: (compiled.append(module), module.forward)[1]
     wanted = parallel(**batch).loss.item()
     handle = parallel.register_forward_hook(lambda _, __, output: seen.append(output.loss.item()))
     parallel(**batch)
     handle.remove()
-    compiled = torch.compile(parallel, backend="eager")
-    assert compiled(**batch).loss.item() == wanted
-    assert [id(p) for p in compiled.parameters()] == [id(p) for p in parallel.parameters()]
-    parallel.compile(backend="eager")
+    whole = torch.compile(parallel, backend=backend)
+    assert [id(p) for p in whole.parameters()] == [id(p) for p in parallel.parameters()]
+    step, evaluate = (torch.compile(call, backend=backend) for call in (parallel.train_step, parallel.evaluate))
+    assert [whole(**batch).loss.item(), step(batch).item(), step(batch).item()] == [wanted] * 3
+    assert evaluate(batch).item() == pytest.approx(wanted)
+    parallel.compile(backend=backend)
     assert parallel(**batch).loss.item() == wanted
-    assert seen == [wanted]
+    assert (seen, compiled, parallel.step_count) == ([wanted], [], 6)
 
 
 def test_a_state_dict_is_put_back_under_its_own_names_and_the_models(parallel: ParallelModel, batch: Batch) -> None:

@@ -221,16 +221,6 @@ def test_the_norm_is_as_exact_as_the_parameters() -> None:
     assert parallel.clip_grad_norm_(0.5).item() == pytest.approx(wanted, rel=1e-12)
 
 
-def test_torch_compile_leaves_steps_as_they_are(parallel: ParallelModel, batch: Batch) -> None:
-    seen = list[object]()
-    backend = lambda module, _: (seen.append(module), module.forward)[1]
-    wanted = parallel.train_step(batch).item()
-    step = torch.compile(parallel.train_step, backend=backend)
-    assert [step(batch).item() for _ in range(2)] == [wanted] * 2
-    assert torch.compile(parallel.evaluate, backend=backend)(batch).item() == pytest.approx(wanted)
-    assert (seen, parallel.step_count) == ([], 3)
-
-
 def test_what_fsdp_keeps_of_a_step_that_failed_is_refused(batch: Batch) -> None:
     parallel = small(precision=BF16)
     refuses(UsageError, "inputs of the batch", parallel.train_step, {})

@@ -106,44 +106,36 @@ def clips_alone(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, fold
             parallel.train_step(batch)
 
 
-def left_alone() -> str:
-    """What the first rank says when the second has made as many calls without it, and is gone."""
-    alarm = Alarm(dist.get_rank(), 2, poll_s=5.0)
-    try:
-        if dist.get_rank() == 0:
-            with alarm.watched("evaluate"):
-                alarm.runs()
-                raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:18105.")
-        for _ in range(2):
-            with alarm.watched("train_step"):
-                alarm.runs()
-    except AutoparError as error:
-        return str(error)
-    finally:
-        alarm.close()
-    return ""
-
-
-def waits_in_vain(*, is_stopped: bool) -> str:
-    """What the first rank says of a collective that timed out; the second is not in that call, and its thread runs or does not."""
-    alarm = Alarm(dist.get_rank(), 2, poll_s=0.1, grace_s=0.5 if is_stopped else 5.0)
-    with alarm.watched("train_step"):
-        while not alarm._read(f"seen/{dist.get_rank()}"):
-            time.sleep(0.05)
-    if is_stopped and dist.get_rank() == 1:
-        alarm._closed.set()
-        assert alarm._thread is not None
-        alarm._thread.join()
-    dist.barrier()
-    try:
-        if dist.get_rank() == 0:
-            with alarm.watched("train_step"):
-                alarm.runs()
-                raise RuntimeError("[unbound_buffer.cc:78] Timed out waiting 12000ms for recv operation to complete")
-    except AutoparError as error:
-        return str(error)
-    finally:
+def without_the_other(how: str) -> str:
+    """What the first rank says of a collective that fails, as the second is not in that call: its thread does not run, or it does, or it
+    has made as many calls by itself and is gone."""
+    rank, is_gone = dist.get_rank(), how == "gone"
+    alarm = Alarm(rank, 2, poll_s=5.0 if is_gone else 0.1, grace_s=0.5 if how == "stopped" else 5.0)
+    what, reason = "train_step", "[unbound_buffer.cc:78] Timed out waiting 12000ms for recv operation to complete"
+    if is_gone:
+        what, reason = "evaluate", "[pair.cc:553] Connection closed by peer [127.0.0.1]:18105."
+    else:
+        with alarm.watched("train_step"):
+            while not alarm._read(f"seen/{rank}"):
+                time.sleep(0.05)
+        if how == "stopped" and rank == 1:
+            alarm._closed.set()
+            assert alarm._thread is not None
+            alarm._thread.join()
         dist.barrier()
+    try:
+        if rank == 0:
+            with alarm.watched(what):
+                alarm.runs()
+                raise RuntimeError(reason)
+        for _ in range(2 * is_gone):
+            with alarm.watched("train_step"):
+                alarm.runs()
+    except AutoparError as error:
+        return str(error)
+    finally:
+        if not is_gone:
+            dist.barrier()
         alarm.close()
     return ""
 

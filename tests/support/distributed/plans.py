@@ -13,18 +13,9 @@ from autopar import api
 from autopar.errors import InfeasibleError
 from autopar.graph.graph import Graph, Op, Ref, TensorSpec
 from autopar.graph.rewrites import compact
+from autopar.plan import plan as plans
 from autopar.plan.mesh import I, Mesh, Type
-from autopar.plan.plan import (
-    FP32,
-    AxisTyping,
-    BlockLayout,
-    BlockPlan,
-    Plan,
-    Precision,
-    Recompute,
-    ScheduleName,
-    StagePlan,
-)
+from autopar.plan.plan import FP32, Plan, Precision, Recompute, ScheduleName
 from autopar.planner.sharding.block_chain import AxisSolver, owners_of
 from autopar.planner.sharding.block_table import AxisCosts
 from autopar.planner.sharding.energy import Cost, Weights
@@ -93,7 +84,7 @@ def make_plan(
             own.append(found)
     stages = mesh.pp * virtual_stages
     layouts = [
-        BlockLayout(block_hash=block.hash, typings=tuple(t))
+        plans.BlockLayout(block_hash=block.hash, typings=tuple(t))
         for block, t in zip(small.graph.blocks, typings, strict=True)
     ]
     plan = unpriced(
@@ -107,7 +98,13 @@ def make_plan(
 
 
 def unpriced(
-    graph: Graph, mesh: Mesh, layouts: Sequence[BlockLayout], *, cuts: Sequence[int] = (), pp: int = 0, **fields: Any
+    graph: Graph,
+    mesh: Mesh,
+    layouts: Sequence[plans.BlockLayout],
+    *,
+    cuts: Sequence[int] = (),
+    pp: int = 0,
+    **fields: Any,
 ) -> Plan:
     """A plan with a layout for each block, cut into stages that take turns on ``pp`` ranks, or on those of the mesh."""
     base, ends = single_plan(), pairwise((0, *cuts, len(graph.blocks)))
@@ -117,16 +114,16 @@ def unpriced(
     )  # fmt: skip
     return replace(
         base, model=model, cluster=f"cpu:1x{mesh.world_size}", mesh=mesh, layouts=tuple(layouts),
-        blocks=tuple(BlockPlan(index=b.index, label=b.label, layout=b.index) for b in graph.blocks),
-        stages=tuple(StagePlan(index=i, start=a, stop=b, pp_rank=i % (pp or mesh.pp)) for i, (a, b) in enumerate(ends)),
+        blocks=tuple(plans.BlockPlan(index=b.index, label=b.label, layout=b.index) for b in graph.blocks),
+        stages=tuple(plans.StagePlan(index=i, start=a, stop=b, pp_rank=i % (pp or mesh.pp)) for i, (a, b) in enumerate(ends)),
         predicted=replace(base.predicted, memory=()), **fields,
     )  # fmt: skip
 
 
-def names_of(graph: Graph, typing: Typing, index: int) -> AxisTyping:
+def names_of(graph: Graph, typing: Typing, index: int) -> plans.AxisTyping:
     """The part of a typing that is of one block."""
     block = graph.blocks[index]
-    return AxisTyping(
+    return plans.AxisTyping(
         axis=typing.axis,
         strategies=tuple(typing.strategies[op.name].name for op in graph.block_ops(block)),
         parameters=tuple(typing.parameters.get(p.name, I) for p in graph.block_parameters(block)),

@@ -151,14 +151,11 @@ class Returning:
 
 def plain(value: Any) -> Any:
     """Without classes that would have to be sent, DTensors whole."""
-    if isinstance(value, DTensor):
-        return value.full_tensor().detach().clone()
     if isinstance(value, Tensor):
-        return value.detach().clone()
-    if is_dataclass(value) and not isinstance(value, type):
-        return {"class": type(value).__name__} | {f.name: plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return {"class": type(value).__name__} | {name: plain(getattr(value, name)) for name in value._fields}
+        return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+    names = [field.name for field in fields(value)] if is_dataclass(value) else getattr(value, "_fields", None)
+    if names is not None:
+        return {"class": type(value).__name__} | {name: plain(getattr(value, name)) for name in names}
     if isinstance(value, Mapping):
         return {name: plain(item) for name, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
