@@ -1,6 +1,5 @@
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors import safe_open
@@ -13,7 +12,7 @@ from autopar.runtime.checkpoint.chunk_files import Folder
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
 from tests.support.distributed import checkpoints, jobs
-from tests.support.distributed.layouts import Planned, batches, on_ranks, planned, planned_on
+from tests.support.distributed.layouts import batches, goes_on, on_ranks, planned, planned_on
 from tests.support.distributed.plans import estimated
 from tools.campaigns import checkpoints as campaign
 
@@ -118,36 +117,28 @@ TORCHS_ROUTE = (
 )  # fmt: skip
 
 
-def goes_on_by_torch(pool: WorkerPool, folder: Path, plans: list[Planned], data: Any, has_optimizer: bool) -> None:
-    """What ``torch.distributed.checkpoint`` saves under one plan it loads under the next, which saves it again."""
-    wanted = None
-    for number, planned_one in enumerate(plans):
-        folders = str(folder / f"{number - 1}") if number else "", str(folder / f"{number}")
-        found = on_ranks(pool, checkpoints.by_torch, *planned_one, data, *folders, has_optimizer)
-        wanted = wanted or found[0][1]
-        assert found == ((1, pytest.approx(wanted, rel=1e-5 if has_optimizer else 1e-6)),) * 4, planned_one[1].mesh
-
-
 def test_torchs_checkpoints_go_on_under_other_plans_whose_vocabularies_are_lengthened(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
+    """What ``torch.distributed.checkpoint`` saves under one plan it loads under the next, which saves it again."""
     subject = resolve_model("hf:gpt2?n_embd=32&n_layer=2&n_head=4&vocab_size=257&n_positions=17")
     graph = api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0, padded=True))
     given = {"cluster": "cpu:1x4", "global_batch_size": 8}
-    plans = [(subject, estimated(graph, pins=pins.split(), **given), graph) for pins in TORCHS_ROUTE]
-    assert plans[0][1].padding
-    goes_on_by_torch(pool, tmp_path, plans, [subject.make_batch(8, seed=0, padded=True)], has_optimizer=False)
+    plans = [estimated(graph, pins=pins.split(), **given) for pins in TORCHS_ROUTE]
+    assert plans[0].padding
+    goes_on(pool, subject, graph, [subject.make_batch(8, seed=0, padded=True)], tmp_path, *plans, by="torch")
 
 
 def test_torchs_state_dicts_have_the_optimizer_and_go_on_under_other_plans(pool: WorkerPool, tmp_path: Path) -> None:
-    plans = [planned(layout, "gpt2") for layout in ("tp2 x dp2 ZeRO 3", "pp2 x dp2", "dp4")]
-    goes_on_by_torch(pool, tmp_path, plans, batches(plans[0][0], 3), has_optimizer=True)
+    (subject, plan, graph), *others = (planned(name, "gpt2") for name in ("tp2 x dp2 ZeRO 3", "pp2 x dp2", "dp4"))
+    plans = plan, *(other for _, other, _ in others)
+    goes_on(pool, subject, graph, batches(subject, 3), tmp_path, *plans, by="torch with optimizer")
 
 
 @pytest.mark.parametrize("layout", ["dp4", "tp2 x dp2", "pp2 x dp2"])
 def test_ranks_write_each_element_once_and_about_equally_many(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
     subject, plan, graph = planned(layout, "gpt2")
-    on_ranks(pool, jobs.save_run, subject, plan, graph, batches(subject, 2), str(tmp_path / "run"))
+    on_ranks(pool, jobs.go_on, subject, plan, graph, batches(subject, 1), "", str(tmp_path / "run"), "autopar")
     source = Folder(tmp_path / "run")
     # each rank writes its own state
     entries = [entry for name, entry in source.tensors.items() if not name.startswith("state.")]

@@ -67,15 +67,14 @@ def test_a_failure_of_one_rank_ends_all(tmp_path: Path, call: str, mesh: Mesh, w
     assert (tmp_path / "rank0").read_text().startswith(said)
 
 
-@pytest.mark.parametrize(("job", "mesh", "zero_stage"), [
-    (jobs.in_different_calls, Mesh(dp_replicate=2), 0), (jobs.clips_alone, Mesh(dp_replicate=2), 0),
-    (jobs.clips_alone, Mesh(dp_shard=2), 3),
+@pytest.mark.parametrize(("call", "mesh", "zero_stage"), [
+    ("evaluate", Mesh(dp_replicate=2), 0), ("clip_grad_norm_", Mesh(dp_replicate=2), 0),
+    ("clip_grad_norm_", Mesh(dp_shard=2), 3),
 ])  # fmt: skip
-def test_a_call_that_one_rank_makes_alone_ends_all(tmp_path: Path, job: Any, mesh: Mesh, zero_stage: int) -> None:
+def test_a_call_that_one_rank_makes_alone_ends_all(tmp_path: Path, call: str, mesh: Mesh, zero_stage: int) -> None:
     """Its sums would be taken for those of the step in which the others are, or wait for them until a time-out."""
     subject, plan, graph = planned_on(mesh, zero_stage=zero_stage)
-    ends_all(r"\d", job, subject, plan, graph, *batches(subject, 1), str(tmp_path))
-    call = "clip_grad_norm_" if job is jobs.clips_alone else "evaluate"
+    ends_all(r"\d", jobs.calls_alone, subject, plan, graph, *batches(subject, 1), call, str(tmp_path))
     for rank, what in enumerate((call, "full_state_dict") if call == "evaluate" else ()):
         words = f"Rank {rank} called {what} while another rank made a different call"
         assert (tmp_path / f"met{rank}").read_text().startswith(words)

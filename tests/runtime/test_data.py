@@ -168,11 +168,10 @@ def test_what_cannot_be_loaded_is_refused(plans: dict[str, Plan]) -> None:
     ):
         refuses(UsageError, said, make, plans["dp2"], **options)
     for given in (None, DataLoader([1])):
-        with pytest.raises(UsageError, match=rf"The dataset of par.dataloader is a {type(given).__name__}"):
-            planned_loader(plans["one"], 0, given)
-    (loader,) = loaders(plans["one"])
-    with pytest.raises(UsageError, match="Expected 30 samples, got 27"):
-        loader.load_state_dict({"epoch": 0, "samples": 8, "num_samples": 30})
+        said = rf"The dataset of par.dataloader is a {type(given).__name__}"
+        refuses(UsageError, said, planned_loader, plans["one"], 0, given)
+    (loader,), state = loaders(plans["one"]), {"epoch": 0, "samples": 8, "num_samples": 30}
+    refuses(UsageError, "Expected 30 samples, got 27", loader.load_state_dict, state)
 
 
 def test_a_batch_that_cannot_be_computed_is_refused_at_once(plans: dict[str, Plan]) -> None:

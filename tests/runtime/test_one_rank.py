@@ -296,7 +296,14 @@ class Unknown(torch.optim.SGD):
     """Derived from one that steps element by element: it may have a sum of its own."""
 
 
-@pytest.mark.parametrize("how", ["data", "whole", "vector", "swapped"])
+WRITES: dict[str, Callable[[nn.Parameter], object]] = {
+    "data": lambda p: setattr(p, "data", p.data * 0.5), "whole": lambda p: setattr(p, "data", torch.zeros(p.shape)),
+    "vector": lambda p: nn.utils.vector_to_parameters(nn.utils.parameters_to_vector([p]) * 0.5, [p]),
+    "swapped": lambda p: torch.utils.swap_tensors(p, nn.Parameter(p.detach() * 0.5)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", WRITES)
 def test_a_parameter_is_written_in_place(parallel: ParallelModel, batch: Batch, how: str, tmp_path: Path) -> None:
     key, parameter = next(parallel.named_parameters())
     before, kept = parallel.train_step(batch).item(), parameter.detach().clone()
@@ -304,18 +311,12 @@ def test_a_parameter_is_written_in_place(parallel: ParallelModel, batch: Batch, 
     assert parallel.train_step(batch).item() != before
     parameter.data.copy_(kept)
     assert parallel.train_step(batch).item() == before
-    match how:
-        case "data":
-            parameter.data = parameter.data * 0.5
-        case "whole":
-            parameter.data = torch.zeros(parameter.shape)
-        case "vector":
-            nn.utils.vector_to_parameters(nn.utils.parameters_to_vector([parameter]) * 0.5, [parameter])
-        case _:
-            torch.utils.swap_tensors(parameter, nn.Parameter(kept * 0.5))
+    WRITES[how](parameter)
     for read in (
-        lambda: parallel.train_step(batch), parallel.full_state_dict, lambda: parallel.save(tmp_path / "kept"),
-    ):  # fmt: skip
+        partial(parallel.train_step, batch),
+        parallel.full_state_dict,
+        partial(parallel.save, tmp_path / "kept"),
+    ):
         refuses(UsageError, rf"The memory of.*{re.escape(key)}.*distribute_tensor", read)
     assert not (tmp_path / "kept").exists()
 

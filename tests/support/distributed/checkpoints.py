@@ -11,9 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from autopar.errors import AutoparError
 from autopar.runtime.checkpoint import contents
@@ -22,7 +20,6 @@ from autopar.runtime.parallel_model import ParallelModel
 from autopar.verification.reference import adamw
 from tests.support.damage import damage
 from tests.support.distributed.jobs import Batch, steps
-from tests.support.parallel import halve
 from tests.support.said import said
 
 
@@ -169,27 +166,3 @@ def loaded_positions(par: ParallelModel, folder: str) -> Any:
     if text := said(AutoparError, par.load, folder, dataloader=position, scheduler=scheduler):
         return text
     return par.data_rank, position.state["seen"], position.state["order"].tolist(), scheduler.state
-
-
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-"""As torch asks for where ranks hold different parameters: the stages of a pipeline."""
-
-
-def by_torch(
-    par: ParallelModel, batches: Sequence[Batch], source: str, target: str, has_optimizer: bool
-) -> tuple[int, list[float]]:
-    """Trains on the first batch, or goes on from other weights by what ``torch.distributed.checkpoint`` has saved, and has it save again.
-
-    Its steps, and an evaluation, or with the optimizer, saved by ``get_state_dict``, the losses of the other batches.
-    """
-    optimizer = adamw(par.parameters())
-    halve(par) if source else steps(par, optimizer, batches[:1])
-    model, states = get_state_dict(par, optimizer, options=FLAT) if has_optimizer else (par, {})
-    kept = {"model": model, "optimizer": states}
-    if source:
-        dcp.load(kept, checkpoint_id=source)
-    if source and has_optimizer:
-        set_state_dict(par, optimizer, model_state_dict=model, optim_state_dict=states, options=FLAT)
-    dcp.save(kept, checkpoint_id=target)
-    done = par.step_count
-    return done, steps(par, optimizer, batches[1:]) if has_optimizer else [par.evaluate(batches[0]).item()]

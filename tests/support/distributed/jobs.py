@@ -14,7 +14,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, UsageError
@@ -84,25 +86,18 @@ def failing(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, bad: Bat
     _stay_until_said(root)
 
 
-def in_different_calls(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str) -> None:
-    """Each rank writes what it says of a call that the first makes alone: one that meets others, and one while they are in a step."""
+def calls_alone(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, call: str, folder: str) -> None:
+    """Each rank writes what it says of a call that the first makes alone: of an evaluation that meets others, and while others are in
+    a step."""
     root, rank = Path(folder), dist.get_rank()
     parallel = _alarmed(subject, plan, graph, root / f"rank{rank}")
-    call = partial(parallel.evaluate, batch) if rank == 0 else parallel.full_state_dict
-    (root / f"met{rank}").write_text(said(UsageError, call))
-    parallel.train_step(batch)
-    with _written(root):
-        parallel.evaluate(batch) if rank == 0 else parallel.train_step(batch)
-
-
-def clips_alone(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str) -> None:
-    """The first rank clips gradients while the others are in a step; each writes what it says of it."""
-    root, rank = Path(folder), dist.get_rank()
-    parallel = _alarmed(subject, plan, graph, root / f"rank{rank}")
+    alone = partial(getattr(parallel, call), batch if call == "evaluate" else 1.0)
+    if call == "evaluate":
+        (root / f"met{rank}").write_text(said(UsageError, parallel.full_state_dict if rank else alone))
     with _written(root):
         for step in range(4):
             if step == 2 and rank == 0:
-                parallel.clip_grad_norm_(1.0)
+                alone()
             parallel.train_step(batch)
 
 
@@ -298,22 +293,43 @@ def refused(parallel: ParallelModel, batch: Batch, kind: str) -> str:
     return said(AutoparError, optimizer.step, lambda: parallel.train_step(batch))
 
 
-def save_run(parallel: ParallelModel, batches: Sequence[Batch], folder: str) -> list[float]:
-    """Trains on the first batch, saves, goes on; the losses after saving."""
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+"""As torch asks for where ranks hold different parameters: the stages of a pipeline."""
+
+
+def go_on(
+    parallel: ParallelModel, batches: Sequence[Batch], source: str, target: str, by: str
+) -> tuple[int, list[float]]:
+    """Trains on the first batch, or goes on from other weights by what was saved in ``source``, and saves that; the step counter and
+    the losses of the other batches, or of an evaluation where the optimizer is not saved.
+
+    ``by``: ``autopar``; ``torch``, whose ``torch.distributed.checkpoint`` saves the model; ``torch with optimizer``, what ``get_state_dict``
+    gives.
+    """
     optimizer = adamw(parallel.parameters())
-    steps(parallel, optimizer, batches[:1])
-    parallel.save(Path(folder), optimizer)
-    return steps(parallel, optimizer, batches[1:])
-
-
-def load_run(parallel: ParallelModel, batches: Sequence[Batch], folder: str, kept: str) -> tuple[int, list[float]]:
-    """Loads into other weights, saves that elsewhere, and goes on; the step counter and the losses."""
-    parallel.seed = 3
-    halve(parallel)
-    optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.5)
-    parallel.load(Path(folder), optimizer)
-    parallel.save(Path(kept), optimizer)
-    return parallel.step_count, steps(parallel, optimizer, batches[1:])
+    if source:
+        parallel.seed = 3
+        halve(parallel)
+        optimizer.param_groups[0]["lr"] = 0.5
+    else:
+        steps(parallel, optimizer, batches[:1])
+    if by == "autopar":
+        if source:
+            parallel.load(source, optimizer)
+        parallel.save(target, optimizer)
+    else:
+        has_optimizer = by != "torch"
+        model, states = get_state_dict(parallel, optimizer, options=FLAT) if has_optimizer else (parallel, {})
+        kept = {"model": model, "optimizer": states}
+        if source:
+            dcp.load(kept, checkpoint_id=source)
+        if source and has_optimizer:
+            set_state_dict(parallel, optimizer, model_state_dict=model, optim_state_dict=states, options=FLAT)
+        dcp.save(kept, checkpoint_id=target)
+    done = parallel.step_count
+    if by == "torch":
+        return done, [parallel.evaluate(batches[0]).item()]
+    return done, steps(parallel, optimizer, batches[1:])
 
 
 def saves_that_fail(parallel: ParallelModel, batch: Batch, folder: str) -> dict[str, tuple[str, list[str]]]:
