@@ -156,9 +156,10 @@ def test_muon_on_split_matrices_steps_as_on_whole_ones(pool: WorkerPool) -> None
     assert_close(found, dict(model.named_parameters()), 1e-5)
 
 
-@pytest.mark.parametrize(
-    ("layout", "modes"), [("dp4 ZeRO 3", RECOMPUTES), ("tp2", RECOMPUTES), ("pp2 x dp2", ("none", "full"))]
-)
+@pytest.mark.parametrize(("layout", "modes"), [
+    ("dp4 ZeRO 3", RECOMPUTES), ("tp2", RECOMPUTES), ("pp2 x dp2", ("none", "full")),
+    ("cp2 x tp2 ring", ("none", "full")),  # whose attention draws by itself
+])  # fmt: skip
 def test_dropout_repeats_itself_under_recompute(pool: WorkerPool, layout: str, modes: Sequence[Recompute]) -> None:
     """Where sequences are split: ``test_streams_differ_on_shards_and_are_equal_on_replicas_and_in_recompute``."""
     data = batches(traced("gpt2", 0.2)[0], 2)
