@@ -60,14 +60,6 @@ def test_parameters_and_modules_are_listed_as_of_any_module(parallel: ParallelMo
     assert parallel.is_main_process
 
 
-def test_buffers_are_those_of_the_last_step() -> None:
-    parallel = counting()
-    for step in (1, 2):
-        parallel.train_step({"x": torch.ones(4, 4)})
-        assert {name: value.item() for name, value in parallel.named_buffers()} == {"steps": step}
-    assert list(dict(around_of(parallel).named_buffers())) == ["inside.steps"]
-
-
 def test_gradients_are_cleared_and_parameters_frozen_as_of_any_module(parallel: ParallelModel, batch: Batch) -> None:
     parallel.train_step(batch)
     parallel.zero_grad(set_to_none=False)
@@ -147,12 +139,16 @@ def test_torchs_state_dict_functions_walk_its_names(parallel: ParallelModel, bat
         own.step()
 
 
-def test_tensors_are_found_by_their_names(parallel: ParallelModel) -> None:
+def test_tensors_are_found_by_their_names_and_buffers_are_those_of_the_last_step(parallel: ParallelModel) -> None:
     for name, parameter in parallel.named_parameters():
         assert parallel.get_parameter(name) is parameter
     said = r"This rank has no 'wte\.weight'\. It has transformer\.\S+weight, .* more"
     refuses(AttributeError, said, parallel.get_parameter, "wte.weight")
     other = counting()
+    for step in (1, 2):
+        other.train_step({"x": torch.ones(4, 4)})
+        assert {name: value.item() for name, value in other.named_buffers()} == {"steps": step}
+    assert list(dict(around_of(other).named_buffers())) == ["inside.steps"]
     assert other.get_buffer("steps") is dict(other.named_buffers())["steps"]
     refuses(AttributeError, r"This rank has no 'ones'\. It has steps", other.get_buffer, "ones")
 

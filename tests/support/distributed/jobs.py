@@ -420,12 +420,6 @@ def launch_failure(subject: HfSubject, plan: Plan, graph: Graph) -> str:
     return ""
 
 
-def sleep_on_last_rank(seconds: float) -> int:
-    if dist.get_rank() == dist.get_world_size() - 1:
-        time.sleep(seconds)
-    return dist.get_rank()
-
-
 def fail_on_first_rank() -> None:
     if dist.get_rank() == 0:
         raise ValueError("this rank has had enough")

@@ -24,20 +24,17 @@ def layers(*parts: Callable[[], nn.Module], count: int = 4) -> nn.ModuleList:
 LINEAR, NORM = partial(nn.Linear, 8, 8), partial(nn.LayerNorm, 8)
 
 
-class Routers(u.Around):
+def routers() -> nn.Module:
     """Routers that branch on values, in layers that a pipeline can part."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda: nn.Sequential(*layers(NORM, u.Router)))
+    return nn.Sequential(*layers(NORM, u.Router))
 
 
-class Choosy(u.Around):
+def choosy() -> nn.Module:
     """A router one of whose experts gets no token."""
-
-    def __init__(self) -> None:
-        super().__init__(u.Router)
-        with torch.no_grad():
-            self.inner.gate.bias[2] = -50.0
+    router = u.Router()
+    with torch.no_grad():
+        router.gate.bias[2] = -50.0
+    return router
 
 
 class Above(nn.Module):
@@ -78,11 +75,9 @@ class Rolls(nn.Linear):
         return super().forward(total)
 
 
-class Rolling(u.Around):
+def rolling() -> nn.Module:
     """One of them after a layer."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda: nn.Sequential(LINEAR(), Rolls(8, 8)))
+    return nn.Sequential(LINEAR(), Rolls(8, 8))
 
 
 class Shared(u.Around):
@@ -424,11 +419,12 @@ def rows(size: int, generator: torch.Generator) -> dict[str, Tensor]:
     return {"x": x, "y": torch.randint(0, 8, (size, 6), generator=generator)}
 
 
-_AROUND = [Routers, Choosy, Sparing, Rolling, Shared, Summed, Resting, Checkpointed, Passing, Unread, Frozen, Indexed]
+_AROUND = [Sparing, Shared, Summed, Resting, Checkpointed, Passing, Unread, Frozen, Indexed]
 UNUSUAL = {
     "pairs": OwnSubject(partial(u.Pairs, "contrastive"), u.drawn_pairs), "sinks": OwnSubject(sinks, rows),
     "pictures": OwnSubject(pictures, with_places),
     **{kind.__name__.lower(): OwnSubject(kind, u.drawn) for kind in (*_AROUND, spectral)},
+    **{inner.__name__: OwnSubject(partial(u.Around, inner), u.drawn) for inner in (routers, choosy, rolling)},
 }  # fmt: skip
 """By name: a contrastive loss with a scalar parameter; attention with a column more than keys; parts of pictures among tokens; branches on values, one never
 taken, and two that give no gradient for some samples or for all; numbers read from the batch; weights of two layers; sums of weights; parts in
