@@ -1,4 +1,4 @@
-"""Models that draw random numbers in every step, or do what ``eval()`` leaves out, against one device, which draws the same."""
+"""Models that draw random numbers in every step, or do what ``eval()`` leaves out, against one device that does."""
 
 from collections.abc import Callable
 from functools import partial
@@ -34,7 +34,7 @@ def _masked(self: Any, x: Tensor) -> Tensor:
 
 
 def _diffusion(self: Any, x: Tensor) -> Tensor:
-    """Noise of a strength that each sample draws, a latent that is drawn, and layers that a sample may lose, behind their dropout."""
+    """Noise of a strength that each sample draws, a latent that is drawn, and layers that a sample may lose."""
     times, noise = torch.randint(0, 10, (len(x),)), torch.randn_like(x)
     share = (times / 10.0)[:, None, None]
     found = (1.0 - share) * x + share * noise + self.times(times)[:, None]
@@ -51,7 +51,7 @@ def _branching(self: Any, x: Tensor) -> Tensor:
 
 
 def model(forward: Callable[..., Tensor]) -> nn.Module:
-    """With dropout of channels and alpha dropout, whose masks are operators of the graph, and an opaque layer with dropout of its own."""
+    """Dropout of channels and alpha dropout, whose masks are operators of the graph; an opaque layer with its own."""
     own = model_of(_branching, drop=nn.Dropout1d(0.3))
     drops = nn.ModuleList((nn.Dropout1d(0.3), nn.FeatureAlphaDropout(0.2), nn.AlphaDropout(0.2), own))
     layers, last = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)), nn.Linear(WIDTH, WIDTH)

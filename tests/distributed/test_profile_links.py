@@ -14,8 +14,7 @@ LARGEST = 16 * 1024
 
 
 def measure(path: str, wrong: str, timeout_s: float) -> Any:
-    """One rank's part, or its error; ``wrong``: a collective that rank 1 refuses while rank 0 waits for it, or ``gone``, where it has
-    none."""
+    """One rank's part, or its error; ``wrong``: what rank 1 refuses while rank 0 waits for it, or ``gone``: it has no part."""
 
     def refuse(x: torch.Tensor, ranks: tuple[int, ...], group: dist.ProcessGroup) -> object:
         if dist.get_rank() == 1:

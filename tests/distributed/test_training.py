@@ -109,7 +109,7 @@ SHARED = "Ranks 1 and 0 were given different samples, but must share them (par.d
 def test_a_batch_that_every_rank_refuses_leaves_the_job_as_it_is(
     pool: WorkerPool, mesh: Mesh, how: str, said: str
 ) -> None:
-    """Sums of different samples, or labels of others, would look like a loss; data ranks alone may have different samples."""
+    """Sums of different samples, or labels of others, would look like a loss; data ranks may have different ones."""
     warned = how == "shuffled" and mesh.data > 1
     found = on_batch(pool, jobs.after_refusals, *planned_on(mesh, zero_stage=3 * (mesh.dp_shard > 1)), how)
     for texts, loss in found[:1] if warned else found:

@@ -1,5 +1,6 @@
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,8 +36,8 @@ def plans() -> dict[str, Plan]:
     }  # fmt: skip
 
 
-def loaders(plan: Plan, length: int = 27, **options: Any) -> list[PlannedLoader]:
-    return [planned_loader(plan, rank, numbers(length), **options) for rank in range(plan.mesh.data)]
+def loaders(plan: Plan, length: int = 27, make: Any = numbers, **options: Any) -> list[PlannedLoader]:
+    return [planned_loader(plan, rank, make(length), **options) for rank in range(plan.mesh.data)]
 
 
 def together(batches: list[Any]) -> list[int]:
@@ -109,7 +110,7 @@ def test_a_last_batch_as_large_as_a_share_is_known_as_whole(plans: dict[str, Pla
 class Stream(IterableDataset[dict[str, Tensor]]):
     """Gives each worker process other samples, as streams are told to."""
 
-    def __init__(self, length: int = 27) -> None:
+    def __init__(self, length: int) -> None:
         self.length, self.epoch = length, 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -121,8 +122,7 @@ class Stream(IterableDataset[dict[str, Tensor]]):
         return ({"x": torch.tensor(100 * self.epoch + i)} for i in range(first, self.length, step))
 
 
-def streams(plan: Plan, **options: Any) -> list[Any]:
-    return [planned_loader(plan, rank, Stream(), **options) for rank in range(plan.mesh.data)]
+streams = partial(loaders, make=Stream)
 
 
 @pytest.mark.parametrize(

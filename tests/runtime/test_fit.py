@@ -77,7 +77,8 @@ def of_the_plan(par: ParallelModel) -> Any:
 
 
 @pytest.mark.parametrize(("make", "accumulate", "asynchronous"), [
-    *((make, 1, asynchronous) for make in (lambda _: batches(), lambda _: Loader(batches())) for asynchronous in (False, True)),
+    *((lambda _: batches(), 1, asynchronous) for asynchronous in (False, True)),
+    *((lambda _: Loader(batches()), 1, asynchronous) for asynchronous in (False, True)),
     (of_the_plan, 2, False),
 ], ids=["list", "list beside", "loader", "loader beside", "of the plan"])  # fmt: skip
 def test_a_run_in_parts_is_as_one(tmp_path: Path, make: Any, accumulate: int, asynchronous: bool) -> None:

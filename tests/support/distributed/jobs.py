@@ -87,8 +87,8 @@ def failing(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, bad: Bat
 
 
 def calls_alone(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, call: str, folder: str) -> None:
-    """Each rank writes what it says of a call that the first makes alone: of an evaluation that meets others, and while others are in
-    a step."""
+    """Each rank writes what it says of a call that the first makes alone: while others are in a step, and of an evaluation
+    also as it meets another call."""
     root, rank = Path(folder), dist.get_rank()
     parallel = _alarmed(subject, plan, graph, root / f"rank{rank}")
     alone = partial(getattr(parallel, call), batch if call == "evaluate" else 1.0)
@@ -102,8 +102,8 @@ def calls_alone(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, call
 
 
 def without_the_other(how: str) -> str:
-    """What the first rank says of a collective that fails, as the second is not in that call: its thread does not run, or it does, or it
-    has made as many calls by itself and is gone."""
+    """What the first rank says of a collective that fails, as the second is not in that call: its thread does not run, or does,
+    or it has made as many calls by itself and is gone."""
     rank, is_gone = dist.get_rank(), how == "gone"
     alarm = Alarm(rank, 2, poll_s=5.0 if is_gone else 0.1, grace_s=0.5 if how == "stopped" else 5.0)
     what, reason = "train_step", "[unbound_buffer.cc:78] Timed out waiting 12000ms for recv operation to complete"
@@ -143,7 +143,7 @@ def _failing(name: str) -> Any:
 
 
 def after_refusals(parallel: ParallelModel, batch: Batch, how: str) -> tuple[list[str], float]:
-    """What is said of batches that are too short, or whose samples each rank has in another order, and the loss of a step after them."""
+    """What is said of batches that are short, or of which each rank has another order, and the loss of a step after them."""
     bad = {name: value[:, :-1] if how == "short" else value.roll(dist.get_rank(), 0) for name, value in batch.items()}
     if how == "shuffled later":
         parallel.train_step(batch)
@@ -300,11 +300,11 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 def go_on(
     parallel: ParallelModel, batches: Sequence[Batch], source: str, target: str, by: str
 ) -> tuple[int, list[float]]:
-    """Trains on the first batch, or goes on from other weights by what was saved in ``source``, and saves that; the step counter and
-    the losses of the other batches, or of an evaluation where the optimizer is not saved.
+    """Trains on the first batch, or goes on from other weights by what was saved in ``source``, and saves that; the step
+    counter and the losses of the other batches, or of an evaluation where the optimizer is not saved.
 
-    ``by``: ``autopar``; ``torch``, whose ``torch.distributed.checkpoint`` saves the model; ``torch with optimizer``, what ``get_state_dict``
-    gives.
+    ``by``: ``autopar``; ``torch``, whose ``torch.distributed.checkpoint`` saves the model; ``torch with optimizer``, by which
+    it saves what ``get_state_dict`` gives.
     """
     optimizer = adamw(parallel.parameters())
     if source:

@@ -1,6 +1,6 @@
 """Plans for small models, layouts solved with simple prices: what runs is tested apart from what is cheap."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -14,8 +14,8 @@ from autopar.errors import InfeasibleError
 from autopar.graph.graph import Graph, Op, Ref, TensorSpec
 from autopar.graph.rewrites import compact
 from autopar.plan import plan as plans
-from autopar.plan.mesh import I, Mesh
-from autopar.plan.plan import FP32, Plan, Precision, Recompute, ScheduleName
+from autopar.plan.mesh import I, Mesh, Type
+from autopar.plan.plan import FP32, Plan, Precision, Recompute, ScheduleName, StagePlan
 from autopar.planner.sharding.block_chain import AxisSolver, owners_of
 from autopar.planner.sharding.block_table import AxisCosts
 from autopar.planner.sharding.energy import Cost, Weights
@@ -39,15 +39,18 @@ def micro_batch_size(mesh: Mesh, global_batch_size: int) -> int:
 
 
 class SimplePrices:
-    """Seconds: an element read or made costs 1, a byte moved 0.1, a launch of a collective 10."""
+    """Seconds: an element read or made costs 1, a byte moved ``byte_price``, a launch of a collective 10."""
 
     prices_by_bytes = False
+
+    def __init__(self, byte_price: float) -> None:
+        self.byte_price = byte_price
 
     def op_cost(self, op: Op, operands: Sequence[TensorSpec]) -> Cost:
         return Cost(time_s=float(sum(prod(spec.shape) for spec in (*operands, *op.outputs))))
 
     def collective_time_s(self, kind: str, num_bytes: int, axis: str | None = None) -> float:
-        return 10.0 + 0.1 * num_bytes
+        return 10.0 + self.byte_price * num_bytes
 
     def saves(self, op: Op, operands: Sequence[TensorSpec]) -> Sequence[Ref]:
         return op.operands
@@ -62,9 +65,10 @@ class SimplePrices:
 def make_plan(
     graph: Graph, mesh: Mesh, *, global_batch_size: int, micro_batch_size: int, zero_stage: int = 0,
     schedule: ScheduleName = "1F1B", virtual_stages: int = 1, recompute: Recompute = "none",
-    precision: Precision = FP32, memory_price: float = 10.0,
+    precision: Precision = FP32, memory_price: float = 10.0, byte_price: float = 0.1,
+    rests: Mapping[str, Sequence[Type]] | None = None,
 ) -> Plan:  # fmt: skip
-    """A plan with everything given but the layouts; ``memory_price``: of a byte at rest, so that parameters split."""
+    """A plan with everything given but the layouts; ``memory_price``: of a byte at rest, so that parameters split; ``rests``: their types."""
     small = compact(graph)
     batch = solve_batch(small)
     batch = replace(batch, size=batch.size / micro_batch_size)
@@ -72,7 +76,9 @@ def make_plan(
     typings = [[names_of(small.graph, batch, block.index)] for block in small.graph.blocks]
     if mesh.tp > 1:
         split = replace(small, graph=local)
-        costs = AxisCosts(graph=local, axis="tp", size=mesh.tp, pricing=SimplePrices(), owners=owners_of(split))
+        costs = AxisCosts(
+            graph=local, axis="tp", size=mesh.tp, pricing=SimplePrices(byte_price), owners=owners_of(split), rests=rests or {}
+        )  # fmt: skip
         solution = AxisSolver(split, costs).solve(Weights(per_step_s=1.0, saved_byte=0.1, state_byte=memory_price))
         for own, found in zip(typings, solution.blocks, strict=True):
             own.append(found)
@@ -109,7 +115,7 @@ def unpriced(
     return replace(
         base, model=model, cluster=f"cpu:1x{mesh.world_size}", mesh=mesh, layouts=tuple(layouts),
         blocks=tuple(plans.BlockPlan(index=b.index, label=b.label, layout=b.index) for b in graph.blocks),
-        stages=tuple(plans.StagePlan(index=i, start=a, stop=b, pp_rank=i % (pp or mesh.pp)) for i, (a, b) in enumerate(ends)),
+        stages=tuple(StagePlan(index=i, start=a, stop=b, pp_rank=i % (pp or mesh.pp)) for i, (a, b) in enumerate(ends)),
         predicted=replace(base.predicted, memory=()), **fields,
     )  # fmt: skip
 

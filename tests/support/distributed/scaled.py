@@ -28,8 +28,8 @@ def steps(
     model: nn.Module, batches: Sequence[Batch], *, scaling: Mapping[str, Any], called: bool = False,
     fused: bool = False, infinite: tuple[int, int] | None = None,
 ) -> dict[str, list[Any]]:  # fmt: skip
-    """Of each step, by ranks or by one device, the loss, gradients and their norm after they are unscaled, parameters and the state
-    of the scaler.
+    """Of each step, by ranks or by one device, the loss, gradients and their norm after they are unscaled, parameters and the
+    state of the scaler.
 
     ``called``: not by ``train_step``; ``fused``: the optimizer unscales, and gradients are not looked at; ``infinite``: step and
     rank in which one element of a gradient is made infinite.
