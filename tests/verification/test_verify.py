@@ -223,16 +223,10 @@ def test_what_the_graph_draws_is_found_in_the_order_of_one_device() -> None:
     made = [reference.Draw(kind, torch.zeros(shape)) for kind, shape in (
         ("uniform", (3,)), ("bernoulli", (4, 1)), ("rand", (4, 3)), ("rand", (4, 8)), ("randn_like", (4, 8)),
     )]  # fmt: skip
-    assert list(reference.places_of_draws(graph, made, 4).values()) == [1, 3, 4]
-    refuses(
-        VerificationError,
-        r"does not draw .*\(aten\.rand_like|randn_like",
-        reference.places_of_draws,
-        graph,
-        made[:4],
-        4,
-    )
-    refuses(VerificationError, r"does not draw", reference.places_of_draws, graph, made[::-1], 4)
+    places = reference.places_of_draws
+    assert list(places(graph, made, 4).values()) == [1, 3, 4]
+    refuses(VerificationError, r"does not draw .*\(aten\.rand_like|randn_like", places, graph, made[:4], 4)
+    refuses(VerificationError, r"does not draw", places, graph, made[::-1], 4)
 
 
 KINKED = OwnSubject(

@@ -306,11 +306,10 @@ def go_on(
     ``by``: ``autopar``; ``torch``, whose ``torch.distributed.checkpoint`` saves the model; ``torch with optimizer``, by which
     it saves what ``get_state_dict`` gives.
     """
-    optimizer = adamw(parallel.parameters())
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.5) if source else adamw(parallel.parameters())
     if source:
         parallel.seed = 3
         halve(parallel)
-        optimizer.param_groups[0]["lr"] = 0.5
     else:
         steps(parallel, optimizer, batches[:1])
     if by == "autopar":

@@ -15,7 +15,7 @@ from autopar.graph.graph import Graph, Op, Ref, TensorSpec
 from autopar.graph.rewrites import compact
 from autopar.plan import plan as plans
 from autopar.plan.mesh import I, Mesh, Type
-from autopar.plan.plan import FP32, Plan, Precision, Recompute, ScheduleName, StagePlan
+from autopar.plan.plan import FP32, BlockLayout, Plan, Precision, Recompute, ScheduleName, StagePlan
 from autopar.planner.sharding.block_chain import AxisSolver, owners_of
 from autopar.planner.sharding.block_table import AxisCosts
 from autopar.planner.sharding.energy import Cost, Weights
@@ -84,7 +84,7 @@ def make_plan(
             own.append(found)
     stages = mesh.pp * virtual_stages
     layouts = [
-        plans.BlockLayout(block_hash=block.hash, typings=tuple(t))
+        BlockLayout(block_hash=block.hash, typings=tuple(t))
         for block, t in zip(small.graph.blocks, typings, strict=True)
     ]
     plan = unpriced(
@@ -98,13 +98,7 @@ def make_plan(
 
 
 def unpriced(
-    graph: Graph,
-    mesh: Mesh,
-    layouts: Sequence[plans.BlockLayout],
-    *,
-    cuts: Sequence[int] = (),
-    pp: int = 0,
-    **fields: Any,
+    graph: Graph, mesh: Mesh, layouts: Sequence[BlockLayout], *, cuts: Sequence[int] = (), pp: int = 0, **fields: Any
 ) -> Plan:
     """A plan with a layout for each block, cut into stages that take turns on ``pp`` ranks, or on those of the mesh."""
     base, ends = single_plan(), pairwise((0, *cuts, len(graph.blocks)))
