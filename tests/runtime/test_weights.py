@@ -55,22 +55,16 @@ def test_a_module_without_initialiser_is_named() -> None:
 
 
 def test_initialisers_of_parents_see_the_names_of_their_children() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-            self.other = nn.Linear(4, 4)
-
-        def _init_weights(self, module: nn.Module) -> None:
-            if isinstance(module, nn.Linear):
-                nn.init.ones_(module.weight)
-                nn.init.zeros_(module.bias)
-            for name, p in module.named_parameters():
-                if name == "inner.weight":
-                    p.data.mul_(3.0)
+    def init_weights(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.ones_(module.weight)
+            nn.init.zeros_(module.bias)
+        for name, p in module.named_parameters():
+            if name == "inner.weight":
+                p.data.mul_(3.0)
 
     with torch.device("meta"):
-        model = Scaled()
+        model = model_of(None, inner=nn.Linear(4, 4), other=nn.Linear(4, 4), _init_weights=init_weights)
     assert torch.equal(initialise(model, "inner", 0).weight, torch.full((4, 4), 3.0))
     assert torch.equal(initialise(model, "other", 0).weight, torch.ones(4, 4))
 
@@ -94,23 +88,17 @@ def test_integers_that_an_initialiser_leaves_out_are_found() -> None:
     refuses(UsageError, r"order: A Choice on meta has no initialiser", initialise, partial, "", 0)
 
 
-class Head(nn.Module):
-    """With buffers that are saved, and one that is not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(16)
-        self.register_buffer("order", torch.tensor([3, 1, 2, 0]))
-        self.register_buffer("scale", torch.tensor([2.0]))
-        self.register_buffer("shift", torch.tensor([0.5]), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x[:, self.order].transpose(1, 2)).transpose(1, 2) * self.scale + self.shift
+def _head(self: nn.Module, x: Tensor) -> Tensor:
+    return self.norm(x[:, self.order].transpose(1, 2)).transpose(1, 2) * self.scale + self.shift
 
 
 def net() -> nn.Module:
+    """With buffers that are saved, and one that is not."""
     loss = lambda self, x: functional.cross_entropy(self.head(self.table(x)).flatten(0, 1), x.flatten())
-    return model_of(loss, table=nn.Embedding(16, 16), head=Head())
+    kept = {"order": nn.Buffer(torch.tensor([3, 1, 2, 0])), "scale": nn.Buffer(torch.tensor([2.0]))}
+    shift = nn.Buffer(torch.tensor([0.5]), persistent=False)
+    head = model_of(_head, norm=nn.BatchNorm1d(16), shift=shift, **kept)
+    return model_of(loss, table=nn.Embedding(16, 16), head=head)
 
 
 BATCH = {"x": torch.arange(32).view(8, 4) % 16}
