@@ -99,24 +99,22 @@ def test_tolerances_of_float64_are_its_own() -> None:
     assert row(loss=9e-6, gradient=9e-5).passed
 
 
-class Casts(nn.Module):
+def _casts(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Code that names float32: casts, factories, accumulation; an odd sum that float32 rounds."""
+    y = x.to(torch.float32) * self.weight.float() * self.scale + torch.arange(7) / torch.tensor(3.0)
+    return torch.softmax(y, -1, dtype=torch.float32).square().sum() + torch.ones(1).mean()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(0.1, 1.0, 7))
-        self.register_buffer("scale", torch.linspace(0.3, 0.7, 7))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = x.to(torch.float32) * self.weight.float() * self.scale + torch.arange(7) / torch.tensor(3.0)
-        return torch.softmax(y, -1, dtype=torch.float32).square().sum() + torch.ones(1).mean()
+def casts() -> nn.Module:
+    weight, scale = nn.Parameter(torch.linspace(0.1, 1.0, 7)), nn.Buffer(torch.linspace(0.3, 0.7, 7))
+    return model_of(_casts, weight=weight, scale=scale)
 
 
 def normal(width: int) -> Callable[[int, torch.Generator], dict[str, torch.Tensor]]:
     return lambda size, generator: {"x": torch.randn(size, width, generator=generator)}
 
 
-CASTS = OwnSubject(Casts, normal(7))
+CASTS = OwnSubject(casts, normal(7))
 
 
 def test_grouped_products_have_a_float64() -> None:
@@ -146,7 +144,7 @@ def test_a_model_in_float64_rounds_nowhere_to_float32() -> None:
     y = batch["x"] * weight * model.scale + torch.arange(7, dtype=torch.float64) / 3.0
     assert found.dtype == torch.float64
     assert float(found.detach()) == pytest.approx(float(torch.softmax(y, -1).square().sum() + 1), rel=1e-15)
-    graph = trace(Casts(), (), CASTS.make_batch(2, seed=0))
+    graph = trace(casts(), (), CASTS.make_batch(2, seed=0))
     doubled = traced_in_double(wide, graph)
     assert doubled.fingerprint == graph.fingerprint
     assert float(evaluate(doubled, batch, {"weight": weight})) == pytest.approx(float(found.detach()), rel=1e-15)

@@ -146,22 +146,17 @@ class Checkpointed(u.Around):
         return F.cross_entropy(self.last(x), y)
 
 
-class Turn(nn.Module):
+def _turn(self: nn.Module, z: Tensor) -> Tensor:
     """A product of complex numbers, whose weight is a real parameter of pairs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pairs = nn.Parameter(0.3 * torch.randn(8, 8, 2))
-
-    def forward(self, z: Tensor) -> Tensor:
-        made = z @ torch.view_as_complex(self.pairs)
-        return z + made * torch.sigmoid(made.abs())
+    made = z @ torch.view_as_complex(self.pairs)
+    return z + made * torch.sigmoid(made.abs())
 
 
 def spectral() -> nn.Module:
     """Layers on a spectrum, so that complex numbers go from stage to stage."""
     loss = lambda self, x, y: F.cross_entropy(torch.fft.ifft(self.layers(torch.fft.fft(x))).real, y)
-    return model_of(loss, layers=nn.Sequential(*(Turn() for _ in range(4))))
+    pairs = (nn.Parameter(0.3 * torch.randn(8, 8, 2)) for _ in range(4))
+    return model_of(loss, layers=nn.Sequential(*(model_of(_turn, pairs=each) for each in pairs)))
 
 
 class Passing(u.Around):
@@ -353,17 +348,11 @@ def counted(size: int, generator: torch.Generator) -> dict[str, Tensor]:
 COUNTING = OwnSubject(counting, counted)
 
 
-class Layer(nn.Module):
+def _convolved(self: nn.Module, x: Tensor) -> Tensor:
     """A convolution with a batch norm, ``times`` over."""
-
-    def __init__(self, norm: nn.Module, times: int = 1) -> None:
-        super().__init__()
-        self.conv, self.norm, self.times = nn.Conv2d(8, 8, 3, padding=1, bias=False), norm, times
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.times):
-            x = x + F.relu(self.norm(self.conv(x)))
-        return x
+    for _ in range(self.times):
+        x = x + F.relu(self.norm(self.conv(x)))
+    return x
 
 
 class Residual(nn.Module):
@@ -373,7 +362,10 @@ class Residual(nn.Module):
         super().__init__()
         self.given, self.stem = nn.BatchNorm2d(4, affine=False), nn.Conv2d(4, 8, 1, bias=False)
         norms = (nn.BatchNorm2d(8), nn.BatchNorm2d(8, momentum=None), nn.BatchNorm2d(8).eval(), nn.SyncBatchNorm(8))
-        self.layers = nn.ModuleList([Layer(norm, times=2 - i % 2) for i, norm in enumerate(norms)])
+        self.layers = nn.ModuleList(
+            model_of(_convolved, conv=nn.Conv2d(8, 8, 3, padding=1, bias=False), norm=norm, times=2 - i % 2)
+            for i, norm in enumerate(norms)
+        )
         self.last, self.head = nn.BatchNorm1d(8, affine=False), nn.Linear(8, 6)
 
     def forward(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
