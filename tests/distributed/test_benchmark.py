@@ -9,17 +9,10 @@ from typing import Any
 
 import pytest
 
+from autopar.benchmark import local
 from autopar.benchmark import rank_runs as ranks
 from autopar.benchmark.batches import Choice, benchmark
-from autopar.benchmark.local import (
-    BenchmarkRequest,
-    entry_of,
-    on_cluster,
-    one_device_pins,
-    run_local,
-    task_of,
-    variants,
-)
+from autopar.benchmark.local import BenchmarkRequest, on_cluster, run_local, task_of
 from autopar.benchmark.rank_links import KINDS, LinkTask
 from autopar.benchmark.rank_runs import Job
 from autopar.cost.step.memory import OPTIMIZERS
@@ -77,7 +70,7 @@ def test_two_plans_on_two_ranks(pool: WorkerPool, tmp_path: Path) -> None:
 def test_a_plan_that_fails_is_recorded_and_the_others_are_measured(pool: WorkerPool) -> None:
     source, asked = task()
     good, bad = (
-        entry_of(estimated(asked.graph, cluster="cpu:1x2", global_batch_size=4, pins=pins))
+        local.entry_of(estimated(asked.graph, cluster="cpu:1x2", global_batch_size=4, pins=pins))
         for pins in (["dp_replicate=2", "micro_batch=1"], ["dp_replicate=2", "micro_batch=2"])
     )
     bad = replace(bad, plan=replace(bad.plan, mesh=replace(bad.plan.mesh, dp_replicate=4)))  # of another job
@@ -91,8 +84,8 @@ def test_a_plan_that_fails_is_recorded_and_the_others_are_measured(pool: WorkerP
 def test_one_device_runs_every_micro_batch_recompute_and_precision(pool: WorkerPool) -> None:
     (source, one), (_, other) = (task(cluster="cpu:1x1", precision=precision) for precision in ("fp32", "bf16"))
     tasks = [one, other]
-    pins = [p for p in one_device_pins(tasks[0].space, REQUEST) if "micro_batch=2" in p]
-    choice = variants(tasks, pins)
+    pins = [p for p in local.one_device_pins(tasks[0].space, REQUEST) if "micro_batch=2" in p]
+    choice = local.variants(tasks, pins)
     assert [entry.plan.precision.name for entry in choice.entries] == ["fp32"] * 2 + ["bf16"] * 2
     assert {entry.plan.recompute for entry in choice.entries} == {"none", "full"}
     job = Job(source=source, graphs={t.precision.name: t.graph for t in tasks}, plans={}, rounds=1, steps=1)

@@ -12,7 +12,7 @@ from autopar.runtime.checkpoint.chunk_files import Folder
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
 from tests.support.distributed import checkpoints, jobs
-from tests.support.distributed.layouts import batches, on_ranks, planned, planned_on
+from tests.support.distributed.layouts import batches, goes_on, on_ranks, planned, planned_on
 from tests.support.distributed.plans import estimated
 from tools.campaigns import checkpoints as campaign
 
@@ -123,31 +123,22 @@ def test_torchs_checkpoints_go_on_under_other_plans_whose_vocabularies_are_lengt
     """What ``torch.distributed.checkpoint`` saves under one plan it loads under the next, which saves it again."""
     subject = resolve_model("hf:gpt2?n_embd=32&n_layer=2&n_head=4&vocab_size=257&n_positions=17")
     graph = api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0, padded=True))
-    batch, wanted = subject.make_batch(8, seed=0, padded=True), None
-    for number, pins in enumerate(TORCHS_ROUTE):
-        plan = estimated(graph, cluster="cpu:1x4", global_batch_size=8, pins=pins.split())
-        given = subject, plan, graph, batch, str(tmp_path / f"{number - 1}"), str(tmp_path / f"{number}")
-        if wanted is None:
-            assert plan.padding
-            (wanted, *_) = on_ranks(pool, checkpoints.saved_by_torch, *given[:4], given[5])
-            continue
-        (found, *_) = on_ranks(pool, checkpoints.loaded_by_torch, *given)
-        assert found == (1, pytest.approx(wanted, rel=1e-6)), plan.mesh
+    given = {"cluster": "cpu:1x4", "global_batch_size": 8}
+    plans = [estimated(graph, pins=pins.split(), **given) for pins in TORCHS_ROUTE]
+    assert plans[0].padding
+    goes_on(pool, subject, graph, [subject.make_batch(8, seed=0, padded=True)], tmp_path, *plans, by="torch")
 
 
 def test_torchs_state_dicts_have_the_optimizer_and_go_on_under_other_plans(pool: WorkerPool, tmp_path: Path) -> None:
-    subject, plan, graph = planned("tp2 x dp2 ZeRO 3", "gpt2")
-    data, folder = batches(subject, 3), str(tmp_path)
-    (wanted, *_) = on_ranks(pool, checkpoints.saved_with_optimizer, subject, plan, graph, data, folder)
-    for layout in ("pp2 x dp2", "dp4"):
-        found = on_ranks(pool, checkpoints.loaded_with_optimizer, *planned(layout, "gpt2"), data, folder)
-        assert found == (pytest.approx(wanted, rel=1e-5),) * 4, layout
+    (subject, plan, graph), *others = (planned(name, "gpt2") for name in ("tp2 x dp2 ZeRO 3", "pp2 x dp2", "dp4"))
+    plans = plan, *(other for _, other, _ in others)
+    goes_on(pool, subject, graph, batches(subject, 3), tmp_path, *plans, by="torch with optimizer")
 
 
 @pytest.mark.parametrize("layout", ["dp4", "tp2 x dp2", "pp2 x dp2"])
 def test_ranks_write_each_element_once_and_about_equally_many(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
     subject, plan, graph = planned(layout, "gpt2")
-    on_ranks(pool, jobs.save_run, subject, plan, graph, batches(subject, 2), str(tmp_path / "run"))
+    on_ranks(pool, jobs.go_on, subject, plan, graph, batches(subject, 1), "", str(tmp_path / "run"), "autopar")
     source = Folder(tmp_path / "run")
     # each rank writes its own state
     entries = [entry for name, entry in source.tensors.items() if not name.startswith("state.")]

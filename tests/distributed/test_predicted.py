@@ -227,15 +227,6 @@ def count_sums(plan: Plan, graph: Graph) -> Counter[Collective]:
     return Counter({c: n for c, n in found.items() if c.kind == "all_reduce"})
 
 
-def check_states(pool: WorkerPool, subject: Any, graph: Graph, plan: Plan, *, shards: int = 1) -> None:
-    """``shards``: of whole gradients that every data rank holds until the last micro-batch, and a shard of them after the step."""
-    rows = on_batch(pool, jobs.held_bytes, subject, plan, graph)
-    for predicted in plan.predicted.memory:
-        ranks = [row for row in rows if row["pp_rank"] == predicted.pp_rank]
-        for key, times in (("parameters", 1), ("gradients", shards), ("optimizer", 1)):
-            assert times * max(row[key] for row in ranks) == getattr(predicted, key), key
-
-
 @pytest.mark.parametrize(("kind", "pins", "shards"), [
     ("gpt2", "dp_replicate=2 tp=2 zero=0 num_micro_batches=2", 1),
     ("llama-untied", "tp=4 num_micro_batches=2", 1),
@@ -251,33 +242,25 @@ def check_states(pool: WorkerPool, subject: Any, graph: Graph, plan: Plan, *, sh
     ("gpt2", "pp=2 dp_shard=2 zero=3 num_micro_batches=4", 2),
     ("llama-untied", "pp=2 dp_shard=2 zero=1 num_micro_batches=2", 2),
     ("llama-untied", "dp_shard=2 tp=2 zero=1 num_micro_batches=2", 2),
+    *((f"gpt2 by {kind}", "dp_replicate=2 tp=2 zero=0 num_micro_batches=2", 1) for kind in ("momentum", "adafactor")),
+    *(("experts", pins, 1) for pins in (
+        "ep=2 dp_replicate=4", "ep=4 dp_shard=4 zero=3", "ep=4 dp_replicate=2 dp_shard=2 zero=2",
+        "ep=4 ep_data=2 tp=2 num_micro_batches=1",
+    )),
 ])  # fmt: skip
 def test_states_are_those_predicted(pool: WorkerPool, kind: str, pins: str, shards: int) -> None:
-    name, _, given = kind.partition(" in ")
-    precision: PrecisionName = "fp16" if given else "fp32"
-    subject, graph = traced(name, precision=precision)
-    plan = estimated(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=pins.split(), precision=precision)
-    check_states(pool, subject, graph, plan, shards=shards)
-
-
-@pytest.mark.parametrize("optimizer", ["momentum", "adafactor"])
-def test_states_of_other_optimizers(pool: WorkerPool, optimizer: str) -> None:
-    subject, graph = traced("gpt2")
-    pins = ["dp_replicate=2", "tp=2", "zero=0", "num_micro_batches=2"]
-    plan = estimated(graph, cluster="cpu:1x4", global_batch_size=GLOBAL_BATCH, pins=pins, optimizer=optimizer)
+    """``shards``: of whole gradients that every data rank holds until the last micro-batch, and a shard of them after the step."""
+    name, _, how = kind.partition(" ")
+    precision: PrecisionName = "fp16" if how == "in float16" else "fp32"
+    optimizer = how.removeprefix("by ") if how.startswith("by ") else "adamw"
+    subject, graph = (mixture(), graph_of(mixture())) if kind == "experts" else traced(name, precision=precision)
+    options: Any = {"cluster": "cpu:1x4", "global_batch_size": 8 if kind == "experts" else GLOBAL_BATCH}
+    plan = estimated(graph, pins=pins.split(), precision=precision, optimizer=optimizer, **options)
     rows = on_batch(pool, jobs.held_bytes, subject, plan, graph, optimizer)
-    assert max(row["optimizer"] for row in rows) == plan.predicted.memory[0].optimizer
-
-
-@pytest.mark.parametrize("pins", [
-    "ep=2 dp_replicate=4", "ep=4 dp_shard=4 zero=3", "ep=4 dp_replicate=2 dp_shard=2 zero=2",
-    "ep=4 ep_data=2 tp=2 num_micro_batches=1",
-])  # fmt: skip
-def test_states_of_experts_over_data_ranks(pool: WorkerPool, pins: str) -> None:
-    subject, graph = mixture(), graph_of(mixture())
-    plan = estimated(graph, cluster="cpu:1x4", global_batch_size=8, pins=pins.split())
-    assert len(plan.predicted.memory) == 1
-    check_states(pool, subject, graph, plan)
+    for predicted in plan.predicted.memory:
+        ranks = [row for row in rows if row["pp_rank"] == predicted.pp_rank]
+        for key, times in (("parameters", 1), ("gradients", shards), ("optimizer", 1)):
+            assert times * max(row[key] for row in ranks) == getattr(predicted, key), key
 
 
 FREE = with_free_links(Cluster.parse("cpu:1x4"))

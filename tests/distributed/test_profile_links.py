@@ -13,32 +13,25 @@ from autopar.verification.rank_pool import WorkerPool
 LARGEST = 16 * 1024
 
 
-def measure(path: str, wrong: str, timeout_s: float) -> tuple[list[list[object]], list[list[object]]] | None:
-    """One rank's part; ``wrong``: a collective that rank 1 refuses while rank 0 waits for it."""
+def measure(path: str, wrong: str, timeout_s: float) -> Any:
+    """One rank's part, or its error; ``wrong``: what rank 1 refuses while rank 0 waits for it, or ``gone``: it has no part."""
 
     def refuse(x: torch.Tensor, ranks: tuple[int, ...], group: dist.ProcessGroup) -> object:
         if dist.get_rank() == 1:
             raise ValueError("refused")
         return COLLECTIVES[wrong](x, ranks, group)
 
+    if wrong == "gone" and dist.get_rank() == 1:
+        return None
     collectives = {kind: refuse if kind == wrong else run for kind, run in COLLECTIVES.items()}
-    store = dist.distributed_c10d._get_default_store()
-    limits = Limits(budget_s=30.0, collective_timeout_s=timeout_s, max_bytes=LARGEST)
+    store, grace = dist.distributed_c10d._get_default_store(), {"grace_s": 0.5} if wrong == "gone" else {}
+    limits = Limits(budget_s=30.0, collective_timeout_s=timeout_s, max_bytes=LARGEST, **grace)
     job = LinkJob(store, node=0, device=torch.device("cpu"), limits=limits, collectives=collectives)
-    found = measure_links(job, Path(path))
-    return None if found is None else (found.points, found.failed)
-
-
-def leave(path: str) -> str:
-    if dist.get_rank() == 1:
-        return ""
-    limits = Limits(budget_s=1.0, collective_timeout_s=0.5, max_bytes=LARGEST, grace_s=0.5)
-    job = LinkJob(dist.distributed_c10d._get_default_store(), node=0, device=torch.device("cpu"), limits=limits)
     try:
-        measure_links(job, Path(path))
+        found = measure_links(job, Path(path))
     except AutoparError as error:
         return str(error)
-    return "no error"
+    return None if found is None else (found.points, found.failed)
 
 
 class SlowLink(LinkJob):
@@ -92,7 +85,7 @@ def test_a_collective_that_fails_is_told_and_skipped(pool: WorkerPool, tmp_path:
 
 
 def test_a_rank_that_is_gone_is_an_error_not_a_wait(pool: WorkerPool, tmp_path: Path) -> None:
-    text, _ = pool.run(leave, str(tmp_path / "points.json"), size=2, timeout_s=300.0)
+    text, _ = pool.run(measure, str(tmp_path / "points.json"), "gone", 0.5, size=2, timeout_s=300.0)
     assert "in vain for an answer of rank 1" in text
 
 

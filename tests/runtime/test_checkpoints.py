@@ -25,6 +25,7 @@ from autopar.runtime.parallel_model import ParallelModel
 from autopar.tracing.trace import trace
 from tests.support.damage import KINDS, Touch, damage
 from tests.support.distributed.checkpoints import Position
+from tests.support.distributed.jobs import steps
 from tests.support.distributed.plans import make_plan
 from tests.support.parallel import halve, on_rank, small
 from tests.support.said import refuses, said
@@ -66,18 +67,11 @@ def build(model: nn.Module | None = None) -> ParallelModel:
     return on_rank(model or Net(), plan, graph(), seed=3)
 
 
-def trained(steps: int = 1) -> tuple[ParallelModel, torch.optim.Optimizer]:
+def trained(count: int = 1) -> tuple[ParallelModel, torch.optim.Optimizer]:
     par = build()
     optimizer = torch.optim.AdamW(par.parameters(), lr=0.1)
-    for seed in range(steps):
-        step(par, optimizer, seed)
+    steps(par, optimizer, [batch(seed) for seed in range(count)])
     return par, optimizer
-
-
-def step(par: ParallelModel, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
-    par.train_step(batch(seed))
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def values(par: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -182,14 +176,8 @@ def test_loaders_and_extras_come_back_as_they_were(tmp_path: Path) -> None:
     assert isinstance(array, np.ndarray)
     assert array.tolist() == state.pop("array").tolist()
     assert found.state == state
-    wrong = Position({"f": [1, same]})
-    refuses(
-        UsageError,
-        r"cannot hold the function in the state of the dataloader\.f\[1\]",
-        par.save,
-        tmp_path,
-        dataloader=wrong,
-    )
+    wrong, said = Position({"f": [1, same]}), r"cannot hold the function in the state of the dataloader\.f\[1\]"
+    refuses(UsageError, said, par.save, tmp_path, dataloader=wrong)
     refuses(UsageError, "The scheduler is a int, which has no state_dict", par.save, tmp_path, scheduler=3)
     refuses(PlanError, "has no state of a scheduler.*without scheduler=", par.load, tmp_path, scheduler=Position())
     refuses(PlanError, "The checkpoint is of another model", small().load, tmp_path)
@@ -211,7 +199,7 @@ def test_damage_is_refused_by_name_and_changes_nothing(tmp_path: Path, kind: str
     par, optimizer = trained()
     par.save(tmp_path / "run", optimizer)
     wanted = values(par, optimizer)
-    step(par, optimizer)
+    steps(par, optimizer, [batch()])
     par.save(tmp_path / "other", optimizer)
     par.load(tmp_path / "other", optimizer)
     before, refused = values(par, optimizer), 0
@@ -315,7 +303,7 @@ def test_a_killed_save_leaves_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     kept = checkpoints.save(par, optimizer)
     wanted = values(par, optimizer)
     if not replaces:
-        step(par, optimizer)
+        steps(par, optimizer, [batch()])
     halve(par)
     module, _, name = where.partition(".")
     for after in range(3):  # at its first, second, third call
@@ -349,7 +337,7 @@ def test_the_newest_are_kept_and_found(tmp_path: Path, caplog: pytest.LogCapture
     assert checkpoints.latest() is None
     assert checkpoints.load(par, optimizer) is None
     for n in range(4):
-        step(par, optimizer)
+        steps(par, optimizer, [batch()])
         checkpoints.save(par, optimizer, extra={"n": n})
     names = sorted(path.name for path in (tmp_path / "runs").iterdir())
     assert names == ["step-00000003", "step-00000004"]
@@ -383,7 +371,7 @@ def test_what_is_written_beside_training_is_what_a_save_writes(tmp_path: Path, m
         one = at_once.save(par, optimizer, extra=[1])
         other = beside.save(par, optimizer, extra=[1])
         memory = {name: value.data_ptr() for name, value in beside._buffers.items()}
-        step(par, optimizer)
+        steps(par, optimizer, [batch()])
     beside.wait()
     assert memory == {name: value.data_ptr() for name, value in beside._buffers.items()}, "one copy, used again"
     for path in one.iterdir():
@@ -412,3 +400,5 @@ def test_a_checkpoint_of_torch_is_named(tmp_path: Path) -> None:
     assert loaded.step_count == 0
     load({"model": loaded}, checkpoint_id=tmp_path)  # as the error says
     assert loaded.step_count == 2
+    assert same(loaded.full_state_dict(), par.full_state_dict())
+    assert loaded.train_step(batch(5)).item() == par.train_step(batch(5)).item()

@@ -48,19 +48,16 @@ def test_what_is_changed_has_another(dtype: torch.dtype, rows: int, columns: int
     assert (number(turned) == before) == torch.equal(turned, value)
 
 
-def test_numbers_differ_by_signs_zeros_and_imaginary_parts() -> None:
+def test_numbers_differ_by_signs_zeros_imaginary_parts_and_the_order_of_chunks() -> None:
     value = random(torch.float32, 5000)
     assert len({number(value), number(-value), number(value.sort().values), number(value * 0), number(-value * 0)}) == 5
     # imaginary parts, which torch leaves out of a cast with a warning
     turns = torch.polar(torch.ones(4), torch.arange(4.0))
     assert number(turns) != number(turns.conj()) == number(turns.conj().resolve_conj())
+    chunks = random(torch.float32, 2**20)
+    assert number(chunks.roll(2**19)) != number(chunks)
 
 
 def test_numbers_do_not_depend_on_what_stands_beside() -> None:
     values = [random(dtype, length) for length in (0, 5, 10_007, 0, 4096, 1) for dtype in DTYPES]
     assert checksums(values).tolist() == [number(value) for value in values]
-
-
-def test_exchanged_chunks_have_another() -> None:
-    value = random(torch.float32, 2**20)
-    assert number(value.roll(2**19)) != number(value)

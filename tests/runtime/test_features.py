@@ -18,9 +18,11 @@ from autopar.runtime.parallel_model import ParallelModel
 from autopar.tracing.trace import trace
 from autopar.verification.reference import adamw
 from tests.support.close import assert_close
+from tests.support.distributed import jobs
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.subjects import HfSubject, graph_of
 from tests.support.parallel import clip, train_step
+from tests.support.said import refuses
 
 BOTH = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 MIXTRAL = (
@@ -41,24 +43,8 @@ def parallel_of(subject: Any, device: str, graph: Any = None, **options: Any) ->
     return launch(subject.build(), lambda: (replace(plan, **options), graph), device_type=device)
 
 
-def trained(model: nn.Module, subject: Any, seeds: range, *, folder: Path | None = None) -> list[float]:
-    """Losses; with a folder from the checkpoint that is there, or else with one that is saved after two steps."""
-    optimizer = adamw(model.parameters())
-    if folder is not None and folder.exists():
-        model.load(folder, optimizer)
-    losses = []
-    for seed in seeds:
-        losses.append(train_step(model, subject.make_batch(8, seed=seed)).item())
-        clip(model, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if folder is not None and len(losses) == 2 and not folder.exists():
-            model.save(folder, optimizer)
-    return losses
-
-
-def alone(subject: Any, device: str, seeds: range) -> list[float]:
-    return trained(subject.build().to(device), subject, seeds)
+def losses(model: nn.Module, subject: Any, count: int) -> list[float]:
+    return jobs.train(model, [subject.make_batch(8, seed=seed) for seed in range(count)], 1.0)["losses"]
 
 
 @BOTH
@@ -100,10 +86,10 @@ def test_dropout_is_the_same_for_the_same_seed_and_none_in_an_evaluation(device:
     for _ in range(2):
         parallel = parallel_of(subject, device)
         evaluated = parallel.evaluate(subject.make_batch(8, seed=0)).item()
-        runs.append(trained(parallel, subject, range(2)))
+        runs.append(losses(parallel, subject, 2))
         stop()
     assert runs[0] == pytest.approx(runs[1], rel=1e-6)
-    (wanted,) = alone(quiet, device, range(1))
+    (wanted,) = losses(quiet.build().to(device), quiet, 1)
     assert evaluated == pytest.approx(wanted, rel=1e-4)
     assert abs(runs[0][0] - wanted) > 1e-3 * wanted
 
@@ -112,17 +98,18 @@ def test_dropout_is_the_same_for_the_same_seed_and_none_in_an_evaluation(device:
 @pytest.mark.parametrize("experts", [pytest.param(True, marks=pytest.mark.slow), False], ids=["experts", "on the host"])
 def test_experts_and_steps_on_the_host_train_as_the_model_itself(experts: bool, device: str) -> None:
     subject = resolve_model(MIXTRAL, sequence_length=16) if experts else HfSubject("llama")
-    found = trained(parallel_of(subject, device, offload=() if experts else ("optimizer",)), subject, range(4))
-    assert found == pytest.approx(alone(subject, device, range(4)), rel=1e-3)
+    found = losses(parallel_of(subject, device, offload=() if experts else ("optimizer",)), subject, 4)
+    assert found == pytest.approx(losses(subject.build().to(device), subject, 4), rel=1e-3)
 
 
 @BOTH
 def test_a_checkpoint_goes_on_where_it_was(device: str, tmp_path: Path) -> None:
-    subject, losses = HfSubject("llama"), list[list[float]]()
-    for seeds in (range(4), range(2, 4)):
-        losses.append(trained(parallel_of(subject, device), subject, seeds, folder=tmp_path / "kept"))
+    subject, found = HfSubject("llama"), list[tuple[int, list[float]]]()
+    data = [subject.make_batch(8, seed=seed) for seed in range(3)]
+    for source, target in (("", tmp_path / "kept"), (tmp_path / "kept", tmp_path / "again")):
+        found.append(jobs.go_on(parallel_of(subject, device), data, str(source), str(target), "autopar"))
         stop()
-    assert losses[1] == pytest.approx(losses[0][2:], rel=1e-5)
+    assert found[1] == (1, pytest.approx(found[0][1], rel=1e-5))
 
 
 @pytest.mark.gpu
@@ -150,8 +137,7 @@ def test_products_in_another_mode_than_the_plans_are_refused() -> None:
     parallel = parallel_of(subject, "cuda")
     torch.set_float32_matmul_precision("high")
     try:
-        with pytest.raises(UsageError, match='precision="tf32"'):
-            parallel.train_step(subject.make_batch(8, seed=0))
+        refuses(UsageError, 'precision="tf32"', parallel.train_step, subject.make_batch(8, seed=0))
     finally:
         torch.set_float32_matmul_precision("highest")
     parallel.train_step(subject.make_batch(8, seed=0))

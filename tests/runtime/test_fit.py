@@ -71,42 +71,32 @@ class Loader:
         self.next = state["next"]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("make", [list, Loader])
-def test_a_run_in_parts_is_as_one(tmp_path: Path, make: Any, asynchronous: bool) -> None:
+def of_the_plan(par: ParallelModel) -> Any:
+    """Epochs of two batches and a smaller one, of which steps take two each."""
+    return par.dataloader([{"x": one} for batch in batches(3) for one in batch["x"]][:10], seed=3)
+
+
+@pytest.mark.parametrize(("make", "accumulate", "asynchronous"), [
+    *((lambda _: batches(), 1, asynchronous) for asynchronous in (False, True)),
+    *((lambda _: Loader(batches()), 1, asynchronous) for asynchronous in (False, True)),
+    (of_the_plan, 2, False),
+], ids=["list", "list beside", "loader", "loader beside", "of the plan"])  # fmt: skip
+def test_a_run_in_parts_is_as_one(tmp_path: Path, make: Any, accumulate: int, asynchronous: bool) -> None:
     wanted = list[StepDone]()
     par, optimizer, scheduler = job()
-    loader = make(batches())
-    assert autopar.fit(par, optimizer, loader, steps=9, scheduler=scheduler, on_step=wanted.append) == 9
+    loader, more = make(par), {"accumulate": accumulate}
+    assert autopar.fit(par, optimizer, loader, steps=9, scheduler=scheduler, on_step=wanted.append, **more) == 9
     assert getattr(loader, "epochs", [0, 1]) == [0, 1], "a loader is told of its epochs"
     found, parts = list[StepDone](), list[ParallelModel]()
     for steps in (2, 7, 7, 9):
         one, own, rates = job()
         checkpoints = autopar.Checkpoints(tmp_path, keep=2, asynchronous=asynchronous)
-        more = {"steps": steps, "scheduler": rates, "save_every": 3, "checkpoints": checkpoints}
-        assert autopar.fit(one, own, make(batches()), on_step=found.append, **more) == steps
+        more |= {"steps": steps, "scheduler": rates, "save_every": 3, "checkpoints": checkpoints}
+        assert autopar.fit(one, own, make(one), on_step=found.append, **more) == steps
         parts.append(one)
     assert found == wanted
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000007", "step-00000009"]
-    for name, value in par.full_state_dict().items():
-        assert torch.equal(value, parts[-1].full_state_dict()[name]), name
-
-
-def test_a_loader_of_the_plan_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
-    """Epochs of two batches and a smaller one, of which steps take two each."""
-    data = [{"x": one} for batch in batches(3) for one in batch["x"]][:10]
-
-    def run(folder: Path, *parts: int) -> list[StepDone]:
-        done = list[StepDone]()
-        for steps in parts:
-            par, optimizer, scheduler = job()
-            autopar.fit(
-                par, optimizer, par.dataloader(data, seed=3), steps=steps, accumulate=2, scheduler=scheduler, on_step=done.append,
-                checkpoints=autopar.Checkpoints(folder),
-            )  # fmt: skip
-        return done
-
-    assert run(tmp_path / "parts", 1, 2, 3, 5, 8) == run(tmp_path / "one", 8)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [f"step-{n * accumulate:08d}" for n in (7, 9)]
+    assert_close(par.full_state_dict(), parts[-1].full_state_dict(), 0.0)
 
 
 def test_several_batches_make_one_step_of_their_mean() -> None:

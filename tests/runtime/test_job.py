@@ -18,17 +18,8 @@ from autopar import api
 from autopar.errors import RankFailedError, RuntimeMismatchError, UsageError
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import RankGroup
+from autopar.runtime import job
 from autopar.runtime.failure_watch import Alarm
-from autopar.runtime.job import (
-    check_alone,
-    check_backend,
-    check_devices,
-    check_groups,
-    command,
-    device_index,
-    start,
-    stop,
-)
 from autopar.runtime.launch import _wait_for
 from tests.support.cli_runner import Run, run_fixture
 from tests.support.example_plans import llama_plan
@@ -47,7 +38,7 @@ A100, H100 = "NVIDIA A100-SXM4-40GB", "NVIDIA H100 80GB HBM3"
 ])  # fmt: skip
 def test_nodes_in_another_order_than_the_plans_are_refused_with_the_remedy(names: list[str], fits: bool) -> None:
     with nullcontext() if fits else pytest.raises(RuntimeMismatchError, match="--node-rank"):
-        check_groups(GROUPS, names)
+        job.check_groups(GROUPS, names)
 
 
 MODEL = torch.nn.Linear(4, 4)
@@ -61,29 +52,29 @@ def test_a_launcher_that_speaks_as_torchrun_does_is_believed(monkeypatch: pytest
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     try:
-        assert not start("cpu")
+        assert not job.start("cpu")
         assert dist.get_world_size() == 1
     finally:
-        stop()
+        job.stop()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR")
-    refuses(RuntimeMismatchError, r"only some of RANK, WORLD_SIZE.*MASTER_ADDR expected.*torchrun", start, "cpu")
+    refuses(RuntimeMismatchError, r"only some of RANK, WORLD_SIZE.*MASTER_ADDR expected.*torchrun", job.start, "cpu")
     assert not dist.is_initialized()
 
 
 def test_a_process_that_a_launcher_started_among_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """srun and mpirun do not tell torch: each process would train by itself. One that names its cluster may."""
     monkeypatch.setenv("SLURM_NTASKS", "4")
-    check_alone()
+    job.check_alone()
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
     try:
         with pytest.raises(RuntimeMismatchError, match=r"4 processes .OMPI_COMM_WORLD_SIZE=4.* Start 4 ranks with"):
             api.parallelize(MODEL, **OPTIONS)
         assert api.parallelize(MODEL, cluster="cpu:1x1", **OPTIONS).plan.mesh.world_size == 1
     finally:
-        stop()
+        job.stop()
     for told in ({}, {"SLURM_STEP_NUM_TASKS": "1"}, {"PMI_SIZE": "(null)"}):
-        check_alone(told)
+        job.check_alone(told)
 
 
 @pytest.mark.usefixtures("known_machine")
@@ -97,7 +88,7 @@ def test_a_process_of_which_no_launcher_says_anything_is_told_so(caplog: pytest.
         api.parallelize(MODEL, plan=plan, **OPTIONS)
         assert "one of several ranks" not in caplog.text
     finally:
-        stop()
+        job.stop()
 
 
 @pytest.mark.parametrize(
@@ -106,10 +97,10 @@ def test_a_process_of_which_no_launcher_says_anything_is_told_so(caplog: pytest.
 )
 def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one(local_rank: int, count: int, index: int | None) -> None:
     if index is not None:
-        assert device_index(local_rank, count) == index
+        assert job.device_index(local_rank, count) == index
         return
     with pytest.raises(RuntimeMismatchError, match=rf"LOCAL_RANK={local_rank} sees only {count} GPUs. Start as many"):
-        device_index(local_rank, count)
+        job.device_index(local_rank, count)
 
 
 def devices(identities: list[str]) -> list[str]:
@@ -117,7 +108,7 @@ def devices(identities: list[str]) -> list[str]:
     store, size = HashStore(), len(identities)
 
     def rank(number: int) -> str:
-        return said(RuntimeMismatchError, check_devices, store, number, size, identities[number])
+        return said(RuntimeMismatchError, job.check_devices, store, number, size, identities[number])
 
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(rank, range(size)))
@@ -140,7 +131,7 @@ def test_two_ranks_on_one_gpu_are_refused_on_all_ranks() -> None:
 ])  # fmt: skip
 def test_a_group_that_does_not_carry_the_devices_tensors_is_refused(device_type: str, config: str, said: str) -> None:
     with pytest.raises(RuntimeMismatchError, match=said) if said else nullcontext():
-        check_backend(device_type, config)
+        job.check_backend(device_type, config)
 
 
 def test_a_plan_is_waited_for_until_it_is_there_or_rank_0_is_gone() -> None:
@@ -253,14 +244,15 @@ pathlib.Path(f"{options.out}{torch.distributed.get_rank()}").write_text(json.dum
 def test_one_machine_takes_all_ranks_and_several_meet() -> None:
     plan = llama_plan()
     assert plan.mesh.world_size == 16
-    alone = command(plan, ["train.py", "--steps", "3"])
+    alone = job.command(plan, ["train.py", "--steps", "3"])
     assert alone[1:] == [
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=16", "train.py", "--steps", "3",
     ]  # fmt: skip
-    several = command(plan, ["train.py"], nodes=2, rendezvous="first:29500")
+    several = job.command(plan, ["train.py"], nodes=2, rendezvous="first:29500")
     assert several[-2:] == ["--nproc-per-node=8", "train.py"]
     assert {"--nnodes=2", "--rdzv-endpoint=first:29500"} <= set(several)
-    assert command(plan, ["train.py"], max_restarts=3)[-3:] == ["--nproc-per-node=16", "--max-restarts=3", "train.py"]
+    restarted = job.command(plan, ["train.py"], max_restarts=3)
+    assert restarted[-3:] == ["--nproc-per-node=16", "--max-restarts=3", "train.py"]
 
 
 @pytest.mark.parametrize(("options", "message"), [
@@ -270,7 +262,7 @@ def test_one_machine_takes_all_ranks_and_several_meet() -> None:
     ({"rendezvous": "first:29500"}, "One machine alone meets nobody"),
 ])  # fmt: skip
 def test_ranks_that_do_not_divide_or_meet_are_refused(options: dict[str, object], message: str) -> None:
-    refuses(UsageError, message, command, llama_plan(), ["train.py"], **options)
+    refuses(UsageError, message, job.command, llama_plan(), ["train.py"], **options)
 
 
 def test_a_script_that_is_not_there_is_named(run: Run) -> None:

@@ -35,25 +35,23 @@ from tests.support.small_models import model_of
 B, S, H, HEADS = 2, 16, 32, 8
 
 
-class Layer(nn.Module):
+def _layer(self: Any, x: Tensor) -> Tensor:
     """Attention written out, with dropout of scores and of what goes to the residual stream."""
+    y = self.norm(x)
+    q, k, v = (f(y).view(-1, S, HEADS, H // HEADS).transpose(1, 2) for f in (self.query, self.key, self.value))
+    scores = functional.dropout((q @ k.transpose(2, 3) * 0.25).softmax(dim=-1), 0.1)
+    x = x + functional.dropout(self.out((scores @ v).transpose(1, 2).reshape(-1, S, H)), 0.1)
+    return x + functional.dropout(self.down(functional.gelu(self.up(self.norm2(x)))), 0.1)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.norm2 = nn.LayerNorm(H), nn.LayerNorm(H)
-        self.query, self.key, self.value, self.out = (nn.Linear(H, H) for _ in range(4))
-        self.up, self.down = nn.Linear(H, 4 * H), nn.Linear(4 * H, H)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        q, k, v = (f(y).view(-1, S, HEADS, H // HEADS).transpose(1, 2) for f in (self.query, self.key, self.value))
-        scores = functional.dropout((q @ k.transpose(2, 3) * 0.25).softmax(dim=-1), 0.1)
-        x = x + functional.dropout(self.out((scores @ v).transpose(1, 2).reshape(-1, S, H)), 0.1)
-        return x + functional.dropout(self.down(functional.gelu(self.up(self.norm2(x)))), 0.1)
+def layer() -> nn.Module:
+    parts = {name: nn.Linear(H, H) for name in ("query", "key", "value", "out")}
+    parts |= {"up": nn.Linear(H, 4 * H), "down": nn.Linear(4 * H, H)}
+    return model_of(_layer, norm=nn.LayerNorm(H), norm2=nn.LayerNorm(H), **parts)
 
 
 def stack() -> nn.Module:
-    return model_of(lambda self, x: self.layers(x).sum(), layers=nn.Sequential(Layer(), Layer()))
+    return model_of(lambda self, x: self.layers(x).sum(), layers=nn.Sequential(layer(), layer()))
 
 
 @pytest.fixture(scope="module", autouse=True)

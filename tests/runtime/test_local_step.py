@@ -118,12 +118,11 @@ def test_what_might_notice_steps_as_before(how: str) -> None:
 @pytest.mark.parametrize("on_host", [False, True])
 def test_optimizers_of_others_are_left_alone(kind: Any, on_host: bool) -> None:
     """Neither asked nor changed, whatever this model's would have to be."""
-    asked: list[torch.optim.Optimizer] = []
+    asked, inside = list[torch.optim.Optimizer](), list[bool]()
     steps = LocalSteps(parameters(), on_host=on_host, is_staged=True, check=asked.append)
     plain = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(5))]
     other = kind(plain, lr=0.1)
     groups, lists, state = other.param_groups, [group["params"] for group in other.param_groups], other.state
-    inside: list[bool] = []
 
     def closure() -> torch.Tensor:
         same = other.param_groups is groups and other.state is state
@@ -134,8 +133,7 @@ def test_optimizers_of_others_are_left_alone(kind: Any, on_host: bool) -> None:
 
     other.step(closure)
     steps.remove()
-    assert inside
-    assert all(inside)
+    assert inside and all(inside)
     assert not asked
     assert other.param_groups is groups
     assert not other._optimizer_step_pre_hooks
@@ -252,8 +250,7 @@ def test_a_step_that_fails_leaves_no_trace_in_the_next() -> None:
     optimizer = torch.optim.AdamW(held)
     held[0].grad = torch.ones_like(held[0])
     optimizer.param_groups[0]["betas"] = None
-    with pytest.raises(TypeError):
-        optimizer.step()
+    refuses(TypeError, "", optimizer.step)
     steps.restore()
     assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], held, strict=True))
     optimizer.param_groups[0]["betas"] = (0.9, 0.999)

@@ -5,12 +5,11 @@ import math
 import pickle
 import re
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
@@ -59,14 +58,6 @@ def test_parameters_and_modules_are_listed_as_of_any_module(parallel: ParallelMo
     assert [id(p) for p in around.values()] == [id(p) for p in named.values()]
     assert (parallel.device, parallel.rank, parallel.world_size) == (torch.device("cpu"), 0, 1)
     assert parallel.is_main_process
-
-
-def test_buffers_are_those_of_the_last_step() -> None:
-    parallel = counting()
-    for step in (1, 2):
-        parallel.train_step({"x": torch.ones(4, 4)})
-        assert {name: value.item() for name, value in parallel.named_buffers()} == {"steps": step}
-    assert list(dict(around_of(parallel).named_buffers())) == ["inside.steps"]
 
 
 def test_gradients_are_cleared_and_parameters_frozen_as_of_any_module(parallel: ParallelModel, batch: Batch) -> None:
@@ -148,76 +139,61 @@ def test_torchs_state_dict_functions_walk_its_names(parallel: ParallelModel, bat
         own.step()
 
 
-def test_tensors_are_found_by_their_names(parallel: ParallelModel) -> None:
+def test_tensors_are_found_by_their_names_and_buffers_are_those_of_the_last_step(parallel: ParallelModel) -> None:
     for name, parameter in parallel.named_parameters():
         assert parallel.get_parameter(name) is parameter
     said = r"This rank has no 'wte\.weight'\. It has transformer\.\S+weight, .* more"
     refuses(AttributeError, said, parallel.get_parameter, "wte.weight")
     other = counting()
+    for step in (1, 2):
+        other.train_step({"x": torch.ones(4, 4)})
+        assert {name: value.item() for name, value in other.named_buffers()} == {"steps": step}
+    assert list(dict(around_of(other).named_buffers())) == ["inside.steps"]
     assert other.get_buffer("steps") is dict(other.named_buffers())["steps"]
     refuses(AttributeError, r"This rank has no 'ones'\. It has steps", other.get_buffer, "ones")
 
 
-def test_what_the_model_has_is_told_where_it_is_now() -> None:
+def test_what_cannot_be_is_refused_in_one_sentence() -> None:
     model = SMALL.build()
     parallel = small(model)
-    with pytest.raises(AttributeError, match=r"no attribute 'transformer': it has no layers.*named_parameters\(\)"):
-        parallel.transformer.wte.register_forward_hook(print)
-    with pytest.raises(AttributeError, match=r"no attribute 'name_or_path'\. Instead: model\.name_or_path"):
-        parallel.name_or_path  # noqa: B018
-
-
-def test_what_cannot_be_is_refused_in_one_sentence(parallel: ParallelModel) -> None:
-    for take in (copy.copy, copy.deepcopy, pickle.dumps):
-        refuses(UsageError, r"cannot be copied, pickled.*par\.save\(DIR, optimizer\)", take, parallel)
-    with pytest.raises(UsageError, match=r"no layers that apply\(\.\.\.\) could reach.*before autopar\.parallelize"):
-        parallel.apply(lambda module: None)
-    with pytest.raises(UsageError, match=r"A backward hook on a parallel model is not supported"):
-        parallel.register_full_backward_hook(lambda *_: None)
-    for value in (nn.Linear(1, 1), nn.Parameter(torch.ones(1))):
-        with pytest.raises(UsageError, match=r"cannot be put into a parallel model as par\.head"):
-            parallel.head = value
-    for add in (parallel.add_module, parallel.register_parameter):
-        refuses(UsageError, r"A Linear cannot be put into a parallel model as par\.head", add, "head", nn.Linear(1, 1))
-    for norm in ("1", None, -1.0, math.nan, True, torch.ones(3), parallel.parameters()):
-        with pytest.raises(UsageError, match=re.escape(f"The max_norm is {norm!r}. Write for example max_norm=1.0")):
-            parallel.clip_grad_norm_(norm, 2.0)
-    with pytest.raises(UsageError, match=r"A clipping by norm_type=inf is not supported"):
-        parallel.clip_grad_norm_(1.0, norm_type=math.inf)
-    said = r"no attribute 'generate'\. Instead: put par\.full_state_dict\(\)"
-    refuses(AttributeError, said, getattr, parallel, "generate")
+    linear, parameter = nn.Linear(1, 1), nn.Parameter(torch.ones(1))
+    trace, example = partial(api.trace, example_inputs=SMALL.make_batch(2, seed=0)), "Write for example max_norm=1.0"
+    not_copied, not_put = r"be copied, pickled.*par\.save\(DIR, optimizer\)", r"cannot be put into a parallel model as"
+    norms = ("1", None, -1.0, math.nan, True, torch.ones(3), parallel.parameters())
+    for said, call, *given in (
+        *((not_copied, take, parallel) for take in (copy.copy, copy.deepcopy, pickle.dumps)),
+        *((f"{not_put} par.head", setattr, parallel, "head", value) for value in (linear, parameter)),
+        *((f"A Linear {not_put}", add, "head", linear) for add in (parallel.add_module, parallel.register_parameter)),
+        (r"no layers that apply\(\.\.\.\) could reach.*before autopar\.parallelize", parallel.apply, print),
+        ("A backward hook on a parallel model is not supported", parallel.register_full_backward_hook, print),
+        *((re.escape(f"The max_norm is {n!r}. {example}"), parallel.clip_grad_norm_, n, 2.0) for n in norms),
+        ("A clipping by norm_type=inf is not supported", parallel.clip_grad_norm_, 1.0, math.inf),
+        (r"is a DTensor already\. Pass the model before it is made parallel", trace, parallel),
+    ):  # fmt: skip
+        refuses(UsageError, said, call, *given)
+    for name, said in (
+        ("transformer", r"it has no layers.*named_parameters\(\)"), ("name_or_path", r"Instead: model\.name_or_path"),
+        ("generate", r"Instead: put par\.full_state_dict\(\)"),
+    ):  # fmt: skip
+        refuses(AttributeError, rf"no attribute '{name}'(\.|:) {said}", getattr, parallel, name)
     assert not hasattr(parallel, "anything")
-    with pytest.raises(UsageError, match=r"is a DTensor already\. Pass the model before it is made parallel"):
-        api.trace(parallel, example_inputs=SMALL.make_batch(2, seed=0))
 
 
-def test_forward_hooks_and_compiled_models_are_called() -> None:
-    parallel, batch, seen = small(), SMALL.make_batch(8, seed=0), list[float]()
+def test_forward_hooks_are_called_and_torch_compile_leaves_calls_and_steps_as_they_are() -> None:
+    parallel, batch, seen, compiled = small(), SMALL.make_batch(8, seed=0), list[float](), list[object]()
+    backend = lambda module, _: (compiled.append(module), module.forward)[1]
     wanted = parallel(**batch).loss.item()
     handle = parallel.register_forward_hook(lambda _, __, output: seen.append(output.loss.item()))
     parallel(**batch)
     handle.remove()
-    compiled = torch.compile(parallel, backend="eager")
-    assert compiled(**batch).loss.item() == wanted
-    assert [id(p) for p in compiled.parameters()] == [id(p) for p in parallel.parameters()]
-    parallel.compile(backend="eager")
+    whole = torch.compile(parallel, backend=backend)
+    assert [id(p) for p in whole.parameters()] == [id(p) for p in parallel.parameters()]
+    step, evaluate = (torch.compile(call, backend=backend) for call in (parallel.train_step, parallel.evaluate))
+    assert [whole(**batch).loss.item(), step(batch).item(), step(batch).item()] == [wanted] * 3
+    assert evaluate(batch).item() == pytest.approx(wanted)
+    parallel.compile(backend=backend)
     assert parallel(**batch).loss.item() == wanted
-    assert seen == [wanted]
-
-
-def test_a_checkpoint_of_torch_holds_what_a_step_goes_on_from(tmp_path: Path) -> None:
-    parallel = counting()
-    batch = {"x": torch.ones(4, 4)}
-    parallel.train_step(batch)
-    adamw(parallel.parameters()).step()
-    dcp.save({"model": parallel}, checkpoint_id=tmp_path)
-    other = counting()
-    dcp.load({"model": other}, checkpoint_id=tmp_path)
-    assert other.step_count == 1
-    assert dict(other.named_buffers())["steps"].item() == 1
-    assert torch.equal(next(other.parameters()).full_tensor(), next(parallel.parameters()).full_tensor())
-    losses = [one.train_step(batch).item() for one in (parallel, other)]
-    assert losses[0] == losses[1]
+    assert (seen, compiled, parallel.step_count) == ([wanted], [], 6)
 
 
 def test_a_state_dict_is_put_back_under_its_own_names_and_the_models(parallel: ParallelModel, batch: Batch) -> None:
@@ -265,11 +241,7 @@ def test_a_state_dict_with_some_of_what_does_not_learn_is_put_too() -> None:
         "mean": 12.0, "scale": 4.0, "unread": 2.0, "weight": 4.0,
     }  # fmt: skip
     state = parallel.full_state_dict()
-    refuses(
-        RuntimeError,
-        r"scale: it has shape \(3,\), not \(4,\)",
-        parallel.load_state_dict,
-        {**state, "scale": torch.ones(3)},
-    )
+    other = {**state, "scale": torch.ones(3)}
+    refuses(RuntimeError, r"scale: it has shape \(3,\), not \(4,\)", parallel.load_state_dict, other)
     del state["unread"]
     refuses(RuntimeError, r'Missing key.*"unread"', parallel.load_state_dict, state)

@@ -13,7 +13,7 @@ from autopar.errors import UsageError
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.tracing.trace import trace
 from tests.support.close import assert_close
-from tests.support.distributed.returning import Result, Returning
+from tests.support.distributed.returning import Returning
 from tests.support.parallel import alone
 from tests.support.said import refuses
 from tests.support.small_models import model_of
@@ -33,19 +33,6 @@ def build(kind: str) -> tuple[ParallelModel, nn.Module]:
 
 def batch(samples: int = 8) -> dict[str, Tensor]:
     return Returning("pair").make_batch(samples)
-
-
-def test_a_call_in_eval_is_a_call_of_the_model() -> None:
-    parallel, model = build("metrics")
-    parallel.eval()
-    model.eval()
-    for way in (lambda m, b: m(**b), lambda m, b: m(b["idx"], b["targets"])):
-        found, wanted = way(parallel, batch()), way(model, batch())
-        assert type(found) is Result
-        assert_close(*((one.loss, one.logits, *one.more["states"]) for one in (found, wanted)))
-        assert found.more["samples"] == 8
-        assert found.more["accuracy"].item() == pytest.approx(wanted.more["accuracy"].item())
-        assert not found.loss.requires_grad
 
 
 def test_labels_may_be_left_out() -> None:

@@ -15,15 +15,13 @@ from torch.nn.utils import parametrizations, spectral_norm
 from autopar import api
 from autopar.errors import UsageError
 from autopar.ops.sharded import partial_mean
-from autopar.plan.mesh import Mesh
-from autopar.plan.plan import BF16, FP16, PRECISIONS, Precision
+from autopar.plan.plan import BF16, FP16, PRECISIONS, Precision, PrecisionName
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.tracing.trace import trace
 from autopar.verification.reference import loss_of
 from tests.support.distributed import scaled
-from tests.support.distributed.plans import make_plan
 from tests.support.distributed.subjects import HfSubject
-from tests.support.parallel import alone, halve, on_rank
+from tests.support.parallel import alone, halve
 from tests.support.said import refuses
 from tests.support.small_models import evaluate, model_of
 
@@ -33,14 +31,12 @@ SUBJECT = HfSubject("llama", depth=1)
 
 
 @cache
-def planned(precision: Precision = FP16) -> Any:
-    graph = api.trace(SUBJECT.build(), example_inputs=SUBJECT.make_batch(2, seed=0), precision=precision.name)
-    return make_plan(graph, Mesh(), global_batch_size=8, micro_batch_size=8, precision=precision), graph
+def traced(precision: PrecisionName) -> Any:
+    return api.trace(SUBJECT.build(), example_inputs=SUBJECT.make_batch(2, seed=0), precision=precision)
 
 
 def build(precision: Precision = FP16) -> ParallelModel:
-    plan, graph = planned(precision)
-    return on_rank(SUBJECT.build(), plan, graph)
+    return alone(SUBJECT.build(), traced(precision.name), batch=8, precision=precision)
 
 
 def test_the_scale_falls_and_grows_as_torchs() -> None:
@@ -62,11 +58,8 @@ def test_gradients_that_are_still_scaled_are_not_stepped_by_or_clipped() -> None
         parallel.train_step(batch)
     scaler, optimizer = parallel.grad_scaler(), scaled.sgd(parallel.parameters())
     refuses(UsageError, "second scaler", parallel.grad_scaler)
-    with pytest.raises(
-        UsageError,
-        match=r"the scaler of this model has not scaled.*scaler\.scale\(loss\)\.backward\(\), where loss is that of par",
-    ):
-        torch.amp.GradScaler("cpu").scale(parallel(**batch).loss).backward()
+    said = r"the scaler of this model has not scaled.*scaler\.scale\(loss\)\.backward\(\), where loss is that of par"
+    refuses(UsageError, said, torch.amp.GradScaler("cpu").scale(parallel(**batch).loss).backward)
     before = parallel.full_state_dict()
     loss = parallel.train_step(batch)
     refuses(UsageError, r"has been scaled already.*Leave scaler\.scale\(loss\)\.backward\(\) out", scaler.scale, loss)

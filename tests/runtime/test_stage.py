@@ -32,6 +32,12 @@ def sent(*values: Tensor, returns: int | None = None) -> tuple[Tensor, ...]:
     return leave(passed(*values, returns=returns), None, values)
 
 
+def through(takes: tuple[Passed, ...], gives: tuple[Passed, ...], received: list[Tensor], work: Any) -> Tensor:
+    """What another stage gives of what it has received."""
+    values, link = enter(takes, received)
+    return leave(gives, link, [work(*values)])[0]
+
+
 @given(shape=st.lists(st.sampled_from([0, 1, 1, 2, 3]), max_size=4), order=st.integers(0, 23), data=st.data())
 def test_strides_under_way_are_those_of_a_new_tensor(shape: list[int], order: int, data: st.DataObject) -> None:
     x = torch.empty(shape)
@@ -65,11 +71,12 @@ def test_each_tensor_that_asks_for_a_gradient_gets_one() -> None:
     unread = torch.ones(4, dtype=torch.float64, requires_grad=True)
     receives = passed(whole, number, still, unread)
     received = [torch.ones(p.shape).to(p.carrier).requires_grad_() for p in receives]
-    loss = torch.zeros((), requires_grad=True)
-    takes, gives = receives, passed(loss)
-    (h, n, s, _), link = enter(takes, received)
-    assert [x.requires_grad for x in (h, n, s)] == [True, False, False]
-    (made,) = leave(gives, link, [((2.0 * h).sum(1) * s * (n != 0)).sum()])
+
+    def work(h: Tensor, n: Tensor, s: Tensor, _: Tensor) -> Tensor:
+        assert [x.requires_grad for x in (h, n, s)] == [True, False, False]
+        return ((2.0 * h).sum(1) * s * (n != 0)).sum()
+
+    made = through(receives, passed(torch.zeros((), requires_grad=True)), received, work)
     made.backward()
     for x, p in zip(received, receives, strict=True):
         assert x.grad is not None and x.grad.dtype == p.carrier and x.grad.shape == p.shape
@@ -78,27 +85,20 @@ def test_each_tensor_that_asks_for_a_gradient_gets_one() -> None:
 
 def test_gradients_pass_as_they_are_and_reach_stages_behind_one_without_any() -> None:
     x, dead = torch.randn(3, requires_grad=True), torch.randn(2, requires_grad=True)
-    takes, gives = passed(x, dead), passed(torch.zeros(3), returns=0)
-    received = [x.detach().requires_grad_(), dead.detach().requires_grad_()]
-    (h, _), link = enter(takes, received)
-    (given_,) = leave(gives, link, [h.detach()])
+    received = [t.detach().requires_grad_() for t in (x, dead)]
+    given_ = through(passed(x, dead), passed(torch.zeros(3), returns=0), received, lambda h, _: h.detach())
     assert given_.requires_grad, "a gradient comes back, so that this stage runs backward"
     given_.backward(torch.ones(3))
     assert [t.grad is not None and not t.grad.any() for t in received] == [True, True]
-    takes, gives = passed(x, dead), passed(x)
-    received = [x.detach().requires_grad_(), dead.detach().requires_grad_()]
-    (h, _), link = enter(takes, received)
-    (given_,) = leave(gives, link, [3.0 * h])
-    given_.backward(torch.tensor([1.0, 2.0, 4.0]))
+    received = [t.detach().requires_grad_() for t in (x, dead)]
+    through(passed(x, dead), passed(x), received, lambda h, _: 3.0 * h).backward(torch.tensor([1.0, 2.0, 4.0]))
     assert received[0].grad is not None and received[0].grad.tolist() == [3.0, 6.0, 12.0]
 
 
 def test_without_gradients_nothing_is_recorded() -> None:
     x = torch.randn(3, requires_grad=True)
-    takes, gives = passed(x), passed(x)
     with torch.no_grad():
-        (h,), link = enter(takes, [x])
-        (given_,) = leave(gives, link, [2.0 * h])
+        given_ = through(passed(x), passed(x), [x], lambda h: 2.0 * h)
     assert not given_.requires_grad and torch.equal(given_, 2.0 * x)
 
 

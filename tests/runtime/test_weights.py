@@ -38,9 +38,11 @@ def on_meta() -> nn.Module:
         return nn.Sequential(nn.Linear(3, 5), nn.Sequential(nn.Linear(5, 4), bare))
 
 
-def test_modules_on_meta_are_initialised_one_by_one() -> None:
-    model = on_meta()
+def test_modules_on_meta_are_initialised_one_by_one_and_leave_the_random_generator() -> None:
+    model, wanted = on_meta(), torch.rand(3)
+    torch.manual_seed(0)
     made = initialise(model, "1.0", seed=1)
+    assert torch.equal(torch.rand(3), wanted)
     assert made.weight.shape == (4, 5)
     assert not made.weight.is_meta
     assert all(p.is_meta for p in model.parameters())
@@ -48,34 +50,21 @@ def test_modules_on_meta_are_initialised_one_by_one() -> None:
     assert not torch.equal(made.weight, initialise(model, "1.0", seed=2).weight)
 
 
-def test_state_of_the_random_generator_is_kept() -> None:
-    wanted = torch.rand(3)
-    torch.manual_seed(0)
-    initialise(on_meta(), "0", seed=1)
-    assert torch.equal(torch.rand(3), wanted)
-
-
 def test_a_module_without_initialiser_is_named() -> None:
     refuses(UsageError, r"1\.1\.scale: A Model .*reset_parameters", initialise, on_meta(), "1.1", seed=0)
 
 
 def test_initialisers_of_parents_see_the_names_of_their_children() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-            self.other = nn.Linear(4, 4)
-
-        def _init_weights(self, module: nn.Module) -> None:
-            if isinstance(module, nn.Linear):
-                nn.init.ones_(module.weight)
-                nn.init.zeros_(module.bias)
-            for name, p in module.named_parameters():
-                if name == "inner.weight":
-                    p.data.mul_(3.0)
+    def init_weights(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.ones_(module.weight)
+            nn.init.zeros_(module.bias)
+        for name, p in module.named_parameters():
+            if name == "inner.weight":
+                p.data.mul_(3.0)
 
     with torch.device("meta"):
-        model = Scaled()
+        model = model_of(None, inner=nn.Linear(4, 4), other=nn.Linear(4, 4), _init_weights=init_weights)
     assert torch.equal(initialise(model, "inner", 0).weight, torch.full((4, 4), 3.0))
     assert torch.equal(initialise(model, "other", 0).weight, torch.ones(4, 4))
 
@@ -99,23 +88,17 @@ def test_integers_that_an_initialiser_leaves_out_are_found() -> None:
     refuses(UsageError, r"order: A Choice on meta has no initialiser", initialise, partial, "", 0)
 
 
-class Head(nn.Module):
-    """With buffers that are saved, and one that is not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(16)
-        self.register_buffer("order", torch.tensor([3, 1, 2, 0]))
-        self.register_buffer("scale", torch.tensor([2.0]))
-        self.register_buffer("shift", torch.tensor([0.5]), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x[:, self.order].transpose(1, 2)).transpose(1, 2) * self.scale + self.shift
+def _head(self: nn.Module, x: Tensor) -> Tensor:
+    return self.norm(x[:, self.order].transpose(1, 2)).transpose(1, 2) * self.scale + self.shift
 
 
 def net() -> nn.Module:
+    """With buffers that are saved, and one that is not."""
     loss = lambda self, x: functional.cross_entropy(self.head(self.table(x)).flatten(0, 1), x.flatten())
-    return model_of(loss, table=nn.Embedding(16, 16), head=Head())
+    kept = {"order": nn.Buffer(torch.tensor([3, 1, 2, 0])), "scale": nn.Buffer(torch.tensor([2.0]))}
+    shift = nn.Buffer(torch.tensor([0.5]), persistent=False)
+    head = model_of(_head, norm=nn.BatchNorm1d(16), shift=shift, **kept)
+    return model_of(loss, table=nn.Embedding(16, 16), head=head)
 
 
 BATCH = {"x": torch.arange(32).view(8, 4) % 16}
@@ -144,19 +127,16 @@ def parallel(weights: Path) -> ParallelModel:
     return launch(net(), planned, device_type="cpu", weights=weights)
 
 
-def test_buffers_of_a_state_dict_come_from_the_files(tmp_path: Path) -> None:
-    expected = saved(tmp_path)
+@pytest.mark.parametrize("lacks", [False, True])
+def test_buffers_of_a_state_dict_come_from_the_files_and_what_these_lack_from_the_model(
+    tmp_path: Path, lacks: bool
+) -> None:
+    expected = saved(tmp_path, **({"head__scale": None} if lacks else {}))
+    expected.head.scale.fill_(2.0 if lacks else 5.0)
     given = {"cluster": "cpu:1x1", "example_inputs": BATCH, "global_batch_size": 8}
     model = autopar.parallelize(net(), weights=tmp_path, **given)
     assert model.train_step(BATCH).item() == pytest.approx(expected(**BATCH).item(), rel=1e-6)
-    found = model.full_state_dict()
-    assert_close(found["head.norm.running_mean"], expected.head.norm.running_mean)
-
-
-def test_buffers_that_the_files_lack_are_the_models(tmp_path: Path) -> None:
-    expected = saved(tmp_path, head__scale=None)
-    expected.head.scale.fill_(2.0)
-    assert parallel(tmp_path).train_step(BATCH).item() == pytest.approx(expected(**BATCH).item(), rel=1e-6)
+    assert_close(model.full_state_dict()["head.norm.running_mean"], expected.head.norm.running_mean)
 
 
 @pytest.mark.parametrize(("changes", "said"), [

@@ -49,11 +49,5 @@ def assert_close(found: Any, wanted: Any, relative: float | None = None, place: 
 
 
 def _largest(tensors: Any) -> float:
-    return max(
-        (
-            float(t.detach().abs().max())
-            for t in tensors
-            if isinstance(t, Tensor) and t.is_floating_point() and t.numel()
-        ),
-        default=0.0,
-    )
+    some = [t for t in tensors if isinstance(t, Tensor) and t.is_floating_point() and t.numel()]
+    return max((float(t.detach().abs().max()) for t in some), default=0.0)

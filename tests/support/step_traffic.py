@@ -23,17 +23,8 @@ from dataclasses import dataclass, replace
 
 from autopar.cost.blocks.block_cost import BlockCost, ParameterCost
 from autopar.cost.model import CostModel
+from autopar.cost.step import gradient_buckets
 from autopar.cost.step.data_parallel import DataParallel, itemsize
-from autopar.cost.step.gradient_buckets import (
-    SCALAR_BYTES,
-    Summed,
-    buckets,
-    is_fsdps,
-    late_sums,
-    scalars,
-    stage_parameters,
-    tied,
-)
 from autopar.cost.step.step import StageCost, Step
 from autopar.graph.graph import Graph
 from autopar.lower.program import lower
@@ -59,7 +50,9 @@ Traffic = Counter[Collective]
 def traffic(model: CostModel, stages: Sequence[StageCost], step: Step, *, clips: bool = False) -> tuple[Traffic, ...]:
     """For each pipeline rank; ``clips``: with the norm of all gradients, which training takes by a call after the step."""
     data = model.of(step).data
-    norm = Collective(kind="all_reduce", axes=MESH_AXES, num_bytes=SCALAR_BYTES * clips * (step.mesh.world_size > 1))
+    norm = Collective(
+        kind="all_reduce", axes=MESH_AXES, num_bytes=gradient_buckets.SCALAR_BYTES * clips * (step.mesh.world_size > 1)
+    )
     ranks = (_rank_traffic(stages, data, step, pp_rank=rank) for rank in range(step.mesh.pp))
     return tuple(found + Counter({norm: bool(norm.num_bytes)}) for found in ranks)
 
@@ -75,7 +68,7 @@ def _rank_traffic(stages: Sequence[StageCost], data: DataParallel, step: Step, *
         found += _of_fsdp(stages, data, step.schedule, step.num_micro_batches, pp_rank)
     found += _of_gradients([stages[s].blocks for s in turns], data, step.bucket_bytes)
     found += _ties(stages, data, pp_rank)
-    for axes, num_bytes in scalars(data, step.totals):
+    for axes, num_bytes in gradient_buckets.scalars(data, step.totals):
         found[Collective(kind="all_reduce", axes=axes, num_bytes=num_bytes)] += 1
     return Counter({c: n for c, n in found.items() if c.num_bytes and data.mesh.size(c.axes) > 1})
 
@@ -103,9 +96,9 @@ def _sends(stages: Sequence[StageCost], s: int, num_micro_batches: int) -> Traff
 
 def units(blocks: Sequence[BlockCost]) -> Iterator[tuple[tuple[ParameterCost, ...], bool]]:
     """Parameters of each FSDP unit of a stage, and whether it is the one of shared parameters."""
-    own, shared = stage_parameters(blocks)
-    yield from ((tuple(p for p in parameters if is_fsdps(p, True)), False) for parameters in own)
-    yield tuple(p for p in shared if is_fsdps(p, True)), True
+    own, shared = gradient_buckets.stage_parameters(blocks)
+    yield from ((tuple(p for p in parameters if gradient_buckets.is_fsdps(p, True)), False) for parameters in own)
+    yield tuple(p for p in shared if gradient_buckets.is_fsdps(p, True)), True
 
 
 def _of_fsdp(
@@ -171,17 +164,17 @@ def gathers(order: str, data: DataParallel, num_units: int, *, has_shared: bool)
 
 def _of_gradients(stages: Sequence[Sequence[BlockCost]], data: DataParallel, bucket_bytes: int) -> Traffic:
     found: Traffic = Counter()
-    size, summed = itemsize(data.precision.storage), Summed(data.mesh, data.uses_fsdp)
-    for bucket in buckets(stages, summed, size, bucket_bytes):
+    size, summed = itemsize(data.precision.storage), gradient_buckets.Summed(data.mesh, data.uses_fsdp)
+    for bucket in gradient_buckets.buckets(stages, summed, size, bucket_bytes):
         found[Collective(kind="all_reduce", axes=bucket.axes, num_bytes=bucket.num_bytes)] += 1
-    for axes, num_bytes in late_sums(stages, summed, size).items():
+    for axes, num_bytes in gradient_buckets.late_sums(stages, summed, size).items():
         found[Collective(kind="all_reduce", axes=axes, num_bytes=num_bytes)] += 1
     return found
 
 
 def _ties(stages: Sequence[StageCost], data: DataParallel, pp_rank: int) -> Traffic:
     found: Traffic = Counter()
-    for ranks, num_bytes in tied([stage.blocks for stage in stages], data).items():
+    for ranks, num_bytes in gradient_buckets.tied([stage.blocks for stage in stages], data).items():
         if pp_rank in ranks:
             some = () if len(ranks) == data.mesh.pp else ranks
             found[Collective(kind="all_reduce", axes=("pp",), num_bytes=num_bytes, pp_ranks=some)] += 1

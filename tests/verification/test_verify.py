@@ -1,6 +1,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,18 +14,11 @@ from autopar.errors import VerificationError
 from autopar.models.resolve import resolve_model
 from autopar.tracing.modes import in_double
 from autopar.tracing.trace import trace
+from autopar.verification import reference
 from autopar.verification.against_one_device import _Run, verify
 from autopar.verification.compared_models import VerifiedModel
 from autopar.verification.first_difference import Bisection
-from autopar.verification.reference import (
-    Compared,
-    Draw,
-    Draws,
-    places_of_draws,
-    traced_in_double,
-    trained_alone,
-    worst,
-)
+from autopar.verification.reference import Compared, traced_in_double, trained_alone
 from autopar.verification.results import NUDGES, Confirmation, RankErrors, VerifyReport
 from tests.support.close import assert_close
 from tests.support.distributed.subjects import OwnSubject
@@ -59,7 +53,7 @@ def test_the_worst_tensor_is_the_one_with_the_largest_relative_error(
     found: dict[str, float], wanted: dict[str, float], name: str, error: float
 ) -> None:
     tensors = ({key: torch.full((2,), value) for key, value in some.items()} for some in (found, wanted))
-    assert worst(*tensors) == (name, pytest.approx(error, rel=1e-4))
+    assert reference.worst(*tensors) == (name, pytest.approx(error, rel=1e-4))
 
 
 def double(**changes: object) -> RankErrors:
@@ -105,24 +99,22 @@ def test_tolerances_of_float64_are_its_own() -> None:
     assert row(loss=9e-6, gradient=9e-5).passed
 
 
-class Casts(nn.Module):
+def _casts(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Code that names float32: casts, factories, accumulation; an odd sum that float32 rounds."""
+    y = x.to(torch.float32) * self.weight.float() * self.scale + torch.arange(7) / torch.tensor(3.0)
+    return torch.softmax(y, -1, dtype=torch.float32).square().sum() + torch.ones(1).mean()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(0.1, 1.0, 7))
-        self.register_buffer("scale", torch.linspace(0.3, 0.7, 7))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = x.to(torch.float32) * self.weight.float() * self.scale + torch.arange(7) / torch.tensor(3.0)
-        return torch.softmax(y, -1, dtype=torch.float32).square().sum() + torch.ones(1).mean()
+def casts() -> nn.Module:
+    weight, scale = nn.Parameter(torch.linspace(0.1, 1.0, 7)), nn.Buffer(torch.linspace(0.3, 0.7, 7))
+    return model_of(_casts, weight=weight, scale=scale)
 
 
 def normal(width: int) -> Callable[[int, torch.Generator], dict[str, torch.Tensor]]:
     return lambda size, generator: {"x": torch.randn(size, width, generator=generator)}
 
 
-CASTS = OwnSubject(Casts, normal(7))
+CASTS = OwnSubject(casts, normal(7))
 
 
 def test_grouped_products_have_a_float64() -> None:
@@ -152,7 +144,7 @@ def test_a_model_in_float64_rounds_nowhere_to_float32() -> None:
     y = batch["x"] * weight * model.scale + torch.arange(7, dtype=torch.float64) / 3.0
     assert found.dtype == torch.float64
     assert float(found.detach()) == pytest.approx(float(torch.softmax(y, -1).square().sum() + 1), rel=1e-15)
-    graph = trace(Casts(), (), CASTS.make_batch(2, seed=0))
+    graph = trace(casts(), (), CASTS.make_batch(2, seed=0))
     doubled = traced_in_double(wide, graph)
     assert doubled.fingerprint == graph.fingerprint
     assert float(evaluate(doubled, batch, {"weight": weight})) == pytest.approx(float(found.detach()), rel=1e-15)
@@ -183,26 +175,21 @@ def run_of(global_batch_size: int) -> _Run:
     return _Run(plan=plan, steps=1, timeout_s=1.0, pool=pool, draws=None)
 
 
-def test_a_model_that_draws_noise_of_its_own_is_no_reference() -> None:
-    def run(noise: float) -> None:
-        forward = lambda self, x: (x + noise * torch.rand_like(x)).square().mean()
-        run_of(4)._check_repeats(OwnSubject(lambda: model_of(forward), normal(3)))
-
-    run(0.0)
-    refuses(VerificationError, r"One device gives two losses for one batch: .*Turn off what", run, 0.1)
+def drawing(noise: float = 0.0, generator: torch.Generator | None = None) -> nn.Module:
+    layer = nn.Linear(3, 3)
+    nn.init.normal_(layer.weight, generator=generator)
+    return model_of(lambda self, x: self.layer(x + noise * torch.rand_like(x)).square().mean(), layer=layer)
 
 
-def test_a_model_that_is_built_with_other_weights_each_time_is_no_reference() -> None:
-    """Its weights come from a generator that no seed of torch's reaches, as of numpy."""
-    generator = torch.Generator().manual_seed(3)
-
-    def model() -> nn.Module:
-        layer = nn.Linear(3, 3)
-        nn.init.normal_(layer.weight, generator=generator)
-        return model_of(lambda self, x: self.layer(x).square().mean(), layer=layer)
-
-    said = r"gives other weights each time: 'layer\.weight'.*Seed in that function"
-    refuses(VerificationError, said, run_of(4)._check_repeats, OwnSubject(model, normal(3)))
+def test_a_model_that_draws_noise_of_its_own_or_has_other_weights_each_time_is_no_reference() -> None:
+    """Weights from a generator that no seed of torch's reaches, as of numpy."""
+    check, own = run_of(4)._check_repeats, torch.Generator().manual_seed(3)
+    check(OwnSubject(drawing, normal(3)))
+    for said, model in (
+        (r"One device gives two losses for one batch: .*Turn off what", partial(drawing, 0.1)),
+        (r"gives other weights each time: 'layer\.weight'.*Seed in that function", partial(drawing, generator=own)),
+    ):
+        refuses(VerificationError, said, check, OwnSubject(model, normal(3)))
 
 
 def noised() -> nn.Module:
@@ -220,7 +207,7 @@ def noised() -> nn.Module:
 def test_runs_of_one_device_draw_what_the_first_one_drew() -> None:
     """In float64 as well; and where ``one`` draws and no other, losses differ."""
     batches = [normal(8)(4, torch.Generator().manual_seed(seed)) for seed in range(3)]
-    draws: Draws = []
+    draws: reference.Draws = []
     first, second = trained_alone(noised(), batches, draws), trained_alone(noised(), batches, draws)
     assert [[draw.kind for draw in step] for step in draws] == 3 * [["bernoulli", "rand", "randn_like"]]
     assert first["losses"] == second["losses"] != trained_alone(noised(), batches)["losses"]
@@ -231,12 +218,13 @@ def test_runs_of_one_device_draw_what_the_first_one_drew() -> None:
 
 def test_what_the_graph_draws_is_found_in_the_order_of_one_device() -> None:
     graph = trace(noised(), (), {"x": torch.zeros(2, 8)})
-    made = [Draw(kind, torch.zeros(shape)) for kind, shape in (
+    made = [reference.Draw(kind, torch.zeros(shape)) for kind, shape in (
         ("uniform", (3,)), ("bernoulli", (4, 1)), ("rand", (4, 3)), ("rand", (4, 8)), ("randn_like", (4, 8)),
     )]  # fmt: skip
-    assert list(places_of_draws(graph, made, 4).values()) == [1, 3, 4]
-    refuses(VerificationError, r"does not draw .*\(aten\.rand_like|randn_like", places_of_draws, graph, made[:4], 4)
-    refuses(VerificationError, r"does not draw", places_of_draws, graph, made[::-1], 4)
+    places = reference.places_of_draws
+    assert list(places(graph, made, 4).values()) == [1, 3, 4]
+    refuses(VerificationError, r"does not draw .*\(aten\.rand_like|randn_like", places, graph, made[:4], 4)
+    refuses(VerificationError, r"does not draw", places, graph, made[::-1], 4)
 
 
 KINKED = OwnSubject(

@@ -11,9 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from autopar.errors import AutoparError
 from autopar.runtime.checkpoint import contents
@@ -22,7 +20,6 @@ from autopar.runtime.parallel_model import ParallelModel
 from autopar.verification.reference import adamw
 from tests.support.damage import damage
 from tests.support.distributed.jobs import Batch, steps
-from tests.support.parallel import halve
 from tests.support.said import said
 
 
@@ -169,40 +166,3 @@ def loaded_positions(par: ParallelModel, folder: str) -> Any:
     if text := said(AutoparError, par.load, folder, dataloader=position, scheduler=scheduler):
         return text
     return par.data_rank, position.state["seen"], position.state["order"].tolist(), scheduler.state
-
-
-def saved_by_torch(parallel: ParallelModel, batch: Batch, folder: str) -> float:
-    """The loss after a step, of a model that ``torch.distributed.checkpoint`` then saves."""
-    steps(parallel, adamw(parallel.parameters()), [batch])
-    dcp.save({"model": parallel}, checkpoint_id=folder)
-    return parallel.evaluate(batch).item()
-
-
-def loaded_by_torch(parallel: ParallelModel, batch: Batch, folder: str, kept: str) -> tuple[int, float]:
-    """Steps and loss of a model of other weights that ``torch.distributed.checkpoint`` has loaded, and saved elsewhere."""
-    halve(parallel)
-    dcp.load({"model": parallel}, checkpoint_id=folder)
-    dcp.save({"model": parallel}, checkpoint_id=kept)
-    return parallel.step_count, parallel.evaluate(batch).item()
-
-
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-"""As torch asks for where ranks hold different parameters: the stages of a pipeline."""
-
-
-def saved_with_optimizer(parallel: ParallelModel, batches: Sequence[Batch], folder: str) -> list[float]:
-    """The losses of the last batches, after the first one and a save of what ``get_state_dict`` gives."""
-    optimizer = trained(parallel, batches[:1])
-    model, states = get_state_dict(parallel, optimizer, options=FLAT)
-    dcp.save({"model": model, "optimizer": states}, checkpoint_id=folder)
-    return steps(parallel, optimizer, batches[1:])
-
-
-def loaded_with_optimizer(parallel: ParallelModel, batches: Sequence[Batch], folder: str) -> list[float]:
-    """The losses of the last batches, of a model of other weights that goes on from such a save."""
-    halve(parallel)
-    optimizer = adamw(parallel.parameters())
-    model, states = get_state_dict(parallel, optimizer, options=FLAT)
-    dcp.load({"model": model, "optimizer": states}, checkpoint_id=folder)
-    set_state_dict(parallel, optimizer, model_state_dict=model, optim_state_dict=states, options=FLAT)
-    return steps(parallel, optimizer, batches[1:])

@@ -14,7 +14,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, UsageError
@@ -84,66 +86,51 @@ def failing(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, bad: Bat
     _stay_until_said(root)
 
 
-def in_different_calls(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str) -> None:
-    """Each rank writes what it says of a call that the first makes alone: one that meets others, and one while they are in a step."""
+def calls_alone(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, call: str, folder: str) -> None:
+    """Each rank writes what it says of a call that the first makes alone: while others are in a step, and of an evaluation
+    also as it meets another call."""
     root, rank = Path(folder), dist.get_rank()
     parallel = _alarmed(subject, plan, graph, root / f"rank{rank}")
-    call = partial(parallel.evaluate, batch) if rank == 0 else parallel.full_state_dict
-    (root / f"met{rank}").write_text(said(UsageError, call))
-    parallel.train_step(batch)
-    with _written(root):
-        parallel.evaluate(batch) if rank == 0 else parallel.train_step(batch)
-
-
-def clips_alone(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch, folder: str) -> None:
-    """The first rank clips gradients while the others are in a step; each writes what it says of it."""
-    root, rank = Path(folder), dist.get_rank()
-    parallel = _alarmed(subject, plan, graph, root / f"rank{rank}")
+    alone = partial(getattr(parallel, call), batch if call == "evaluate" else 1.0)
+    if call == "evaluate":
+        (root / f"met{rank}").write_text(said(UsageError, parallel.full_state_dict if rank else alone))
     with _written(root):
         for step in range(4):
             if step == 2 and rank == 0:
-                parallel.clip_grad_norm_(1.0)
+                alone()
             parallel.train_step(batch)
 
 
-def left_alone() -> str:
-    """What the first rank says when the second has made as many calls without it, and is gone."""
-    alarm = Alarm(dist.get_rank(), 2, poll_s=5.0)
-    try:
-        if dist.get_rank() == 0:
-            with alarm.watched("evaluate"):
-                alarm.runs()
-                raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:18105.")
-        for _ in range(2):
-            with alarm.watched("train_step"):
-                alarm.runs()
-    except AutoparError as error:
-        return str(error)
-    finally:
-        alarm.close()
-    return ""
-
-
-def waits_in_vain(*, is_stopped: bool) -> str:
-    """What the first rank says of a collective that timed out; the second is not in that call, and its thread runs or does not."""
-    alarm = Alarm(dist.get_rank(), 2, poll_s=0.1, grace_s=0.5 if is_stopped else 5.0)
-    with alarm.watched("train_step"):
-        while not alarm._read(f"seen/{dist.get_rank()}"):
-            time.sleep(0.05)
-    if is_stopped and dist.get_rank() == 1:
-        alarm._closed.set()
-        assert alarm._thread is not None
-        alarm._thread.join()
-    dist.barrier()
-    try:
-        if dist.get_rank() == 0:
-            with alarm.watched("train_step"):
-                alarm.runs()
-                raise RuntimeError("[unbound_buffer.cc:78] Timed out waiting 12000ms for recv operation to complete")
-    except AutoparError as error:
-        return str(error)
-    finally:
+def without_the_other(how: str) -> str:
+    """What the first rank says of a collective that fails, as the second is not in that call: its thread does not run, or does,
+    or it has made as many calls by itself and is gone."""
+    rank, is_gone = dist.get_rank(), how == "gone"
+    alarm = Alarm(rank, 2, poll_s=5.0 if is_gone else 0.1, grace_s=0.5 if how == "stopped" else 5.0)
+    what, reason = "train_step", "[unbound_buffer.cc:78] Timed out waiting 12000ms for recv operation to complete"
+    if is_gone:
+        what, reason = "evaluate", "[pair.cc:553] Connection closed by peer [127.0.0.1]:18105."
+    else:
+        with alarm.watched("train_step"):
+            while not alarm._read(f"seen/{rank}"):
+                time.sleep(0.05)
+        if how == "stopped" and rank == 1:
+            alarm._closed.set()
+            assert alarm._thread is not None
+            alarm._thread.join()
         dist.barrier()
+    try:
+        if rank == 0:
+            with alarm.watched(what):
+                alarm.runs()
+                raise RuntimeError(reason)
+        for _ in range(2 * is_gone):
+            with alarm.watched("train_step"):
+                alarm.runs()
+    except AutoparError as error:
+        return str(error)
+    finally:
+        if not is_gone:
+            dist.barrier()
         alarm.close()
     return ""
 
@@ -155,36 +142,16 @@ def _failing(name: str) -> Any:
     return mock.patch(f"autopar.runtime.{name}", side_effect=IndexError("Target 1000000 is out of bounds."))
 
 
-def after_a_refusal(parallel: ParallelModel, batch: Batch, bad: Batch) -> tuple[tuple[str, ...], list[float]]:
-    """Kinds of error of calls that every rank refuses, and the losses of the calls after them."""
-    kinds, losses = list[str](), list[float]()
-    for call in (parallel.train_step, parallel.evaluate):
-        try:
-            call(bad)
-        except Exception as error:  # noqa: BLE001  its kind is what is looked at
-            kinds.append(type(error).__name__)
-        losses.append(call(batch).item())
-    return tuple(kinds), losses
-
-
-def with_own_shuffle(parallel: ParallelModel, batch: Batch) -> tuple[list[str], float]:
-    """What is said of batches whose samples each rank has in another order, and the loss of a step after it."""
-    shuffled = {name: value.roll(dist.get_rank(), 0) for name, value in batch.items()}
+def after_refusals(parallel: ParallelModel, batch: Batch, how: str) -> tuple[list[str], float]:
+    """What is said of batches that are short, or of which each rank has another order, and the loss of a step after them."""
+    bad = {name: value[:, :-1] if how == "short" else value.roll(dist.get_rank(), 0) for name, value in batch.items()}
+    if how == "shuffled later":
+        parallel.train_step(batch)
+        parallel._shared._calls = local_batch.EVERY
     with _heard() as records:
-        refusals = [said(UsageError, call, shuffled) for call in (parallel.train_step, parallel.evaluate)]
+        refusals = [said(UsageError, call, bad) for call in (parallel.train_step, parallel.evaluate)]
     texts = [*(record.getMessage() for record in records), *filter(None, refusals)]
     return texts, parallel.train_step(batch).item()
-
-
-def with_own_shuffle_later(parallel: ParallelModel, batch: Batch) -> list[str]:
-    """What is said in each of three steps, of which the second one's batch has another order on each rank."""
-    shuffled = {name: value.roll(dist.get_rank(), 0) for name, value in batch.items()}
-    found: list[str] = []
-    for given in (batch, shuffled, batch):
-        if len(found) == 1:
-            parallel._shared._calls = local_batch.EVERY
-        found.append(said(UsageError, parallel.train_step, given))
-    return found
 
 
 def frozen_alone(parallel: ParallelModel, batch: Batch) -> list[str]:
@@ -300,18 +267,6 @@ def gradients_both_ways(parallel: ParallelModel, batch: Batch) -> dict[str, Any]
     return {"losses": [stepped.item(), called.item(), silent.item()], "step": by_step, "call": by_call, "twice": twice}
 
 
-def losses_after_looking(parallel: ParallelModel, batch: Batch) -> tuple[float, float]:
-    """The loss after a step before which somebody has evaluated, without gradients and by :meth:`ParallelModel.train_step`."""
-    optimizer = adamw(parallel.parameters())
-    parallel.train_step(batch)
-    with torch.no_grad():
-        parallel(**batch)
-    optimizer.step()
-    with torch.no_grad():
-        silent = loss_of(parallel(**batch)).item()
-    return silent, parallel.train_step(batch).item()
-
-
 def evaluated(parallel: ParallelModel, batch: Batch) -> dict[str, Any]:
     """Losses of evaluations before, between and after steps; whether these left the gradients as they were."""
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.0)
@@ -327,14 +282,6 @@ def evaluated(parallel: ParallelModel, batch: Batch) -> dict[str, Any]:
     return {"losses": losses, "trained": trained, "same": same, "steps": parallel.step_count}
 
 
-def local_batches(parallel: ParallelModel, batch: Batch) -> tuple[float, float]:
-    """The loss from the global batch on every rank, and from each rank's own samples."""
-    whole = parallel.train_step(batch).item()
-    mine = parallel.samples
-    own = {name: value.narrow(0, mine.start, len(mine)) for name, value in batch.items()}
-    return whole, parallel.train_step(own).item()
-
-
 def refused(parallel: ParallelModel, batch: Batch, kind: str) -> str:
     """The message with which a call, torch's clipping of gradients, or a step of torch's optimizer of that name is refused."""
     if kind == "call":
@@ -346,22 +293,42 @@ def refused(parallel: ParallelModel, batch: Batch, kind: str) -> str:
     return said(AutoparError, optimizer.step, lambda: parallel.train_step(batch))
 
 
-def save_run(parallel: ParallelModel, batches: Sequence[Batch], folder: str) -> list[float]:
-    """Trains on the first batch, saves, goes on; the losses after saving."""
-    optimizer = adamw(parallel.parameters())
-    steps(parallel, optimizer, batches[:1])
-    parallel.save(Path(folder), optimizer)
-    return steps(parallel, optimizer, batches[1:])
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+"""As torch asks for where ranks hold different parameters: the stages of a pipeline."""
 
 
-def load_run(parallel: ParallelModel, batches: Sequence[Batch], folder: str, kept: str) -> tuple[int, list[float]]:
-    """Loads into other weights, saves that elsewhere, and goes on; the step counter and the losses."""
-    parallel.seed = 3
-    halve(parallel)
-    optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.5)
-    parallel.load(Path(folder), optimizer)
-    parallel.save(Path(kept), optimizer)
-    return parallel.step_count, steps(parallel, optimizer, batches[1:])
+def go_on(
+    parallel: ParallelModel, batches: Sequence[Batch], source: str, target: str, by: str
+) -> tuple[int, list[float]]:
+    """Trains on the first batch, or goes on from other weights by what was saved in ``source``, and saves that; the step
+    counter and the losses of the other batches, or of an evaluation where the optimizer is not saved.
+
+    ``by``: ``autopar``; ``torch``, whose ``torch.distributed.checkpoint`` saves the model; ``torch with optimizer``, by which
+    it saves what ``get_state_dict`` gives.
+    """
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.5) if source else adamw(parallel.parameters())
+    if source:
+        parallel.seed = 3
+        halve(parallel)
+    else:
+        steps(parallel, optimizer, batches[:1])
+    if by == "autopar":
+        if source:
+            parallel.load(source, optimizer)
+        parallel.save(target, optimizer)
+    else:
+        has_optimizer = by != "torch"
+        model, states = get_state_dict(parallel, optimizer, options=FLAT) if has_optimizer else (parallel, {})
+        kept = {"model": model, "optimizer": states}
+        if source:
+            dcp.load(kept, checkpoint_id=source)
+        if source and has_optimizer:
+            set_state_dict(parallel, optimizer, model_state_dict=model, optim_state_dict=states, options=FLAT)
+        dcp.save(kept, checkpoint_id=target)
+    done = parallel.step_count
+    if by == "torch":
+        return done, [parallel.evaluate(batches[0]).item()]
+    return done, steps(parallel, optimizer, batches[1:])
 
 
 def saves_that_fail(parallel: ParallelModel, batch: Batch, folder: str) -> dict[str, tuple[str, list[str]]]:
@@ -414,8 +381,11 @@ def empty_groups_after_load(parallel: ParallelModel, folder: str) -> list[tuple[
     return [(group["lr"], group["initial_lr"]) for group in loaded.param_groups]
 
 
-def launched_loss(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> float:
-    return launch(subject.build(), lambda: (plan, graph), device_type="cpu").train_step(batch).item()
+def launched_losses(subject: HfSubject, plan: Plan, graph: Graph, batch: Batch) -> tuple[float, float]:
+    """The loss from the global batch on every rank, and from each rank's own samples."""
+    parallel = launch(subject.build(), lambda: (plan, graph), device_type="cpu")
+    own = {name: value[parallel.samples.start : parallel.samples.stop] for name, value in batch.items()}
+    return parallel.train_step(batch).item(), parallel.train_step(own).item()
 
 
 def launched_from(subject: Any, plan: Plan, graph: Graph, source: str, folder: str | None = None) -> dict[str, Tensor]:
@@ -447,12 +417,6 @@ def launch_failure(subject: HfSubject, plan: Plan, graph: Graph) -> str:
     except (AutoparError, LookupError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def sleep_on_last_rank(seconds: float) -> int:
-    if dist.get_rank() == dist.get_world_size() - 1:
-        time.sleep(seconds)
-    return dist.get_rank()
 
 
 def fail_on_first_rank() -> None:

@@ -24,20 +24,17 @@ def layers(*parts: Callable[[], nn.Module], count: int = 4) -> nn.ModuleList:
 LINEAR, NORM = partial(nn.Linear, 8, 8), partial(nn.LayerNorm, 8)
 
 
-class Routers(u.Around):
+def routers() -> nn.Module:
     """Routers that branch on values, in layers that a pipeline can part."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda: nn.Sequential(*layers(NORM, u.Router)))
+    return nn.Sequential(*layers(NORM, u.Router))
 
 
-class Choosy(u.Around):
+def choosy() -> nn.Module:
     """A router one of whose experts gets no token."""
-
-    def __init__(self) -> None:
-        super().__init__(u.Router)
-        with torch.no_grad():
-            self.inner.gate.bias[2] = -50.0
+    router = u.Router()
+    with torch.no_grad():
+        router.gate.bias[2] = -50.0
+    return router
 
 
 class Above(nn.Module):
@@ -78,11 +75,9 @@ class Rolls(nn.Linear):
         return super().forward(total)
 
 
-class Rolling(u.Around):
+def rolling() -> nn.Module:
     """One of them after a layer."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda: nn.Sequential(LINEAR(), Rolls(8, 8)))
+    return nn.Sequential(LINEAR(), Rolls(8, 8))
 
 
 class Shared(u.Around):
@@ -151,22 +146,17 @@ class Checkpointed(u.Around):
         return F.cross_entropy(self.last(x), y)
 
 
-class Turn(nn.Module):
+def _turn(self: nn.Module, z: Tensor) -> Tensor:
     """A product of complex numbers, whose weight is a real parameter of pairs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pairs = nn.Parameter(0.3 * torch.randn(8, 8, 2))
-
-    def forward(self, z: Tensor) -> Tensor:
-        made = z @ torch.view_as_complex(self.pairs)
-        return z + made * torch.sigmoid(made.abs())
+    made = z @ torch.view_as_complex(self.pairs)
+    return z + made * torch.sigmoid(made.abs())
 
 
 def spectral() -> nn.Module:
     """Layers on a spectrum, so that complex numbers go from stage to stage."""
     loss = lambda self, x, y: F.cross_entropy(torch.fft.ifft(self.layers(torch.fft.fft(x))).real, y)
-    return model_of(loss, layers=nn.Sequential(*(Turn() for _ in range(4))))
+    pairs = (nn.Parameter(0.3 * torch.randn(8, 8, 2)) for _ in range(4))
+    return model_of(loss, layers=nn.Sequential(*(model_of(_turn, pairs=each) for each in pairs)))
 
 
 class Passing(u.Around):
@@ -358,17 +348,11 @@ def counted(size: int, generator: torch.Generator) -> dict[str, Tensor]:
 COUNTING = OwnSubject(counting, counted)
 
 
-class Layer(nn.Module):
+def _convolved(self: nn.Module, x: Tensor) -> Tensor:
     """A convolution with a batch norm, ``times`` over."""
-
-    def __init__(self, norm: nn.Module, times: int = 1) -> None:
-        super().__init__()
-        self.conv, self.norm, self.times = nn.Conv2d(8, 8, 3, padding=1, bias=False), norm, times
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.times):
-            x = x + F.relu(self.norm(self.conv(x)))
-        return x
+    for _ in range(self.times):
+        x = x + F.relu(self.norm(self.conv(x)))
+    return x
 
 
 class Residual(nn.Module):
@@ -378,7 +362,10 @@ class Residual(nn.Module):
         super().__init__()
         self.given, self.stem = nn.BatchNorm2d(4, affine=False), nn.Conv2d(4, 8, 1, bias=False)
         norms = (nn.BatchNorm2d(8), nn.BatchNorm2d(8, momentum=None), nn.BatchNorm2d(8).eval(), nn.SyncBatchNorm(8))
-        self.layers = nn.ModuleList([Layer(norm, times=2 - i % 2) for i, norm in enumerate(norms)])
+        self.layers = nn.ModuleList(
+            model_of(_convolved, conv=nn.Conv2d(8, 8, 3, padding=1, bias=False), norm=norm, times=2 - i % 2)
+            for i, norm in enumerate(norms)
+        )
         self.last, self.head = nn.BatchNorm1d(8, affine=False), nn.Linear(8, 6)
 
     def forward(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -424,28 +411,13 @@ def rows(size: int, generator: torch.Generator) -> dict[str, Tensor]:
     return {"x": x, "y": torch.randint(0, 8, (size, 6), generator=generator)}
 
 
+_AROUND = [Sparing, Shared, Summed, Resting, Checkpointed, Passing, Unread, Frozen, Indexed]
 UNUSUAL = {
-    "pairs": OwnSubject(partial(u.Pairs, "contrastive"), u.drawn_pairs),
-    "sinks": OwnSubject(sinks, rows),
+    "pairs": OwnSubject(partial(u.Pairs, "contrastive"), u.drawn_pairs), "sinks": OwnSubject(sinks, rows),
     "pictures": OwnSubject(pictures, with_places),
-} | {
-    kind.__name__.lower(): OwnSubject(kind, u.drawn)
-    for kind in (
-        Routers,
-        Choosy,
-        Sparing,
-        Rolling,
-        Shared,
-        Summed,
-        Resting,
-        Checkpointed,
-        spectral,
-        Passing,
-        Unread,
-        Frozen,
-        Indexed,
-    )
-}
+    **{kind.__name__.lower(): OwnSubject(kind, u.drawn) for kind in (*_AROUND, spectral)},
+    **{inner.__name__: OwnSubject(partial(u.Around, inner), u.drawn) for inner in (routers, choosy, rolling)},
+}  # fmt: skip
 """By name: a contrastive loss with a scalar parameter; attention with a column more than keys; parts of pictures among tokens; branches on values, one never
 taken, and two that give no gradient for some samples or for all; numbers read from the batch; weights of two layers; sums of weights; parts in
 ``eval()``; recompute; complex numbers; all kinds of values between layers; no gradient back to the first layers; frozen ones; parameters that

@@ -13,18 +13,9 @@ from autopar import api
 from autopar.errors import InfeasibleError
 from autopar.graph.graph import Graph, Op, Ref, TensorSpec
 from autopar.graph.rewrites import compact
+from autopar.plan import plan as plans
 from autopar.plan.mesh import I, Mesh, Type
-from autopar.plan.plan import (
-    FP32,
-    AxisTyping,
-    BlockLayout,
-    BlockPlan,
-    Plan,
-    Precision,
-    Recompute,
-    ScheduleName,
-    StagePlan,
-)
+from autopar.plan.plan import FP32, BlockLayout, Plan, Precision, Recompute, ScheduleName, StagePlan
 from autopar.planner.sharding.block_chain import AxisSolver, owners_of
 from autopar.planner.sharding.block_table import AxisCosts
 from autopar.planner.sharding.energy import Cost, Weights
@@ -117,16 +108,16 @@ def unpriced(
     )  # fmt: skip
     return replace(
         base, model=model, cluster=f"cpu:1x{mesh.world_size}", mesh=mesh, layouts=tuple(layouts),
-        blocks=tuple(BlockPlan(index=b.index, label=b.label, layout=b.index) for b in graph.blocks),
+        blocks=tuple(plans.BlockPlan(index=b.index, label=b.label, layout=b.index) for b in graph.blocks),
         stages=tuple(StagePlan(index=i, start=a, stop=b, pp_rank=i % (pp or mesh.pp)) for i, (a, b) in enumerate(ends)),
         predicted=replace(base.predicted, memory=()), **fields,
     )  # fmt: skip
 
 
-def names_of(graph: Graph, typing: Typing, index: int) -> AxisTyping:
+def names_of(graph: Graph, typing: Typing, index: int) -> plans.AxisTyping:
     """The part of a typing that is of one block."""
     block = graph.blocks[index]
-    return AxisTyping(
+    return plans.AxisTyping(
         axis=typing.axis,
         strategies=tuple(typing.strategies[op.name].name for op in graph.block_ops(block)),
         parameters=tuple(typing.parameters.get(p.name, I) for p in graph.block_parameters(block)),

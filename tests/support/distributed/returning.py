@@ -151,14 +151,11 @@ class Returning:
 
 def plain(value: Any) -> Any:
     """Without classes that would have to be sent, DTensors whole."""
-    if isinstance(value, DTensor):
-        return value.full_tensor().detach().clone()
     if isinstance(value, Tensor):
-        return value.detach().clone()
-    if is_dataclass(value) and not isinstance(value, type):
-        return {"class": type(value).__name__} | {f.name: plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return {"class": type(value).__name__} | {name: plain(getattr(value, name)) for name in value._fields}
+        return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+    names = [field.name for field in fields(value)] if is_dataclass(value) else getattr(value, "_fields", None)
+    if names is not None:
+        return {"class": type(value).__name__} | {name: plain(getattr(value, name)) for name in names}
     if isinstance(value, Mapping):
         return {name: plain(item) for name, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
@@ -184,12 +181,14 @@ def _predicted(parallel: ParallelModel, batch: dict[str, Tensor], own: bool) -> 
 
 
 def called(parallel: ParallelModel, batch: dict[str, Tensor]) -> dict[str, Any]:
-    """What a rank is given in training, and the gradients of its loss."""
+    """What a rank is given in training, and the gradients of its loss; then with those of a step on top."""
     output = parallel(**batch)
     loss_of(output).backward()
     with torch.no_grad():
         silent = plain(parallel(**batch))
-    return {"output": plain(output), "silent": silent, "gradients": parallel.full_gradients()}
+    found = {"output": plain(output), "silent": silent, "gradients": parallel.full_gradients()}
+    parallel.train_step(batch)
+    return found | {"twice": parallel.full_gradients()}
 
 
 def read_in_training(parallel: ParallelModel, batch: dict[str, Tensor]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What tests of float16 run on every rank, and on one device alone: float32 parameters, float16 products, a scaled loss."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch.func import functional_call
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.step.global_loss import ParallelScaler
 from autopar.verification.reference import loss_of
-from tests.support.parallel import halve
+from tests.support.parallel import clip, gradients, halve, state
 
 Batch = Mapping[str, Tensor]
 
@@ -24,55 +25,49 @@ def sgd(parameters: Any, *, fused: bool = False) -> torch.optim.Optimizer:
 
 
 def steps(
-    parallel: ParallelModel, batches: Sequence[Batch], *, scaling: Mapping[str, Any], called: bool = False,
+    model: nn.Module, batches: Sequence[Batch], *, scaling: Mapping[str, Any], called: bool = False,
     fused: bool = False, infinite: tuple[int, int] | None = None,
 ) -> dict[str, list[Any]]:  # fmt: skip
-    """Of each step the loss, gradients and their norm after they are unscaled, parameters and the state of the scaler.
+    """Of each step, by ranks or by one device, the loss, gradients and their norm after they are unscaled, parameters and the
+    state of the scaler.
 
     ``called``: not by ``train_step``; ``fused``: the optimizer unscales, and gradients are not looked at; ``infinite``: step and
     rank in which one element of a gradient is made infinite.
     """
-    scaler, optimizer = parallel.grad_scaler(**scaling), sgd(parallel.parameters(), fused=fused)
+    is_parallel = isinstance(model, ParallelModel)
+    scaler = model.grad_scaler(**scaling) if is_parallel else GradScaler("cpu", **scaling)
+    optimizer = sgd(model.parameters(), fused=fused)
     found: dict[str, list[Any]] = {"losses": [], "norms": [], "gradients": [], "parameters": [], "states": []}
     for number, batch in enumerate(batches):
-        loss = loss_of(parallel(**batch)) if called else parallel.train_step(batch)
+        loss = loss_of(model(**batch)) if called else model.train_step(batch)
         if called:
             scaler.scale(loss).backward()
-        if infinite == (number, dist.get_rank()):
-            first = next(p.grad for p in parallel.parameters() if p.grad is not None)
+        if infinite is not None and infinite == (number, dist.get_rank()):
+            first = next(p.grad for p in model.parameters() if p.grad is not None)
             getattr(first, "_local_tensor", first).view(-1)[0] = torch.inf
         if not fused:
             scaler.unscale_(optimizer)
-            found["gradients"].append(parallel.full_gradients())
-            found["norms"].append(parallel.clip_grad_norm_(torch.inf).item())
+            found["gradients"].append(gradients(model))
+            found["norms"].append(clip(model, torch.inf))
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         found["losses"].append(loss.item())
-        found["parameters"].append(parallel.full_state_dict())
+        found["parameters"].append(state(model))
         found["states"].append(scaler.state_dict())
     return found
 
 
 def alone(model: nn.Module, batches: Sequence[Batch], *, scaling: Mapping[str, Any]) -> dict[str, list[Any]]:
     """The same of one device, by torch alone: the model in float16 with copies of parameters that are kept in float32."""
-    masters = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
-    model, optimizer, scaler = model.half(), sgd(masters.values()), GradScaler("cpu", **scaling)
-    found: dict[str, list[Any]] = {"losses": [], "norms": [], "gradients": [], "parameters": [], "states": []}
-    for batch in batches:
-        copies = {name: master.half() for name, master in masters.items()}
-        loss = loss_of(functional_call(model, copies, (), dict(batch)))
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        found["gradients"].append({name: m.grad.clone() for name, m in masters.items() if m.grad is not None})
-        found["norms"].append(torch.nn.utils.get_total_norm([m.grad for m in masters.values()]).item())
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        found["losses"].append(loss.item())
-        found["parameters"].append({name: m.detach().clone() for name, m in masters.items()})
-        found["states"].append(scaler.state_dict())
-    return found
+    half = copy.deepcopy(model).half()
+
+    def forward(**batch: Tensor) -> Any:
+        copies = {name: master.half() for name, master in model.named_parameters()}
+        return functional_call(half, copies, (), batch)
+
+    model.forward = forward
+    return steps(model, batches, scaling=scaling, called=True)
 
 
 def _trained(parallel: ParallelModel, scaler: ParallelScaler, batch: Batch) -> float:
