@@ -100,7 +100,7 @@ def test_pins_that_are_no_texts_are_refused(keyword: str, wrong: Any) -> None:
     ({"global_batch_size": 10**400}, "Give a whole number, at least 1, at most 16,777,216."),
     ({"storage": Path("study.db")}, "storage takes a text, but got PosixPath('study.db')"),
     ({"storage": "sqlite://", "study_name": 3}, "study_name takes a text, but got 3"),
-    ({"precision": "bf16"}, "The graph was traced for float32, but a plan in bf16 computes in bfloat16"),
+    ({"precision": "bf16"}, "computes in bfloat16. Give precision='fp32', or trace the model with precision='bf16'"),
     ({"progress": 3}, "The progress is 3. Give a function of (what, done, total)"),
     ({"name": "mine"}, "name cannot be given with a graph. Give name to autopar.trace"),
     ({"loss_fn": max}, "loss_fn cannot be given with a graph. Give loss_fn to autopar.trace"),

@@ -238,6 +238,13 @@ def test_samples_that_are_equal_stay_whole_and_a_trace_gets_the_values_of_a_fact
     ("spec", "says"),
     [
         ("own_factories:text", "cannot be called"),
+        ("gpt2", "Did you mean 'gpt'.* or hf:gpt2"),
+        ("mine/Llama-8B", "Unknown kind of model.* or hf:DIR with its config.json"),
+        ("hf:mine/Llama-8B", "as a folder: run 'hf download mine/Llama-8B config.json --local-dir DIR'"),
+        ("hf:", "Write for example hf:llama"),
+        ("hf:./nosuch", "nor a folder with config.json. Check the path"),
+        ("hf:gpt2:n_layer=2", r"Settings follow a question mark: 'hf:gpt2\?n_layer=2'"),
+        ("hf:resnet?depths=1,2", r"'depths=1,2' of the model is a list without brackets. Write depths=\[1,2\]"),
         ("hf:gpt2?n_layr=2", "Did you mean n_layer.*Known: "),
         ("hf:qwen3_moe?head_dims=16", "Did you mean head_dim.*Known: .*head_dim"),
         ("hf:bert?image_size=32", "Unknown key 'image_size' of the configuration of bert"),

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 from hypothesis import given, settings
 
-from autopar.errors import PlanError
+from autopar.errors import PlanError, UsageError
 from autopar.plan.file import load_plan, plan_from_dict, plan_to_dict, save_plan
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
@@ -163,3 +163,4 @@ def test_differences_are_paths_and_values() -> None:
     buckets = diff_plans(llama_plan(), replace(llama_plan(), bucket_bytes=2**20))
     assert [str(change) for change in buckets] == ["bucket_bytes: 26214400 -> 1048576"]
     assert any(change.path == "predicted.memory" for change in diff_plans(llama_plan(), single_plan()))
+    refuses(UsageError, "takes a plan, but got 'plan.json'.* Plan.load", llama_plan().diff, "plan.json")

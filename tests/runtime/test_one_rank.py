@@ -1,5 +1,6 @@
 import copy
 import gc
+import io
 import math
 import pickle
 import re
@@ -647,3 +648,20 @@ def test_a_model_that_runs_as_a_whole_is_told_with_the_line(caplog: pytest.LogCa
     parallelized(model_of(forward, linear=nn.Linear(4, 4)))
     assert "the whole model runs as it is written" in caplog.text
     assert f"test_one_rank.py:{forward.__code__.co_firstlineno + 1}" in caplog.text
+
+
+def test_two_models_whose_modules_share_parameters_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    shared = nn.Linear(4, 4)
+    one, other = (nn.Sequential(shared, nn.Linear(4, size)) for size in (2, 3))
+    batch = {"input": torch.randn(2, 4)}
+    given = {"cluster": "cpu:1x1", "example_inputs": batch, "loss_fn": lambda output, batch: output.sum()}
+    caplog.set_level("WARNING")
+    kept = [autopar.parallelize(model, **given) for model in (one, copy.deepcopy(one), one)]
+    assert not caplog.text
+    kept.append(autopar.parallelize(other, **given))
+    assert "2 parameters of this model, such as 0.weight, are in another parallel model too" in caplog.text
+    torch.save(one, io.BytesIO())  # a mark that the modules have is no part of it
+    caplog.clear()
+    shared.requires_grad_(False)
+    kept.append(autopar.parallelize(nn.Sequential(shared, nn.Linear(4, 5)), **given))
+    assert not caplog.text

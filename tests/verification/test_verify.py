@@ -56,6 +56,16 @@ def test_the_worst_tensor_is_the_one_with_the_largest_relative_error(
     assert reference.worst(*tensors) == (name, pytest.approx(error, rel=1e-4))
 
 
+@pytest.mark.parametrize(("loss", "error"), [(3e-17, 2e-14), (1e-5, 1e-2), (-1e-4, 1e-1)])
+def test_a_loss_of_rounding_alone_is_measured_by_what_its_gradients_say(loss: float, error: float) -> None:
+    tensors = {"weight": torch.full((5,), 0.2)}
+    found, wanted = (
+        reference.Trained(losses=(x,), gradients={"weight": torch.full((5,), 0.1)}, parameters=tensors)
+        for x in (loss, 1e-17)
+    )
+    assert reference.errors(0, found, wanted).loss == pytest.approx(error, rel=1e-3)
+
+
 def double(**changes: object) -> RankErrors:
     return row(**{"precision": "fp64", "gradient": 3e-13, **changes})
 
