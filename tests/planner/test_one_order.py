@@ -24,6 +24,7 @@ from autopar.planner.space.preferences import rules, seeds
 from autopar.planner.space.space import SamplerName, load_space
 from tests.support.planner.interleaved import Board, Known, View, candidate, interleave
 from tests.support.planner.tasks import task_of
+from tests.support.said import refuses
 
 
 def search(known: Known, ledger: View | None = None, **limits: Any) -> BranchAndBound:
@@ -120,8 +121,8 @@ def test_an_interrupt_gives_the_best_so_far_and_gives_back_its_claim() -> None:
 
 def test_times_of_another_evaluator_are_refused() -> None:
     board = Board(results=[(0, Result(time_s=1.5))])
-    with pytest.raises(UsageError, match=r"holds 1\.5 s .* takes 2\.0 s here\. Take another study name"):
-        search(Known(bounds=[1.0], times=[2.0]), View(board)).run()
+    said = r"holds 1\.5 s .* takes 2\.0 s here\. Take another study name"
+    refuses(UsageError, said, search(Known(bounds=[1.0], times=[2.0]), View(board)).run)
 
 
 # --- with a sampler
@@ -262,8 +263,8 @@ def test_the_nearest_candidate_to_its_own_values_is_itself(is_numeric: bool) -> 
 @pytest.mark.skipif(find_spec("cmaes") is not None, reason="cmaes is installed")
 def test_a_sampler_whose_package_is_missing_is_named_with_the_remedy(graph: Graph) -> None:
     space = replace(load_space("quick"), sampler="cmaes", exhaustive=1)
-    with pytest.raises(UsageError, match=r"Missing package cmaes.* pip install 'autopar\[cmaes\]'"):
-        Planner(task_of(graph, space=space)).search(limits=Limits())
+    said = r"Missing package cmaes.* pip install 'autopar\[cmaes\]'"
+    refuses(UsageError, said, Planner(task_of(graph, space=space)).search, limits=Limits())
 
 
 def planner_of(graph: Graph, sampler: SamplerName, trials: int = 12) -> Planner:
