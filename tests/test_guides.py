@@ -74,13 +74,6 @@ def read(words: Sequence[str]) -> None:
     command.make_context(command.name, rest)
 
 
-def test_clusters_of_the_guides_can_be_read(tmp_path: Path) -> None:
-    (text,) = blocks(ROOT / "docs" / "mixed-clusters.md", "toml")
-    path = tmp_path / f"{tomllib.loads(text)['name']}.toml"
-    path.write_text(text)
-    assert autopar.Cluster.parse(str(path)).world_size == 512
-
-
 def namespace(**precision: Any) -> dict[str, Any]:
     """What a guide takes for granted: a model, batches, and a parallel model of it."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1), torch.nn.Flatten(0))

@@ -221,13 +221,6 @@ RACKS_AND_PODS = replace(
 )
 
 
-def test_a_fabric_has_the_nodes_and_the_domains_of_every_tier() -> None:
-    fabric = Fabric(RACKS_AND_PODS)
-    assert [level.name for level in fabric.levels] == ["node", "rack", "pod"]
-    assert [len(level.rate_bytes_per_s) for level in fabric.levels] == [12, 6, 2]
-    assert fabric.nodes.tolist() == [rank // 4 for rank in range(48)]
-
-
 def test_the_topology_has_every_device_card_and_switch() -> None:
     graph = RACKS_AND_PODS.topology()
     kinds = [kind for _, kind in graph.nodes(data="kind")]

@@ -190,12 +190,9 @@ def test_a_study_has_the_version_of_all_code_that_prices(tmp_path: Path, monkeyp
 
 
 def test_a_storage_that_cannot_be_opened_is_said(graph: Graph) -> None:
-    for url, said in (
-        ("sqlite:////no/such/folder/study.db", "unable to open database file"),
-        ("postgresql://me:secret@localhost:1/x", "psycopg" if find_spec("psycopg") is None else "me:***@"),
-    ):
-        caught = refuses(UsageError, "", search, graph, storage=url)
-        assert said in str(caught) and "secret" not in str(caught)
+    refuses(UsageError, "unable to open database file", search, graph, storage="sqlite:////no/such/folder/study.db")
+    said = "psycopg" if find_spec("psycopg") is None else r"me:\*\*\*@"
+    assert "secret" not in str(refuses(UsageError, said, search, graph, storage="postgresql://me:secret@localhost:1/x"))
 
 
 @pytest.mark.slow
