@@ -64,7 +64,7 @@ def test_practice_is_among_them_and_heads_of_attention_are_no_law_of_tp() -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [8, 24, 128, 1024])
+@pytest.mark.parametrize("world", [8, 24, 128])
 def test_each_space_holds_the_smaller_one(world: int) -> None:
     shape = {"experts": (8,), "sequences": (32768,), "key_heads": (8,), "world_size": world}
     quick, default, wide, most = (

@@ -31,10 +31,10 @@ def test_modes_of_recompute_stand_in_the_order_of_the_space() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("vocabulary", "is_even"), [(256, True), (200_000, False)])
 def test_a_stage_is_longer_than_an_even_share_only_where_the_rest_takes_a_block(vocabulary: int, is_even: bool) -> None:
-    """Eight layers on four stages: a head that is less than a layer is no reason for stages of three."""
-    evaluator = planner_of(family(f"gpt:layers=8,hidden=64,heads=4,vocab={vocabulary}", 32)).evaluator
+    """Four layers on two stages: a head that is less than a layer is no reason for a stage of three."""
+    evaluator = planner_of(family(f"gpt:layers=4,hidden=64,heads=4,vocab={vocabulary}", 32)).evaluator
     unsplit = evaluator.layouts.unsplit(LayoutKey(micro_batch_size=2))
-    most = evaluator.cascade.maker.floors.blocks.most_blocks(unsplit, 4)
+    most = evaluator.cascade.maker.floors.blocks.most_blocks(unsplit, 2)
     assert most >= 2 and (most == 2) == is_even
 
 
@@ -73,7 +73,7 @@ def test_virtual_stages_are_cut_evenly_unless_stages_are_pinned(layers: int, vir
 def test_embedding_and_head_may_be_stages_of_their_own() -> None:
     """Six layers on eight stages: planned with and without pins, below no bound, and the best of all candidates is found."""
     graph = family("llama:layers=6,hidden=64,heads=4,ffn=128,vocab=4000", 64)
-    planner = planner_of(graph, "pp>=4", cluster="cpu:1x8", space="default")
+    planner = planner_of(graph, "pp>=4", "tp=1", cluster="cpu:1x8", space="default")
     plans = plans_of(planner.evaluator, planner.pool)
     assert [*plans] == planner.pool
     assert {c.mesh.pp * c.virtual_stages for c in plans} >= {4, 8}
@@ -103,13 +103,13 @@ def test_bounds_read_pinned_stages(pins: list[str]) -> None:
 @pytest.mark.slow
 def test_what_is_too_large_needs_more_than_there_is() -> None:
     """The head alone needs more in passing than an equal share of a rank that runs four stages."""
-    graph = family("gpt:layers=16,hidden=64,heads=4,vocab=20000", 64)
-    options = {"cluster": "cpu:1x2?memory=600MB", "global_batch_size": 32, "space": "default"}
+    graph = family("gpt:layers=8,hidden=64,heads=4,vocab=20000", 64)
+    options = {"cluster": "cpu:1x2?memory=560MB", "global_batch_size": 32, "space": "default"}
     planner = planner_of(graph, "pp=2", "schedule=Interleaved1F1B", **options)
     found = [planner.evaluator.evaluate(candidate) for candidate in planner.pool]
     misfits = [one for one in found if isinstance(one, Misfit)]
-    assert {c.virtual_stages for c in planner.pool} >= {2, 4}
-    assert [m for m in misfits if not m.needs_bytes > planner.evaluator.model.fitting_bytes] == []
+    assert {one.candidate.virtual_stages for one in misfits} >= {2, 4}
+    assert all(one.needs_bytes > planner.evaluator.model.fitting_bytes for one in misfits)
 
 
 def test_of_a_large_space_those_with_the_least_bounds_are_evaluated(graph: Graph) -> None:

@@ -298,7 +298,7 @@ def test_objectives_that_are_none(text: str, message: str) -> None:
 @pytest.mark.slow
 def test_the_command_prints_a_row_for_each(run: Run) -> None:
     model = "gpt:layers=2,hidden=64,heads=4,vocab=96,seq=32"
-    arguments = ["pareto", model, "--cluster", "cpu:1x4", "--global-batch", "8"]
+    arguments = ["pareto", model, "--cluster", "cpu:1x4", "--global-batch", "8", "--space", "quick"]
     data = run(*arguments, "--objectives", "time,devices", "--json").json
     assert data["front"][0]["plan"]
     counts = [row["num_devices"] for row in data["front"]]
