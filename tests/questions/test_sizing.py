@@ -2,6 +2,7 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -146,9 +147,16 @@ def test_nothing_fits_is_said() -> None:
     refuses(InfeasibleError, "No plan fits", front, ask, ("time", "memory"))
 
 
-@pytest.mark.parametrize("text", ["link.bandwidth", "link.bandwidth=", "link.bandwidth=a,2"])
-def test_a_malformed_sweep_is_refused(text: str) -> None:
-    refuses(UsageError, "NAME=FACTOR", parse_sweep, text)
+@pytest.mark.parametrize(
+    ("parse", "text", "said"),
+    [
+        *((parse_sweep, text, "NAME=FACTOR") for text in ("link.bandwidth", "link.bandwidth=", "link.bandwidth=a,2")),
+        *((parse_objectives, text, "two different") for text in ("time", "time,time")),
+        (parse_objectives, "time,memroy", "memory"),
+    ],
+)
+def test_a_malformed_sweep_and_malformed_objectives_are_refused(parse: Any, text: str, said: str) -> None:
+    refuses(UsageError, said, parse, text)
 
 
 MODEL = ("gpt:layers=2,hidden=64,heads=4,vocab=128", "--cluster", "cpu:1x2", "--global-batch", "8")
@@ -286,13 +294,6 @@ def test_a_price_joins_time_and_devices() -> None:
     costs = [one.cost for one in found]
     assert costs == sorted(costs, reverse=True)  # what is slower is cheaper
     refuses(UsageError, "--price: Missing price", front, ASK, ("time", "price"))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"), [("time", "two different"), ("time,time", "two different"), ("time,memroy", "memory")]
-)
-def test_objectives_that_are_none(text: str, message: str) -> None:
-    refuses(UsageError, message, parse_objectives, text)
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def test_any_plan_prints_within_the_width(plan: Plan) -> None:
     assert not [line for line in lines if cell_len(line) > 100 or line != line.rstrip()]
 
 
-def test_page_is_whole_and_escapes_names() -> None:
+def test_page_is_whole_draws_every_part_of_a_step_and_escapes_names() -> None:
     script = "<script>alert(1)</script>"
     shared = replace(single_plan(), groups=(RankGroup(start=0, stop=1, device=script),), data_shares=(1,))
     assert "<script" not in render_html(shared)
@@ -68,12 +68,8 @@ def test_page_is_whole_and_escapes_names() -> None:
     assert "script" not in names
     assert names.count("rect") == len(timeline(llama_plan()))
     assert not re.search(r"(src|href)=|https?://(?!www\.w3\.org)|url\(", page)
-
-
-def test_page_draws_every_part_of_a_step() -> None:
-    plan = llama_plan()
-    breakdown = replace(plan.predicted.breakdown, **{name: 1.0 for _, name in TIME_PARTS})
-    page = render_html(replace(plan, predicted=replace(plan.predicted, breakdown=breakdown)))
+    every = replace(llama_plan().predicted.breakdown, **{name: 1.0 for _, name in TIME_PARTS})
+    page = render_html(replace(llama_plan(), predicted=replace(llama_plan().predicted, breakdown=every)))
     assert [name for name, _ in TIME_PARTS if f"</span>{name} 1 s" not in page] == []
 
 
