@@ -139,11 +139,8 @@ def test_a_compiled_model_is_traced_as_the_model_in_it() -> None:
 
 @pytest.mark.parametrize("loss_fn", [torch.nn.MSELoss(), lambda y, batch: (y - batch["label"]).mean()])
 def test_a_loss_fn_that_fails_is_told_what_it_gets(loss_fn: Any) -> None:
-    said, given = (
-        r"The loss_fn fails: .*It gets the model's output and the batch, a dict",
-        TRACED | {"loss_fn": loss_fn},
-    )
-    refuses(TraceError, said, autopar.trace, torch.nn.Linear(8, 8), **given)
+    said = "The loss_fn fails: .*It gets the model's output and the batch, a dict"
+    refuses(TraceError, said, autopar.trace, torch.nn.Linear(8, 8), **TRACED | {"loss_fn": loss_fn})
 
 
 def test_one_text_of_pins_means_what_it_means_in_the_shell() -> None:

@@ -37,10 +37,8 @@ def with_slower(cluster: Cluster, link: str) -> Cluster:
 def each_alone(graph: Graph, cluster: Cluster, shares: Sequence[int], zero: int) -> list[Plan]:
     """The plans of clusters of one of two groups each, for as many samples as that has."""
     return [
-        estimate(
-            graph, of_one(cluster, group, num_nodes=2), *DATA, f"zero={zero}", f"micro_batch={share}", batch=8 * share
-        )
-        for group, share in enumerate(shares)
+        estimate(graph, of_one(cluster, i, num_nodes=2), *DATA, f"zero={zero}", f"micro_batch={share}", batch=8 * share)
+        for i, share in enumerate(shares)
     ]
 
 

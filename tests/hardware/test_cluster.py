@@ -214,9 +214,9 @@ RACKS_AND_PODS = replace(
         replace(BASE.groups[0], num_nodes=4, nics_per_node=1),
         replace(BASE.groups[0], num_nodes=8, nics_per_node=2, nic=uplink(9e9, 5e-6, half_bandwidth_bytes=7.0)),
     ),
-    tiers=tuple(
-        Tier(name=k, num_nodes=n, uplink=uplink(b, s))
-        for k, n, b, s in (("rack", 2, 11e9, 1e-6), ("pod", 6, 8e9, 2e-6))
+    tiers=(
+        Tier(name="rack", num_nodes=2, uplink=uplink(11e9, 1e-6)),
+        Tier(name="pod", num_nodes=6, uplink=uplink(8e9, 2e-6)),
     ),
 )
 
