@@ -1,5 +1,6 @@
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -34,19 +35,13 @@ def true() -> Cluster:
     return replace(Cluster.parse("cpu:2x2"), groups=(replace(group, intra_node=inside, nic=outside),))
 
 
-def points_on(cluster: Cluster, sets: tuple[GroupSet, ...]) -> list[list[object]]:
-    model = CollectiveModel(cluster)
-    return [
-        [s.name, kind, n, max(model.shape_time_s(kind, n, shape) for shape in shapes_of(s.groups, cluster)), 0.0]
-        for s in sets
-        for kind in KINDS
-        for n in SIZES
-    ]
-
-
 def test_known_links_are_found_again_and_survive_their_file(true: Cluster, tmp_path: Path) -> None:
-    sets = group_sets(NODES)
-    links = links_of(sets, points_on(true, sets), nodes=NODES, **GIVEN)
+    sets, model = group_sets(NODES), CollectiveModel(true)
+    points = [
+        [s.name, kind, n, max(model.shape_time_s(kind, n, shape) for shape in shapes_of(s.groups, true)), 0.0]
+        for s, kind, n in product(sets, KINDS, SIZES)
+    ]
+    links = links_of(sets, points, nodes=NODES, **GIVEN)
     group = true.groups[0]
     for found, known in ((links.intra_node, group.intra_node), (links.nic, group.nic)):
         assert found.latency_s == pytest.approx(known.latency_s, rel=0.02)

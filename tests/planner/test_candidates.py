@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from autopar.errors import UsageError
 from autopar.plan.schedule import check_schedule
 from autopar.planner.space.candidates import (
-    Candidate,
     _conflict_domain,
     candidates,
     conflict,
@@ -30,16 +29,6 @@ PROBLEM = Problem(
 )
 
 
-def check(problem: Problem, one: Candidate) -> None:
-    mesh = one.mesh
-    assert mesh.world_size == problem.world_size
-    assert problem.global_batch_size == one.micro_batch_size * one.num_micro_batches * mesh.data
-    assert (one.zero_stage == 0) == (mesh.dp_shard == 1)
-    assert one.zero_stage != 2 or mesh.pp == 1
-    assert mesh.pp * one.virtual_stages <= problem.num_blocks
-    check_schedule(one.schedule, mesh.pp, one.virtual_stages, one.num_micro_batches)
-
-
 @settings(max_examples=40, deadline=None)
 @given(world=st.integers(1, 48), per_node=st.integers(1, 8), batch=st.integers(1, 96), blocks=st.integers(1, 12))
 def test_every_candidate_can_run(world: int, per_node: int, batch: int, blocks: int) -> None:
@@ -47,7 +36,11 @@ def test_every_candidate_can_run(world: int, per_node: int, batch: int, blocks: 
     found = candidates(problem, Pins())
     assert bool(found) or batch % world, "replicas alone can always run"
     for one in found:
-        check(problem, one)
+        mesh = one.mesh
+        assert (mesh.world_size, batch) == (world, one.micro_batch_size * one.num_micro_batches * mesh.data)
+        assert (one.zero_stage == 0) == (mesh.dp_shard == 1) and (one.zero_stage != 2 or mesh.pp == 1)
+        assert mesh.pp * one.virtual_stages <= blocks
+        check_schedule(one.schedule, mesh.pp, one.virtual_stages, one.num_micro_batches)
 
 
 def test_practice_is_among_them_and_heads_of_attention_are_no_law_of_tp() -> None:

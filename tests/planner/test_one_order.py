@@ -165,10 +165,6 @@ def loose(seed: int, size: int = 60) -> Known:
     return Known(bounds=bounds.tolist(), times=times.tolist())
 
 
-def fresh(known: Known) -> Known:
-    return Known(known.bounds, known.times)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @given(
@@ -180,7 +176,7 @@ def fresh(known: Known) -> Known:
 def test_interleaved_searches_plan_as_one(kind: SamplerName, problem: int, workers: int, turns: list[Any]) -> None:
     """A turn is a worker's next step; one in sixty kills it, wherever it stands, with its claim left behind."""
     known = loose(problem)
-    alone = sampled(fresh(known), None, kind)
+    alone = sampled(Known(known.bounds, known.times), None, kind)
     alone.work()
     board = Board()
     last = interleave(known, lambda known: sampled(known, View(board), kind), workers, turns, deadly=60)

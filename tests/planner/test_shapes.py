@@ -75,12 +75,11 @@ def test_the_best_is_found_when_parts_are_quicker_than_their_share(graph: Graph,
 
 
 SPREAD = 0.2
-GRAPH = mlp(layers=4, batch=2, width=64, hidden=256)
 
 
 def two_ranks(*, spread: float = 0.0, **device: Any) -> Planner:
     cluster = with_device(Cluster.parse("cpu:1x2"), memory_uncertainty=spread, **device)
-    return planner_of(GRAPH, cluster=cluster, global_batch_size=8)
+    return planner_of(mlp(layers=4, batch=2, width=64, hidden=256), cluster=cluster, global_batch_size=8)
 
 
 def replicated(made: Planner) -> Any:
@@ -93,6 +92,7 @@ def test_what_fits_by_its_middle_alone_does_not_fit_and_bounds_stay_below_prices
     assert found.peak_memory_interval_bytes == (round(peak / (1 + SPREAD)), round(peak * (1 + SPREAD)))
     assert found.fits
     free = replicated(two_ranks()).prediction
+    assert replace(free, peak_memory_interval_bytes=()).fits  # as of an older version: by its middle
     limit = round(free.peak_memory_bytes * 1.1)
     assert replicated(two_ranks(memory_bytes=limit)).prediction == replace(free, memory_limit_bytes=limit)
     unsure = replicated(two_ranks(memory_bytes=limit, spread=SPREAD))

@@ -232,17 +232,15 @@ def test_a_factory_decides_the_length_of_its_sequences(run: Run) -> None:
 # --- fronts
 
 
-def point(time_s: float, head_room: float, num_devices: int) -> Point:
-    plan = replace(llama_plan(), predicted=replace(llama_plan().predicted, step_time_s=time_s))
-    return Point(cluster="c", num_devices=num_devices, plan=plan, head_room=head_room)
-
-
 SMALL = st.integers(1, 4)
 
 
 @given(st.lists(st.tuples(SMALL, SMALL, SMALL), min_size=1, max_size=12))
 def test_what_is_left_is_what_nothing_beats(values: list[tuple[int, int, int]]) -> None:
-    points = [point(float(t), -float(m), d) for t, m, d in values]
+    plan = llama_plan()
+    plans = [replace(plan, predicted=replace(plan.predicted, step_time_s=float(time_s))) for time_s, _, _ in values]
+    rest = [{"head_room": -float(memory), "num_devices": devices} for _, memory, devices in values]
+    points = [Point(cluster="c", plan=own, **more) for own, more in zip(plans, rest, strict=True)]
     objectives = ("time", "memory", "devices")
     kept = [p.values(objectives) for p in undominated(points, objectives)]
     every = {p.values(objectives) for p in points}

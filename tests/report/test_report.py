@@ -20,10 +20,8 @@ from tests.support.example_plans import llama_plan, schedule_actions, single_pla
 from tests.support.said import refuses
 from tests.support.strategies import plans
 
-Golden = Callable[[str, str], None]
 
-
-def test_printed_plans(golden: Golden) -> None:
+def test_printed_plans(golden: Callable[[str, str], None]) -> None:
     golden("plan_llama.txt", f"{llama_plan()}\n")
     golden("plan_single.txt", f"{single_plan()}\n")
     golden("compare.txt", render_comparison(llama_plan(), single_plan(), names=("before.json", "after.json")) + "\n")
