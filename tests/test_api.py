@@ -111,11 +111,10 @@ def test_example_inputs_that_are_no_batch_are_refused(inputs: Any) -> None:
     refuses(UsageError, said, autopar.verify, net, llama_plan(), example_inputs=inputs)
 
 
-def test_what_is_no_plan_or_batch_of_samples_is_refused() -> None:
-    net = torch.nn.Linear(2, 2)
-    refuses(
-        UsageError, "The global batch is 0", autopar.trace, net, example_inputs=[torch.zeros(2, 2)], global_batch_size=0
-    )
+def test_what_is_no_plan_text_or_batch_is_refused() -> None:
+    net, rows = torch.nn.Linear(2, 2), [torch.zeros(2, 2)]
+    refuses(UsageError, "The global batch is 0", autopar.trace, net, example_inputs=rows, global_batch_size=0)
+    refuses(UsageError, "opaque takes texts", autopar.estimate, mlp(), cluster="cpu:1x2", global_batch_size=4, opaque=2)
     for use in (autopar.Plan.load, llama_plan().save):
         refuses(UsageError, "path takes a path, but got 3", use, 3)
     for given, message in (
