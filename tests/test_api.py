@@ -1,7 +1,7 @@
 import inspect
 import math
 import re
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,6 @@ import torch
 import autopar
 from autopar import api, errors
 from autopar.errors import AutoparError, TraceError, UsageError
-from autopar.plan.file import load_plan
-from autopar.planner.search import task_of
 from autopar.request import Request
 from tests.support.example_plans import llama_plan
 from tests.support.planner.graphs import mlp
@@ -22,6 +20,7 @@ FUNCTIONS = {name: getattr(api, name) for name in ("trace", "search", "estimate"
 REQUEST = {field.name: field.default for field in fields(Request)}
 FIRST = {"model", "plan"}
 """What needs no keyword."""
+TRACED: dict[str, Any] = {"example_inputs": [torch.zeros(4, 8)], "loss_fn": lambda y, batch: y.square().mean()}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -58,20 +57,11 @@ def test_every_kind_of_error_is_exported() -> None:
 # --- requests
 
 
-@pytest.mark.parametrize("name", ["cluster", "global_batch_size"])
-def test_a_request_says_what_is_missing(name: str) -> None:
-    request = replace(Request(cluster="cpu:1x2", global_batch_size=4), **{name: None})
-    refuses(UsageError, f"Missing {name.removesuffix('_size').replace('_', ' ')}", task_of, mlp(), request)
-
-
-@pytest.mark.parametrize("wrong", [{"tp": 2}, 2, [("tp", 2)], None], ids=repr)
-@pytest.mark.parametrize("keyword", ["pins", "opaque"])
-def test_pins_that_are_no_texts_are_refused(keyword: str, wrong: Any) -> None:
-    with pytest.raises(UsageError, match=rf"^{keyword} takes texts, but got .*\. Write {keyword}=\["):
-        autopar.estimate(mlp(), cluster="cpu:1x2", global_batch_size=4, **{keyword: wrong})
-
-
 @pytest.mark.parametrize(("given", "message"), [
+    ({"cluster": None}, "Missing cluster"),
+    ({"global_batch_size": None}, "Missing global batch"),
+    *(({name: wrong}, f"{name} takes texts, but got {said}. Write {name}=[") for name in ("pins", "opaque")
+      for wrong, said in (({"tp": 2}, "{'tp': 2}"), (2, "2"), ([("tp", 2)], "('tp', 2)"), (None, "None"))),
     ({"cluster": 8}, "cluster takes a text, but got 8. Write for example cluster='h100-sxm5-80gb:4x8'"),
     ({"precision": torch.bfloat16}, "precision takes a text, but got torch.bfloat16"),
     ({"precision": None}, "precision takes a text, but got None"),
@@ -116,18 +106,15 @@ def test_arguments_of_another_kind_are_refused(given: dict[str, Any], message: s
     ids=["number", "text", "set", "iterator", "number as name"],
 )
 def test_example_inputs_that_are_no_batch_are_refused(inputs: Any) -> None:
-    for use in (autopar.trace, lambda net, **given: autopar.verify(net, llama_plan(), **given)):
-        with pytest.raises(UsageError, match="Give a batch: a dict of tensors by the names of forward's parameters"):
-            use(torch.nn.Linear(8, 8), example_inputs=inputs)
+    net, said = torch.nn.Linear(8, 8), "Give a batch: a dict of tensors by the names of forward's parameters"
+    refuses(UsageError, said, autopar.trace, net, example_inputs=inputs)
+    refuses(UsageError, said, autopar.verify, net, llama_plan(), example_inputs=inputs)
 
 
-def test_a_graph_is_traced_for_one_sample_or_more() -> None:
-    with pytest.raises(UsageError, match="The global batch is 0"):
-        autopar.trace(torch.nn.Linear(8, 8), example_inputs=[torch.randn(4, 8)], global_batch_size=0)
-
-
-def test_what_is_no_plan_is_refused() -> None:
-    net = torch.nn.Linear(2, 2)
+def test_what_is_no_plan_text_or_batch_is_refused() -> None:
+    net, rows = torch.nn.Linear(2, 2), [torch.zeros(2, 2)]
+    refuses(UsageError, "The global batch is 0", autopar.trace, net, example_inputs=rows, global_batch_size=0)
+    refuses(UsageError, "opaque takes texts", autopar.estimate, mlp(), cluster="cpu:1x2", global_batch_size=4, opaque=2)
     for use in (autopar.Plan.load, llama_plan().save):
         refuses(UsageError, "path takes a path, but got 3", use, 3)
     for given, message in (
@@ -144,16 +131,15 @@ def test_what_is_no_plan_is_refused() -> None:
 
 def test_a_compiled_model_is_traced_as_the_model_in_it() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(8, 8))
-    given: dict[str, Any] = {"example_inputs": [torch.randn(4, 8)], "loss_fn": lambda y, batch: y.square().mean()}
-    plain, compiled = (autopar.trace(model, **given) for model in (net, torch.compile(net)))
+    plain, compiled = (autopar.trace(model, **TRACED) for model in (net, torch.compile(net)))
     assert [op.target for op in compiled.ops] == [op.target for op in plain.ops]
     assert compiled.inputs == plain.inputs
 
 
 @pytest.mark.parametrize("loss_fn", [torch.nn.MSELoss(), lambda y, batch: (y - batch["label"]).mean()])
 def test_a_loss_fn_that_fails_is_told_what_it_gets(loss_fn: Any) -> None:
-    with pytest.raises(TraceError, match=r"The loss_fn fails: .*It gets the model's output and the batch, a dict"):
-        autopar.trace(torch.nn.Linear(8, 8), example_inputs=[torch.randn(4, 8)], loss_fn=loss_fn)
+    said = "The loss_fn fails: .*It gets the model's output and the batch, a dict"
+    refuses(TraceError, said, autopar.trace, torch.nn.Linear(8, 8), **TRACED | {"loss_fn": loss_fn})
 
 
 def test_one_text_of_pins_means_what_it_means_in_the_shell() -> None:
@@ -167,21 +153,9 @@ def test_one_text_of_pins_means_what_it_means_in_the_shell() -> None:
 
 def test_a_graph_stands_for_the_model_that_it_was_traced_of() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
-    traced: dict[str, Any] = {"example_inputs": [torch.randn(4, 8)], "loss_fn": lambda y, batch: y.square().mean()}
     given: dict[str, Any] = {"cluster": "cpu:1x2", "global_batch_size": 4, "pins": "tp=2"}
-    graph = autopar.trace(net, **traced)
+    graph = autopar.trace(net, **TRACED)
     for function in (autopar.search, autopar.estimate):
-        one, other = function(graph, **given), function(net, **given, **traced)
+        one, other = function(graph, **given), function(net, **given, **TRACED)
         assert one.diff(other) == []
         assert one.pins == ("tp=2",)
-
-
-# --- plans
-
-
-def test_a_plan_goes_to_a_file_and_back_and_says_what_it_differs_in(tmp_path: Path) -> None:
-    plan, path = llama_plan(), tmp_path / "plan.json"
-    plan.save(path)
-    assert autopar.Plan.load(path) == load_plan(path) == autopar.Plan.from_dict(plan.to_dict()) == plan
-    (change,) = plan.diff(replace(plan, zero_stage=3))
-    assert str(change) == "zero_stage: 1 -> 3"

@@ -74,13 +74,6 @@ def read(words: Sequence[str]) -> None:
     command.make_context(command.name, rest)
 
 
-def test_clusters_of_the_guides_can_be_read(tmp_path: Path) -> None:
-    (text,) = blocks(ROOT / "docs" / "mixed-clusters.md", "toml")
-    path = tmp_path / f"{tomllib.loads(text)['name']}.toml"
-    path.write_text(text)
-    assert autopar.Cluster.parse(str(path)).world_size == 512
-
-
 def namespace(**precision: Any) -> dict[str, Any]:
     """What a guide takes for granted: a model, batches, and a parallel model of it."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1), torch.nn.Flatten(0))
@@ -231,11 +224,7 @@ def example(name: str) -> dict[str, Any]:
 
 def test_the_operator_of_the_example_is_split_and_computes_what_one_device_does() -> None:
     made = example("custom_op")
-    assert [
-        note
-        for note in made["main"]().notes
-        if "example.squash.default has no declared rule: found by execution" in note
-    ]
+    assert "example.squash.default has no declared rule: found by execution" in "\n".join(made["main"]().notes)
     batch = {"x": torch.randn(4, 16, 64), "labels": torch.randint(0, 10, (4, 16))}
     plan = check(made["Model"](), batch, ["tp=2", "up.*=tp:S(0)", "down.*=tp:S(1)"])
     assert any("split f" in typing.strategies for layout in plan.layouts for typing in layout.typings[1:])

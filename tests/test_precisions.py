@@ -10,7 +10,6 @@ from autopar import api
 from autopar.errors import RuntimeMismatchError, UsageError
 from autopar.graph.graph import Graph
 from autopar.hardware.describe import multiplies_in_tf32
-from autopar.hardware.device import Device
 from autopar.hardware.read import load_profile
 from autopar.plan.file import plan_from_dict, plan_to_dict
 from autopar.plan.mesh import Mesh
@@ -19,6 +18,7 @@ from autopar.runtime.checks import check_can_run, check_modes
 from tests.support.distributed.plans import make_plan
 from tests.support.distributed.subjects import HfSubject
 from tests.support.distributed.subjects import graph_of as graph_of_subject
+from tests.support.said import refuses
 
 MODEL = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096, device="meta") for _ in range(4)))
 
@@ -45,32 +45,20 @@ def test_lower_precisions_are_priced_at_their_rates() -> None:
     assert seconds["fp8"] < 0.75 * seconds["bf16"] < 0.3 * seconds["fp32"]
 
 
-def test_a_plan_in_eight_bits_keeps_its_precision() -> None:
-    plan = planned("fp8")
-    assert plan.precision == FP8
-    again = plan_from_dict(plan_to_dict(plan))
-    assert again == plan
-    assert "products" not in plan_to_dict(planned("bf16"))["precision"]
-
-
 def test_what_needs_scales_for_each_tensor_is_planned_and_not_run() -> None:
-    with pytest.raises(RuntimeMismatchError, match=r"fp8 plans can be estimated but not run yet"):
-        check_can_run(planned("fp8").precision)
+    plan, said = planned("fp8"), "fp8 plans can be estimated but not run yet"
+    assert plan.precision == FP8
+    assert plan_from_dict(plan_to_dict(plan)) == plan
+    assert "products" not in plan_to_dict(planned("bf16"))["precision"]
+    refuses(RuntimeMismatchError, said, check_can_run, plan.precision)
     check_can_run(planned("fp16").precision)
-    with pytest.raises(RuntimeMismatchError, match="fp8 plans can be estimated but not run"):
-        api.parallelize(
-            MODEL, cluster="cpu:1x1", example_inputs={"input": torch.zeros(2, 4096)}, loss_fn=loss, global_batch_size=2,
-            precision="fp8",
-        )  # fmt: skip
+    given = {"example_inputs": {"input": torch.zeros(2, 4096)}, "loss_fn": loss, "global_batch_size": 2}
+    refuses(RuntimeMismatchError, said, api.parallelize, MODEL, cluster="cpu:1x1", precision="fp8", **given)
 
 
 # --- products of float32 in TF32: a precision of its own, priced by the profile and held against the process's mode
 
 CUDA = torch.device("cuda", 0)
-
-
-def device(name: str) -> Device:
-    return load_profile(name).device
 
 
 def estimated(cluster: str, precision: Any) -> Plan:
@@ -79,7 +67,7 @@ def estimated(cluster: str, precision: Any) -> Plan:
 
 
 def test_a_device_multiplies_as_fast_as_its_profile_says_of_tf32() -> None:
-    own = device("h100-sxm5-80gb")
+    own = load_profile("h100-sxm5-80gb").device
     fast = own.multiplying("float32", "tf32")
     assert fast.rate("float32").ceiling_flops_per_s == own.rate("tf32").ceiling_flops_per_s
     rates = [own.rate(name).ceiling_flops_per_s for name in ("float32", "tf32", "bfloat16")]
@@ -89,10 +77,9 @@ def test_a_device_multiplies_as_fast_as_its_profile_says_of_tf32() -> None:
 
 
 def test_a_profile_without_its_rate_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match=r"No matmul rate for tf32.*\[device\.matmul\.tf32\]"):
-        device("v100-sxm2-16gb").multiplying("float32", "tf32")
-    with pytest.raises(UsageError, match="tf32"):
-        estimated("cpu:1x2", "tf32")
+    said, volta = r"No matmul rate for tf32.*\[device\.matmul\.tf32\]", load_profile("v100-sxm2-16gb").device
+    refuses(UsageError, said, volta.multiplying, "float32", "tf32")
+    refuses(UsageError, "tf32", estimated, "cpu:1x2", "tf32")
 
 
 @pytest.mark.slow
@@ -119,8 +106,8 @@ def test_steps_on_a_gpu_multiply_as_the_plan_says(mode: str, precision: Any) -> 
             if multiplies_in_tf32() == (precision is TF32):
                 check_modes(plan, CUDA, learns=True)
             else:
-                with pytest.raises(UsageError, match=r"set_float32_matmul_precision.*or make the plan with precision="):
-                    check_modes(plan, CUDA, learns=True)
+                said = r"set_float32_matmul_precision.*or make the plan with precision="
+                refuses(UsageError, said, check_modes, plan, CUDA, learns=True)
             check_modes(replace(plan, precision=api.PRECISIONS["bf16"]), CUDA, learns=True)
     finally:
         torch.set_float32_matmul_precision(before)

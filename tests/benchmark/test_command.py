@@ -18,10 +18,8 @@ def test_an_old_speed_of_the_machine_is_measured_again_but_never_a_shipped_profi
     again, line = whether_again(kept, fresh=False)
     assert again and line.endswith("measured now, for the first time")
     kept.write_text("{}", encoding="utf-8")
-    assert whether_again(kept, fresh=False) == (
-        False,
-        "speed of this machine: measured 0 minutes ago (--fresh measures it again)",
-    )
+    said = "speed of this machine: measured 0 minutes ago (--fresh measures it again)"
+    assert whether_again(kept, fresh=False) == (False, said)
     again, line = whether_again(kept, fresh=True)
     assert again and line.endswith("the one before was 0 minutes old")
     before = time.time() - MAX_AGE_S - 1800
@@ -76,15 +74,14 @@ def test_options_are_refused_before_the_machine_is_measured(run: Run, options: t
 
 
 def test_a_model_that_cannot_make_a_step_is_refused_before_the_machine_is_measured(run: Run, tmp_path: Path) -> None:
-    lines = ("import torch", "", "class Net(torch.nn.Module):", "    def __init__(self):", "        super().__init__()")
-    lines += ("        self.rows = torch.nn.Embedding(4, 8)", "", "    def forward(self, x):")
-    lines += ("        return self.rows(x + 4).sum()", "", "def make():")
-    lines += ("    return Net(), {'x': torch.zeros(4, 3, dtype=torch.int64)}",)
+    lines = ("import torch", "class Net(torch.nn.Embedding):", "    def forward(self, x):")
+    lines += ("        return super().forward(x + 4).sum()", "def make():")
+    lines += ("    return Net(4, 8), {'x': torch.zeros(4, 3, dtype=torch.int64)}",)
     (tmp_path / "beyond.py").write_text("\n".join(lines), encoding="utf-8")
     measured = mock.patch("autopar.benchmark.local.machine_profile", side_effect=NotImplementedError("it is measured"))
     with measured, mock.patch("torch.cuda.is_available", return_value=False):
         done = run("benchmark", "local", "beyond:make", "--ranks", "2")
         with pytest.raises(NotImplementedError, match="it is measured"):  # as the model may be too large for one device
             run_local(BenchmarkRequest(model="beyond:make", num_ranks=2, as_rank=0))
-    assert done.code == 1 and "beyond.py:9: One device alone cannot train the model" in done.error
+    assert done.code == 1 and "beyond.py:4: One device alone cannot train the model" in done.error
     assert "IndexError: index out of range" in done.error

@@ -3,6 +3,7 @@
 import argparse
 import json
 import subprocess
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,7 @@ def test_every_axis_has_a_plan_whose_degrees_are_the_ranks(num_ranks: int) -> No
         Pins.parse(case.pins)
         degrees = {name: int(value) for name, value in (pin.split("=") for pin in case.pins) if value.isdecimal()}
         mesh = {axis: degrees.get(axis, 1) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
-        size = 1
-        for degree in mesh.values():
-            size *= degree
-        assert size == num_ranks, case
+        assert prod(mesh.values()) == num_ranks, case
         assert BATCH % (mesh["dp_replicate"] * mesh["dp_shard"]) == 0
         axes |= {axis for axis, degree in mesh.items() if degree > 1} | ({"ep"} if "ep" in degrees else set())
     assert axes == {"pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"}

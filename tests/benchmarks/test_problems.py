@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.said import refuses
 from tools.benchmarks import problems
 from tools.benchmarks.problem_set import load_problems
 from tools.benchmarks.problem_tables import comparison, judged
@@ -34,10 +35,8 @@ def test_problems_are_many_and_of_every_kind() -> None:
 
 
 def test_a_misspelt_key_of_a_problem_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "problems.toml"
-    path.write_text(TINY.replace("batch", "bach"))
-    with pytest.raises(ValueError, match="tiny has the key 'bach'"):
-        load_problems(path)
+    (path := tmp_path / "problems.toml").write_text(TINY.replace("batch", "bach"))
+    refuses(ValueError, "tiny has the key 'bach'", load_problems, path)
 
 
 def result(**changes: Any) -> dict[str, Any]:
@@ -90,9 +89,8 @@ def test_candidates_that_beat_a_plan_or_its_bound_are_counted() -> None:
     plan = {"time_s": 1.0, "bound_s": 0.9}
     pool = [{"candidate": name, "time_s": time_s} for name, time_s in (("a", 1.0), ("b", 0.95), ("c", 0.8), ("d", 2.0))]
     found = judged(plan, [*pool, {"candidate": "e", "reason": "memory"}])
-    assert [found[key] for key in ("candidates", "fitting", "faster", "below", "best", "best_s")] == [
-        5, 4, 2, 1, "c", 0.8,
-    ]  # fmt: skip
+    keys = ("candidates", "fitting", "faster", "below", "best", "best_s")
+    assert [found[key] for key in keys] == [5, 4, 2, 1, "c", 0.8]
 
 
 @pytest.mark.slow

@@ -33,13 +33,6 @@ LINEAR = op("aten.linear.default", (X, W, B), spec(4, 8, 32))
 LINEAR_OPERANDS = (spec(4, 8, 16), spec(32, 16), spec(32))
 
 
-def test_a_linear_counts_two_flops_for_each_multiply_add() -> None:
-    done = work(LINEAR, LINEAR_OPERANDS)
-    assert done.flops == 2 * 32 * 16 * 32 and done.backward_flops == 2 * done.flops
-    assert done.smallest_dim == 16 and done.num_bytes == 2 * (4 * 8 * 16 + 32 * 16 + 32 + 4 * 8 * 32)
-    assert (done.saved, done.saves_output) == ((0, 1), False)
-
-
 def test_a_product_of_complex_numbers_is_four_of_real_ones() -> None:
     real = op("aten.mm.default", (X, W), spec(512, 512, dtype=F32))
     twice = replace(real, outputs=(spec(512, 512, dtype=torch.complex64),))
@@ -58,6 +51,10 @@ PAIR = (spec(4, 8), spec(4, 8))
 @pytest.mark.parametrize(
     ("target", "args", "out", "operands", "kind", "wanted"),
     [
+        # two FLOPs for each multiply-add
+        ("aten.linear.default", (X, W, B), LINEAR.spec, LINEAR_OPERANDS, "cpu",
+         {"flops": 2 * 32 * 16 * 32, "backward_flops": 4 * 32 * 16 * 32, "smallest_dim": 16, "saved": (0, 1),
+          "saves_output": False, "num_bytes": 2 * (4 * 8 * 16 + 32 * 16 + 32 + 4 * 8 * 32)}),
         # the weight and its bias are frozen: one product backward, and no input is kept
         ("aten.linear.default", (X, W, B), LINEAR.spec,
          (LINEAR_OPERANDS[0], spec(32, 16, grad=False), spec(32, grad=False)), "cpu",

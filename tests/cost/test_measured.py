@@ -1,6 +1,6 @@
 import json
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -92,10 +92,7 @@ def test_names_and_scales_do_not_count_shapes_and_flags_do() -> None:
 
 def test_a_profile_with_operators_survives_a_round_trip(tmp_path: Path) -> None:
     data = as_table(load_profile("cpu"))
-    entries = [
-        {"call": t.call, "forward_s": t.forward_s, "backward_s": t.backward_s, "spread": 0.1, "repeats": 15}
-        for t in TABLE.times
-    ]
+    entries = [asdict(time) | {"spread": 0.1, "repeats": 15} for time in TIMES]
     (tmp_path / "times.json").write_text(json.dumps({"device": "d", "times": entries, "failed": []}), encoding="utf-8")
     data["device"]["operators"] = {"file": "times.json", "provenance": "example"}
     (tmp_path / "mine.toml").write_text(tomli_w.dumps(data), encoding="utf-8")

@@ -16,6 +16,7 @@ from autopar.plan.prediction import Prediction
 from tests.support.blocks_by_hand import block, stage, step
 from tests.support.clusters import HOST, with_device
 from tests.support.practices import runtime
+from tests.support.said import refuses
 from tests.support.step_traffic import traffic
 
 H100 = Cluster.parse("h100-sxm5-80gb:4x8")
@@ -60,20 +61,15 @@ def test_a_pipeline_of_equal_stages_has_the_known_bubble(schedule: str) -> None:
     assert (found.breakdown.bubble_s, found.breakdown.pipeline_s) == (pytest.approx((pp - 1) * (F + B)), 0)
 
 
-def test_messages_between_stages_are_exposed_in_part() -> None:
-    stages = [stage(b) for b in layers(4, sends=(10**7,), send_gradients=(10**7,), **SMALL)]
-    found = predict(stages, Mesh(pp=4, dp_replicate=8), schedule="1F1B", count=8)
-    alone = predict(stages, Mesh(pp=4, dp_replicate=1), schedule="1F1B", count=8)
-    assert found.breakdown.pipeline_s > alone.breakdown.pipeline_s > 0  # across nodes, then within one
-
-
 def foreign(**does: bool) -> CostModel:
     """The model of H100s for a program that does otherwise than autopar's runtime."""
     return CostModel(H100, FP32, "sgd", runtime=runtime(**does))
 
 
-def test_blocking_messages_are_part_of_the_step() -> None:
+def test_messages_between_stages_are_exposed_in_part_and_blocking_ones_are_part_of_the_step() -> None:
     stages = [stage(b) for b in layers(4, sends=(10**7,), send_gradients=(10**7,), **SMALL)]
+    far, near = (predict(stages, Mesh(pp=4, dp_replicate=n), schedule="1F1B", count=8).breakdown for n in (8, 1))
+    assert far.pipeline_s > near.pipeline_s > 0  # across nodes, then within one
     mesh, count = Mesh(pp=4, tp=8), 8
     how = step(mesh, schedule="1F1B", count=count)
     whole, parts = (foreign(blocking_sends=True, partitioned_sends=p).predict(stages, how) for p in (False, True))
@@ -89,17 +85,13 @@ def test_blocking_messages_are_part_of_the_step() -> None:
 
 
 def test_gathers_hide_behind_long_blocks_but_where_they_take_the_core() -> None:
-    mesh = Mesh(dp_shard=8)
-    gather = MODEL.collectives.time_s("all_gather", 4 * 2**20, mesh, ("dp_shard",))
-    slow = predict([stage(*layers(8, forward_s=1.0, backward_s=2.0))], mesh, zero=3).breakdown
-    interference = H100.devices[0].interference
-    assert slow.data_parallel_s < 4 * (2 + 24 * interference) * 4 * gather
-    fast = predict([stage(*layers(8, forward_s=0.0, backward_s=0.0))], mesh, zero=3).breakdown
-    assert fast.data_parallel_s > 4 * 8 * 2 * gather
-    mesh = Mesh(dp_shard=4)
-    slow = predict([stage(*layers(8, forward_s=1.0, backward_s=2.0))], mesh, cluster=CPU, zero=3).breakdown
-    fast = predict([stage(*layers(8, forward_s=0.0, backward_s=0.0))], mesh, cluster=CPU, zero=3).breakdown
-    assert slow.data_parallel_s == pytest.approx(fast.data_parallel_s)
+    stages = [[stage(*layers(8, forward_s=time_s, backward_s=2 * time_s))] for time_s in (1.0, 0.0)]
+    gather = MODEL.collectives.time_s("all_gather", 4 * 2**20, Mesh(dp_shard=8), ("dp_shard",))
+    slow_s, fast_s = (predict(own, Mesh(dp_shard=8), zero=3).breakdown.data_parallel_s for own in stages)
+    assert slow_s < 4 * (2 + 24 * H100.devices[0].interference) * 4 * gather
+    assert fast_s > 4 * 8 * 2 * gather
+    slow_s, fast_s = (predict(own, Mesh(dp_shard=4), cluster=CPU, zero=3).breakdown.data_parallel_s for own in stages)
+    assert slow_s == pytest.approx(fast_s)
 
 
 def test_zero_stages_communicate_as_often_as_the_runtime() -> None:
@@ -121,13 +113,12 @@ def test_gathers_after_the_step_do_not_add_up_along_a_pipeline() -> None:
     pp, count = 4, 8
     stages = [stage(b) for b in layers(pp, sends=(), send_gradients=())]
     how = step(Mesh(pp=pp, dp_shard=8), schedule="1F1B", count=count, zero=1)
-    gather_s = MODEL.of(how).unit(stages[0].blocks[0]).gather_s
+    unit = MODEL.of(how).unit(stages[0].blocks[0])
     first, late = MODEL.predict(stages, how), foreign(gathers_after_step=True).predict(stages, how)
-    assert first.step_time_s - late.step_time_s == pytest.approx((pp - 1) * gather_s)
+    assert first.step_time_s - late.step_time_s == pytest.approx((pp - 1) * unit.gather_s)
     assert first.breakdown.data_parallel_s == pytest.approx(late.breakdown.data_parallel_s)
     hidden = foreign(gathers_after_step=True, overlapped_reductions=True).predict(stages, how).breakdown
     unhidden = late.breakdown.data_parallel_s - hidden.data_parallel_s
-    unit = MODEL.of(how).unit(stages[0].blocks[0])
     assert unhidden == pytest.approx((1 - MODEL.device.interference) * (unit.gather_s + unit.reduce_s))
 
 
@@ -164,7 +155,6 @@ def test_adding_gradients_moves_them_for_all_micro_batches_but_the_first_and_of_
     once = 3 * 4 * numel / MODEL.device.memory_bandwidth_bytes_per_s + kernels * MODEL.device.launch_s
     assert added.step_time_s - plain.step_time_s == pytest.approx((count - 1) * once)
     weight = ParameterCost(name="embedding", shape=(1024, 64), num_bytes=1024 * 64 * 4, shared=True)
-    count = 5
     how = replace(step(Mesh(), count=count), adds_gradients=True)
     blocks = [block("first", parameters=(weight,)), *layers(2), block("last", parameters=(weight,))]
     without = [*blocks[:-1], block("last", parameters=())]
@@ -176,8 +166,7 @@ def test_adding_gradients_moves_them_for_all_micro_batches_but_the_first_and_of_
 def test_actions_and_messages_take_their_time_of_the_cores() -> None:
     """By the engine that runs them: another one where a rank has several stages."""
     times = {"action_s": 1e-3, "message_s": 1e-4, "interleaved_action_s": 3e-3, "interleaved_message_s": 5e-4}
-    around = Overheads(**times, provenance="example")
-    cluster = with_device(H100, overheads=around)
+    cluster = with_device(H100, overheads=Overheads(**times, provenance="example"))
     count, sends = 8, {"sends": (1, 1), "send_gradients": (1,)}
 
     def busy_s(name: str, virtual_stages: int) -> float:
@@ -246,8 +235,7 @@ def test_copies_of_what_blocks_keep_hide_behind_other_blocks() -> None:
     assert waits_s(0, 1) == pytest.approx((5e-3 - F) + (4e-3 - B) + 4e-3)  # 7 forwards hide the second one
     assert waits_s(0, 2, 4, 6) == pytest.approx(3 * (5e-3 - 2 * F) + (5e-3 - 2 * F) + 4e-3)
     said = r"the profile of cpu has no link to it\. Pin offload=none, or add \[device.host\]"
-    with pytest.raises(UsageError, match=said):
-        predict([stage(replace(blocks[0], offloads=True))], Mesh(), cluster=CPU)
+    refuses(UsageError, said, predict, [stage(replace(blocks[0], offloads=True))], Mesh(), cluster=CPU)
 
 
 def test_tied_weights_are_summed_between_the_ends_of_the_pipeline() -> None:
@@ -261,8 +249,8 @@ def test_tied_weights_are_summed_between_the_ends_of_the_pipeline() -> None:
 
 
 def test_impossible_stages_are_refused() -> None:
-    with pytest.raises(UsageError, match="pipeline of 2 ranks cannot have 1 stages"):
-        predict([stage(block())], Mesh(pp=2), schedule="1F1B")
+    said = "pipeline of 2 ranks cannot have 1 stages"
+    refuses(UsageError, said, predict, [stage(block())], Mesh(pp=2), schedule="1F1B")
 
 
 @given(

@@ -5,7 +5,6 @@ import pytest
 
 from autopar import api
 from autopar.cost.network.collectives import CollectiveModel
-from autopar.cost.network.placement import places_of
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.plan.mesh import Mesh
@@ -38,18 +37,9 @@ def with_slower(cluster: Cluster, link: str) -> Cluster:
 def each_alone(graph: Graph, cluster: Cluster, shares: Sequence[int], zero: int) -> list[Plan]:
     """The plans of clusters of one of two groups each, for as many samples as that has."""
     return [
-        estimate(
-            graph, of_one(cluster, group, num_nodes=2), *DATA, f"zero={zero}", f"micro_batch={share}", batch=8 * share
-        )
-        for group, share in enumerate(shares)
+        estimate(graph, of_one(cluster, i, num_nodes=2), *DATA, f"zero={zero}", f"micro_batch={share}", batch=8 * share)
+        for i, share in enumerate(shares)
     ]
-
-
-def test_pipeline_ranks_lie_on_the_groups_of_their_ranks() -> None:
-    cluster = two_kinds(fast=2, slow=6)
-    assert places_of(Mesh(pp=4, tp=2), cluster) == (frozenset({0}), *[frozenset({1})] * 3)
-    assert places_of(Mesh(pp=2, tp=4), cluster) == (frozenset({0, 1}), frozenset({1}))
-    assert places_of(Mesh(tp=8), cluster) == (frozenset({0, 1}),)
 
 
 def test_a_stage_takes_what_it_takes_on_its_own_device(graph: Graph) -> None:

@@ -10,6 +10,7 @@ from autopar.hardware.describe import peaks, shipped_devices, shipped_profile_na
 from autopar.hardware.places import Place, cluster_at
 from autopar.hardware.read import known_devices, load_profile
 from tests.support.cli_runner import Run
+from tests.support.said import refuses
 
 GIB = 2**30
 
@@ -147,8 +148,7 @@ def test_nodes_of_equal_devices_and_sizes_are_one_group(
     ids=["not one after the other", "two devices", "unknown device", "another unknown device", "another size"],
 )  # fmt: skip
 def test_what_is_no_cluster_is_refused(measured: list[str], ranks: list[Place], said: str) -> None:
-    with pytest.raises(RuntimeMismatchError, match=said):
-        cluster_at(ranks)
+    refuses(RuntimeMismatchError, said, cluster_at, ranks)
     assert not measured or ranks[0].device == A40, "the first rank's device alone"
 
 

@@ -1,4 +1,6 @@
 from dataclasses import asdict, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -10,58 +12,36 @@ from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.network.placement import shapes_of
 from autopar.errors import AutoparError, UsageError
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.link import pieces_time_s
+from autopar.hardware.link import Link, pieces_time_s
 from autopar.hardware.read import load_profile
 from autopar.measure.job_of_ranks import GroupSet, group_sets
 from autopar.measure.link_fit import fit_pieces, links_of, residual
 from autopar.plan.mesh import Mesh
 from autopar.util.toml import Table
+from tests.support.said import refuses
 
-TRUE = """
-name = "true"
-[[group]]
-device = "cpu"
-num_nodes = 2
-devices_per_node = 2
-[group.intra_node]
-name = "inside"
-bandwidth_bytes_per_s = 3e9
-latency_s = 2e-5
-provenance = "example"
-[group.nic]
-name = "outside"
-bandwidth_bytes_per_s = 1e8
-latency_s = 5e-4
-provenance = "example"
-"""
 NODES = (0, 0, 1, 1)
 SIZES = [1024 * 4**i for i in range(11)]
 KINDS = ("all_reduce", "all_gather", "all_to_all", "broadcast")
+GIVEN = {"machine": load_profile("cpu"), "library": "gloo", "where": "example", "points_name": "points.json"}
 
 
 @pytest.fixture(scope="module")
-def true(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
-    path = tmp_path_factory.mktemp("true") / "true.toml"
-    path.write_text(TRUE, encoding="utf-8")
-    return Cluster.load(path)
-
-
-def points_on(cluster: Cluster, sets: tuple[GroupSet, ...]) -> list[list[object]]:
-    model = CollectiveModel(cluster)
-    return [
-        [s.name, kind, n, max(model.shape_time_s(kind, n, shape) for shape in shapes_of(s.groups, cluster)), 0.0]
-        for s in sets
-        for kind in KINDS
-        for n in SIZES
-    ]
+def true() -> Cluster:
+    """Two nodes of two ranks, with these links."""
+    (group,), link = Cluster.parse("cpu:2x2").groups, partial(Link, provenance="example")
+    inside = link(name="inside", bandwidth_bytes_per_s=3e9, latency_s=2e-5)
+    outside = link(name="outside", bandwidth_bytes_per_s=1e8, latency_s=5e-4)
+    return replace(Cluster.parse("cpu:2x2"), groups=(replace(group, intra_node=inside, nic=outside),))
 
 
 def test_known_links_are_found_again_and_survive_their_file(true: Cluster, tmp_path: Path) -> None:
-    sets = group_sets(NODES)
-    links = links_of(
-        sets, points_on(true, sets), nodes=NODES, machine=load_profile("cpu"), library="gloo", where="example",
-        points_name="points.json",
-    )  # fmt: skip
+    sets, model = group_sets(NODES), CollectiveModel(true)
+    points = [
+        [s.name, kind, n, max(model.shape_time_s(kind, n, shape) for shape in shapes_of(s.groups, true)), 0.0]
+        for s, kind, n in product(sets, KINDS, SIZES)
+    ]
+    links = links_of(sets, points, nodes=NODES, **GIVEN)
     group = true.groups[0]
     for found, known in ((links.intra_node, group.intra_node), (links.nic, group.nic)):
         assert found.latency_s == pytest.approx(known.latency_s, rel=0.02)
@@ -80,19 +60,15 @@ def test_known_links_are_found_again_and_survive_their_file(true: Cluster, tmp_p
             assert times[0] == pytest.approx(times[1], rel=0.02)
     # twice as many nodes: not measured, priced by the fitted links
     wide = replace(true, groups=(replace(true.groups[0], num_nodes=4),))
-    times = [
-        CollectiveModel(c).time_s("all_gather", 1e8, Mesh(dp_shard=4, tp=2), ("dp_shard",))
-        for c in (Cluster.parse(f"cpu:4x2?links={tmp_path}/links.toml"), wide)
-    ]
+    clusters, mesh = (Cluster.parse(f"cpu:4x2?links={tmp_path}/links.toml"), wide), Mesh(dp_shard=4, tp=2)
+    times = [CollectiveModel(c).time_s("all_gather", 1e8, mesh, ("dp_shard",)) for c in clusters]
     assert times[0] == pytest.approx(times[1], rel=0.05)
 
 
 def test_measured_times_go_before_the_algorithms(true: Cluster, tmp_path: Path) -> None:
     sets = tuple(s for s in group_sets((0, 0)) if not s.alone)
     points = [[sets[0].name, "all_reduce", n, 1e-3 + n * 1e-8, 0.0] for n in SIZES]
-    links = links_of(
-        sets, points, nodes=(0, 0), machine=load_profile("cpu"), library="gloo", where="e", points_name="p"
-    )
+    links = links_of(sets, points, nodes=(0, 0), **GIVEN)
     (tmp_path / "links.toml").write_text(tomli_w.dumps(asdict(links)), encoding="utf-8")
     two = CollectiveModel(Cluster.parse(f"cpu:1x2?links={tmp_path}/links.toml"))
     assert two.time_s("all_reduce", 12345, Mesh(tp=2), ("tp",)) == pytest.approx(1e-3 + 12345e-8)
@@ -103,11 +79,9 @@ def test_measured_times_go_before_the_algorithms(true: Cluster, tmp_path: Path) 
 
 
 def test_no_measurement_and_a_damaged_file_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(AutoparError, match="Fewer than two sizes"):
-        links_of((), [], nodes=(0, 0), machine=load_profile("cpu"), library="gloo", where="e", points_name="p")
+    refuses(AutoparError, "Fewer than two sizes", links_of, (), [], nodes=(0, 0), **GIVEN)
     (tmp_path / "links.toml").write_text('library = "gloo"\n', encoding="utf-8")
-    with pytest.raises(UsageError, match=r"links\.toml: Missing key 'intra_node'"):
-        Cluster.parse(f"cpu:1x2?links={tmp_path}/links.toml")
+    refuses(UsageError, r"links\.toml: Missing key 'intra_node'", Cluster.parse, f"cpu:1x2?links={tmp_path}/links.toml")
 
 
 # --- pieces

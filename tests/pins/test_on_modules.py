@@ -41,8 +41,7 @@ def test_a_search_holds_to_the_pins_of_modules() -> None:
     assert by_label["layers.1"].recompute == "full"
     first = plan.stages[0]
     assert by_label["layers.2"].index in range(first.start, first.stop)
-    typings = {typing.axis: typing for typing in plan.layouts[by_label["layers.2"].layout].typings}
-    tp = typings["tp"]
+    (tp,) = (typing for typing in plan.layouts[by_label["layers.2"].layout].typings if typing.axis == "tp")
     kept = {n: str(t) for n, t in zip(tp.parameter_names, tp.parameters, strict=True) if n.endswith("weight")}
     assert kept == {"up.weight": "I", "down.weight": "I"}
 

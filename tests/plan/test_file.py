@@ -26,7 +26,7 @@ SCHEMA_FILE = Path(__file__).parents[2] / "docs" / "reference" / "plan.schema.js
 @settings(max_examples=40, deadline=None)
 @given(plans())
 def test_round_trip_through_text_is_exact(plan: Plan) -> None:
-    again = plan_from_dict(json.loads(dumps(plan_to_dict(plan))))
+    again = Plan.from_dict(json.loads(dumps(plan.to_dict())))
     assert again == plan
     assert repr(again) == repr(plan)  # floats bit by bit, and no int became a float
 
@@ -47,9 +47,9 @@ def test_published_schema_is_current_and_valid() -> None:
 def test_file_is_readable_and_written_whole(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text("old")
-    save_plan(llama_plan(), path)
+    llama_plan().save(path)
     lines = path.read_text(encoding="utf-8").splitlines()
-    assert load_plan(path) == llama_plan()
+    assert Plan.load(path) == llama_plan()
     assert max(map(len, lines)) <= 110
     assert '  "mesh": {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 4, "ep": 1, "ep_data": 1},' in lines
     assert len(lines) <= 165
@@ -70,7 +70,7 @@ def test_write_failure_leaves_the_old_file(tmp_path: Path) -> None:
     refuses(PlanError, r"Cannot write .*missing/plan.json", save_plan, llama_plan(), tmp_path / "missing" / "plan.json")
 
 
-BAD_TEXTS: dict[str, tuple[str, str]] = {
+BAD_TEXTS = {
     "empty": ("", "The plan file is empty"),
     "binary words": ("hello", "line 1, column 1: The plan file is not JSON"),
     "list": ("[]", "holds a JSON object, this one something else"),
@@ -155,12 +155,9 @@ def test_broken_plan_is_named(path: str, value: object, expected: str) -> None:
 
 def test_differences_are_paths_and_values() -> None:
     other = replace(llama_plan(), mesh=Mesh(pp=2, dp_shard=2, tp=4, ep=2), zero_stage=3, pins=())
-    assert [str(change) for change in diff_plans(llama_plan(), other)] == [
-        "mesh.ep: 1 -> 2",
-        "zero_stage: 1 -> 3",
-        'pins: ["tp<=4"] -> []',
-    ]
-    buckets = diff_plans(llama_plan(), replace(llama_plan(), bucket_bytes=2**20))
-    assert [str(change) for change in buckets] == ["bucket_bytes: 26214400 -> 1048576"]
-    assert any(change.path == "predicted.memory" for change in diff_plans(llama_plan(), single_plan()))
+    changes = [str(change) for change in llama_plan().diff(other)]
+    assert changes == ["mesh.ep: 1 -> 2", "zero_stage: 1 -> 3", 'pins: ["tp<=4"] -> []']
+    (change,) = llama_plan().diff(replace(llama_plan(), bucket_bytes=2**20))
+    assert str(change) == "bucket_bytes: 26214400 -> 1048576"
+    assert any(change.path == "predicted.memory" for change in llama_plan().diff(single_plan()))
     refuses(UsageError, "takes a plan, but got 'plan.json'.* Plan.load", llama_plan().diff, "plan.json")

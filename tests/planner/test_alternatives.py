@@ -1,5 +1,4 @@
 import gc
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from tests.support.planner.graphs import mlp
 from tests.support.planner.tasks import task_of
+from tests.support.said import refuses
 
 
 def evaluations(planner: Planner) -> list[Evaluation]:
@@ -92,8 +92,7 @@ def test_objects_come_back_after_a_search_but_those_that_a_caller_set_aside(monk
     before, inside = gc.get_freeze_count(), []
     planner = Planner(task_of(mlp(layers=2)))
     monkeypatch.setattr(planner, "_outcome", lambda *a, **k: inside.append(gc.get_freeze_count()) or 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        planner.search(limits=Limits())
+    refuses(ZeroDivisionError, "", planner.search, limits=Limits())
     assert inside[0] > 10_000
     assert gc.get_freeze_count() == before == 0
     gc.freeze()
@@ -118,25 +117,15 @@ def graph_of(loss_fn: Any, precision: Any) -> Graph:
     return autopar.trace(model, example_inputs=[torch.randn(4, 8)], loss_fn=loss_fn, precision=precision)
 
 
-def notes(
-    cluster: Cluster,
-    *,
-    about: str = "repeated on each",
-    pins: Sequence[str] = ("tp=2",),
-    space: str = "default",
-    precision: Any = "fp32",
-    loss_fn: Any = _square,
-) -> tuple[str, ...]:
-    graph = graph_of(loss_fn, precision)
-    plan = autopar.search(graph, cluster=cluster, global_batch_size=4, pins=pins, space=space, precision=precision)
-    return tuple(note for note in plan.notes if about in note)
+def notes(about: str, *, precision: Any = "fp32", loss_fn: Any = _square, **options: Any) -> tuple[str, ...]:
+    given = {"cluster": "cpu:1x2", "global_batch_size": 4, "pins": ["tp=2"], "precision": precision, **options}
+    return tuple(note for note in autopar.search(graph_of(loss_fn, precision), **given).notes if about in note)
 
 
 def test_a_plan_says_what_all_ranks_repeat() -> None:
-    cluster = Cluster.parse("cpu:1x2")
-    (note,) = notes(cluster)
+    (note,) = notes("repeated on each")
     assert note.startswith("100% of the FLOPs are repeated on each of the 2 ranks of tp (0, 2)")
-    assert notes(with_free_links(cluster)) == ()
+    assert notes("repeated on each", cluster=with_free_links(Cluster.parse("cpu:1x2"))) == ()
 
 
 @pytest.mark.slow
@@ -145,21 +134,18 @@ def test_a_plan_with_full_recompute_says_that_the_space_has_no_selective_one(tmp
     full, both = tmp_path / "full.toml", tmp_path / "both.toml"
     full.write_text(text.replace('recompute = ["none", "selective", "full"]', 'recompute = ["full"]'))
     both.write_text(text.replace('recompute = ["none", "selective", "full"]', 'recompute = ["selective", "full"]'))
-    cluster, about = Cluster.parse("cpu:1x2"), "no selective recompute"
-    (note,) = notes(cluster, about=about, space=str(full))
-    said = "blocks recompute fully, as the space mine has no selective recompute: the space default has"
-    assert note.startswith(said)
+    about = "no selective recompute"
+    (note,) = notes(about, space=str(full))
+    assert note.startswith(f"blocks recompute fully, as the space mine has {about}: the space default has")
     assert "selective" in load_space("default").recompute
-    assert notes(cluster, about=about, space=str(both)) == ()
-    assert notes(cluster, about=about, pins=("tp=2", "recompute=full"), space=str(full)) == ()
-    assert notes(cluster, about=about) == ()  # nothing is made again
+    assert notes(about, space=str(both)) == notes(about, pins=["tp=2", "recompute=full"], space=str(full)) == ()
+    assert notes(about) == ()  # nothing is made again
 
 
 def test_what_may_leave_the_range_of_float16_is_named_and_a_precision_that_the_device_has() -> None:
-    cluster = Cluster.parse("cpu:1x2")
-    (note,) = notes(cluster, about="autocast", precision="fp16", loss_fn=_power)
+    (note,) = notes("autocast", precision="fp16", loss_fn=_power)
     assert note.startswith("computed in float16, where autocast would in float32: aten.pow.Tensor_Scalar of ")
-    assert not notes(cluster, about="autocast", precision="bf16", loss_fn=_power)
+    assert not notes("autocast", precision="bf16", loss_fn=_power)
     for cluster, name in (("v100-sxm2-32gb:1x2", "fp16"), ("h100-sxm5-80gb:1x2", "bf16")):
-        (note,) = notes(Cluster.parse(cluster), about="computed in float32")
+        (note,) = notes("computed in float32", cluster=cluster)
         assert f"precision {name} " in note

@@ -1,5 +1,7 @@
 import random
 from dataclasses import replace
+from functools import partial
+from math import prod
 
 import pytest
 
@@ -19,18 +21,14 @@ CLUSTER = Cluster.parse("h100-sxm5-80gb:2x8")
 MODEL = CostModel(CLUSTER, BF16, "adamw")
 
 
-def parameter(chance: random.Random, name: str) -> ParameterCost:
-    shape = (chance.choice([64, 1024]), chance.choice([512, 65536]))
-    return ParameterCost(
-        name=name, shape=shape, num_bytes=2 * shape[0] * shape[1], spread=chance.random() < 0.5,
-        gradient_sum_axes=chance.choice([(), ("tp",), ("cp",), ("tp", "cp")]),
-    )  # fmt: skip
-
-
 def block(chance: random.Random, name: str) -> BlockCost:
-    times = [chance.choice([0.0, 1e-4, 1e-2]) for _ in range(2)]
-    parameters = tuple(parameter(chance, f"{name}.{i}") for i in range(chance.randrange(3)))
-    return blocks_by_hand.block(name, forward_s=times[0], backward_s=times[1], parameters=parameters)
+    times, parameters = [chance.choice([0.0, 1e-4, 1e-2]) for _ in range(2)], []
+    for i in range(chance.randrange(3)):
+        shape = (chance.choice([64, 1024]), chance.choice([512, 65536]))
+        own = ParameterCost(name=f"{name}.{i}", shape=shape, num_bytes=2 * prod(shape), spread=chance.random() < 0.5)
+        axes = chance.choice([(), ("tp",), ("cp",), ("tp", "cp")])
+        parameters.append(replace(own, gradient_sum_axes=axes))
+    return blocks_by_hand.block(name, forward_s=times[0], backward_s=times[1], parameters=tuple(parameters))
 
 
 def step(mesh: Mesh) -> Step:
@@ -106,13 +104,6 @@ def drawn(chance: random.Random, name: str) -> BlockCost:
     return replace(block(chance, name), parameters=(weight,))
 
 
-def part_s(blocks: list[BlockCost], place: int, how: Step) -> float:
-    before = blocks[place - 1] if place else None
-    after = blocks[place + 1] if place + 1 < len(blocks) else None
-    time = HIDING.of(how).block_time_s(blocks[place], recompute="none", neighbours=[(before, after)])
-    return time.forward_s + time.backward_s
-
-
 def stage_s(blocks: list[BlockCost], how: Step) -> float:
     """Of one micro-batch, with the shares of the forwards that gather as they are in a step."""
     stages = [StageCost(blocks=tuple(blocks), recompute=("none",) * len(blocks))] * how.mesh.pp
@@ -127,11 +118,12 @@ def test_blocks_in_their_places_take_no_more_than_their_stage(mesh: Mesh, zero: 
     for seed in range(40):
         chance = random.Random(seed)
         kinds = [drawn(chance, name) for name in "abc"]
-        blocks = [chance.choice(kinds) for _ in range(8)]
-        start, stop = (0, 8) if mesh.pp == 1 else sorted(chance.sample(range(9), 2))
-        whole_s = stage_s(blocks[start:stop], how)
-        assert sum(part_s(blocks, i, how) for i in range(start, stop)) <= whole_s * (1 + 1e-9)
-        alike = [HIDING.of(how).block_time_s(b, recompute="none") for b in blocks[start:stop]]
+        blocks = [None, *(chance.choice(kinds) for _ in range(8)), None]
+        start, stop = (1, 9) if mesh.pp == 1 else sorted(chance.sample(range(1, 10), 2))
+        whole_s, priced = stage_s(blocks[start:stop], how), partial(HIDING.of(how).block_time_s, recompute="none")
+        parts = [priced(blocks[i], neighbours=[(blocks[i - 1], blocks[i + 1])]) for i in range(start, stop)]
+        assert sum(time.forward_s + time.backward_s for time in parts) <= whole_s * (1 + 1e-9)
+        alike = [priced(b) for b in blocks[start:stop]]
         beyond += sum(time.forward_s + time.backward_s for time in alike) > whole_s * (1 + 1e-9)
     # beside others a block's gathers or reductions hide as they would not beside blocks like it
     assert bool(beyond) == (zero >= 2)

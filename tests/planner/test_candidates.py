@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -11,7 +12,6 @@ from hypothesis import strategies as st
 from autopar.errors import UsageError
 from autopar.plan.schedule import check_schedule
 from autopar.planner.space.candidates import (
-    Candidate,
     _conflict_domain,
     candidates,
     conflict,
@@ -22,20 +22,11 @@ from autopar.planner.space.candidates import (
 from autopar.planner.space.constraints import Problem, usual_constraints
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
+from tests.support.said import refuses
 
 PROBLEM = Problem(
     world_size=64, devices_per_node=8, global_batch_size=512, num_blocks=82, heads=(64,), space=load_space("default")
 )
-
-
-def check(problem: Problem, one: Candidate) -> None:
-    mesh = one.mesh
-    assert mesh.world_size == problem.world_size
-    assert problem.global_batch_size == one.micro_batch_size * one.num_micro_batches * mesh.data
-    assert (one.zero_stage == 0) == (mesh.dp_shard == 1)
-    assert one.zero_stage != 2 or mesh.pp == 1
-    assert mesh.pp * one.virtual_stages <= problem.num_blocks
-    check_schedule(one.schedule, mesh.pp, one.virtual_stages, one.num_micro_batches)
 
 
 @settings(max_examples=40, deadline=None)
@@ -45,7 +36,11 @@ def test_every_candidate_can_run(world: int, per_node: int, batch: int, blocks: 
     found = candidates(problem, Pins())
     assert bool(found) or batch % world, "replicas alone can always run"
     for one in found:
-        check(problem, one)
+        mesh = one.mesh
+        assert (mesh.world_size, batch) == (world, one.micro_batch_size * one.num_micro_batches * mesh.data)
+        assert (one.zero_stage == 0) == (mesh.dp_shard == 1) and (one.zero_stage != 2 or mesh.pp == 1)
+        assert mesh.pp * one.virtual_stages <= blocks
+        check_schedule(one.schedule, mesh.pp, one.virtual_stages, one.num_micro_batches)
 
 
 def test_practice_is_among_them_and_heads_of_attention_are_no_law_of_tp() -> None:
@@ -62,7 +57,7 @@ def test_practice_is_among_them_and_heads_of_attention_are_no_law_of_tp() -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [8, 24, 128, 1024])
+@pytest.mark.parametrize("world", [8, 24, 128])
 def test_each_space_holds_the_smaller_one(world: int) -> None:
     shape = {"experts": (8,), "sequences": (32768,), "key_heads": (8,), "world_size": world}
     quick, default, wide, most = (
@@ -129,8 +124,7 @@ def test_a_space_from_before_context_parallelism_has_its_usual_bounds(checkout: 
     path = tmp_path / "own.toml"
     path.write_text("\n".join(line for line in shipped.splitlines() if not line.startswith(("max_cp", "cp_from"))))
     own, usual = load_space(str(path)), load_space("default")
-    assert (own.max_cp, own.cp_from) == (usual.max_cp, usual.cp_from)
-    assert own.max_pp == load_space("quick").max_pp
+    assert (own.max_cp, own.cp_from, own.max_pp) == (usual.max_cp, usual.cp_from, load_space("quick").max_pp)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +148,4 @@ def test_malformed_spaces_name_file_and_key(tmp_path: Path, change: tuple[str, s
     assert change[0] in text
     path = tmp_path / "mine.toml"
     path.write_text(text.replace(*change))
-    with pytest.raises(UsageError) as caught:
-        load_space(str(path))
-    assert "mine.toml" in str(caught.value)
-    assert said in str(caught.value)
+    refuses(UsageError, rf"mine\.toml.*{re.escape(said)}", load_space, str(path))

@@ -1,9 +1,9 @@
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import combinations, product
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,38 +14,18 @@ from autopar.planner.sharding.elimination import MAX_TABLE_ENTRIES, Entry, Margi
 from autopar.planner.sharding.energy import Table, elimination_order
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Factor:
-    """A table of an energy: one cost for each combination of states of the variables in ``scope``.
-
-    Attributes:
-        scope: the variables.
-        table: one dim for each variable of ``scope``, in that order.
-    """
-
-    scope: tuple[int, ...]
-    table: Table
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Energy:
-    """A sum of factors over discrete variables.
-
-    Attributes:
-        sizes: the number of states of each variable.
-        factors: their entries at an assignment add up to its energy.
-    """
+class Energy(NamedTuple):
+    """A sum of tables over discrete variables of these sizes: a table has a dim for each variable of its scope, in that order."""
 
     sizes: tuple[int, ...]
-    factors: tuple[Factor, ...]
+    factors: tuple[tuple[tuple[int, ...], Table], ...]
 
     def value(self, assignment: Sequence[int]) -> float:
-        """Return the energy of an assignment, which has one state for each variable."""
-        return float(sum(f.table[tuple(assignment[v] for v in f.scope)] for f in self.factors))
+        """Of one state for each variable."""
+        return float(sum(table[tuple(assignment[v] for v in scope)] for scope, table in self.factors))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Minimum:
+class Minimum(NamedTuple):
     """An assignment of least energy, and that energy."""
 
     assignment: tuple[int, ...]
@@ -60,21 +40,20 @@ def energies(draw: st.DrawFn) -> Energy:
     """Up to 5 variables of up to 4 states, tables of up to 3 variables, a fifth of the entries forbidden."""
     sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=5)))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    factors = [Factor(scope=(v,), table=rng.random(n)) for v, n in enumerate(sizes)]
+    factors = [((v,), rng.random(n)) for v, n in enumerate(sizes)]
     for _ in range(draw(st.integers(0, 6))):
         arity = draw(st.integers(1, min(3, len(sizes))))
         scope = tuple(int(v) for v in rng.permutation(len(sizes))[:arity])
         table = rng.random([sizes[v] for v in scope])
         table[rng.random(table.shape) < 0.2] = np.inf
-        factors.append(Factor(scope=scope, table=table))
+        factors.append((scope, table))
     return Energy(sizes=sizes, factors=tuple(factors))
 
 
 def marginalise(energy: Energy, keep: tuple[int, ...], *, max_entries: int = MAX_TABLE_ENTRIES) -> Marginals:
     """The minimum over all variables but ``keep``, for every combination of those."""
-    scopes = tuple([factor.scope for factor in energy.factors])
-    prepared = prepare(energy.sizes, scopes, keep, max_entries=max_entries)
-    return prepared.solve_all([factor.table[None] for factor in energy.factors], 1)
+    prepared = prepare(energy.sizes, tuple(scope for scope, _ in energy.factors), keep, max_entries=max_entries)
+    return prepared.solve_all([table[None] for _, table in energy.factors], 1)
 
 
 def minimise(energy: Energy, *, max_entries: int = MAX_TABLE_ENTRIES) -> Minimum | None:
@@ -102,7 +81,7 @@ def test_the_minimum_is_that_of_all_assignments(solve: Solver, energy: Energy) -
 
 @pytest.mark.parametrize("solve", SOLVERS)
 def test_tiny_costs_are_still_told_apart(solve: Solver) -> None:
-    tiny = Factor(scope=(0,), table=np.array([3e-9, 1e-9, 2e-9]))
+    tiny = ((0,), np.array([3e-9, 1e-9, 2e-9]))
     assert solve(Energy(sizes=(3,), factors=(tiny,))).assignment == (1,)
 
 
@@ -121,7 +100,7 @@ def test_marginal_is_the_minimum_for_each_kept_state(energy: Energy, data: st.Da
 
 
 def test_nothing_fits_together_where_a_variable_has_no_state() -> None:
-    assert minimise(Energy(sizes=(2, 0), factors=(Factor(scope=(0,), table=np.zeros(2)),))) is None
+    assert minimise(Energy(sizes=(2, 0), factors=(((0,), np.zeros(2)),))) is None
 
 
 @given(sizes=st.lists(st.integers(2, 5), min_size=4, max_size=9), width=st.integers(1, 3), seed=st.integers(0, 1 << 16))

@@ -22,9 +22,9 @@ from autopar.planner.search import SLOW, Evaluation, Limits, Misfit
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.space.preferences import rules, seeds
 from autopar.planner.space.space import SamplerName, load_space
-from tests.support.cli_runner import Run
 from tests.support.planner.interleaved import Board, Known, View, candidate, interleave
 from tests.support.planner.tasks import task_of
+from tests.support.said import refuses
 
 
 def search(known: Known, ledger: View | None = None, **limits: Any) -> BranchAndBound:
@@ -121,8 +121,8 @@ def test_an_interrupt_gives_the_best_so_far_and_gives_back_its_claim() -> None:
 
 def test_times_of_another_evaluator_are_refused() -> None:
     board = Board(results=[(0, Result(time_s=1.5))])
-    with pytest.raises(UsageError, match=r"holds 1\.5 s .* takes 2\.0 s here\. Take another study name"):
-        search(Known(bounds=[1.0], times=[2.0]), View(board)).run()
+    said = r"holds 1\.5 s .* takes 2\.0 s here\. Take another study name"
+    refuses(UsageError, said, search(Known(bounds=[1.0], times=[2.0]), View(board)).run)
 
 
 # --- with a sampler
@@ -165,10 +165,6 @@ def loose(seed: int, size: int = 60) -> Known:
     return Known(bounds=bounds.tolist(), times=times.tolist())
 
 
-def fresh(known: Known) -> Known:
-    return Known(known.bounds, known.times)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @given(
@@ -180,7 +176,7 @@ def fresh(known: Known) -> Known:
 def test_interleaved_searches_plan_as_one(kind: SamplerName, problem: int, workers: int, turns: list[Any]) -> None:
     """A turn is a worker's next step; one in sixty kills it, wherever it stands, with its claim left behind."""
     known = loose(problem)
-    alone = sampled(fresh(known), None, kind)
+    alone = sampled(Known(known.bounds, known.times), None, kind)
     alone.work()
     board = Board()
     last = interleave(known, lambda known: sampled(known, View(board), kind), workers, turns, deadly=60)
@@ -263,8 +259,8 @@ def test_the_nearest_candidate_to_its_own_values_is_itself(is_numeric: bool) -> 
 @pytest.mark.skipif(find_spec("cmaes") is not None, reason="cmaes is installed")
 def test_a_sampler_whose_package_is_missing_is_named_with_the_remedy(graph: Graph) -> None:
     space = replace(load_space("quick"), sampler="cmaes", exhaustive=1)
-    with pytest.raises(UsageError, match=r"Missing package cmaes.* pip install 'autopar\[cmaes\]'"):
-        Planner(task_of(graph, space=space)).search(limits=Limits())
+    said = r"Missing package cmaes.* pip install 'autopar\[cmaes\]'"
+    refuses(UsageError, said, Planner(task_of(graph, space=space)).search, limits=Limits())
 
 
 def planner_of(graph: Graph, sampler: SamplerName, trials: int = 12) -> Planner:
@@ -305,13 +301,3 @@ def test_a_share_of_nothing_for_bounds_ends_when_all_is_asked() -> None:
     pool = [distinct(i) for i in range(20)]
     outcome = BranchAndBound(known, pool, limits=Limits(trials=1000), sampling=sampling).run()
     assert outcome.finished and outcome.best.prediction.step_time_s == min(known.times)
-
-
-@pytest.mark.slow
-def test_the_command_takes_a_sampler_and_a_seed(run: Run) -> None:
-    model, sampler = "gpt:layers=2,hidden=32,heads=2,vocab=64,seq=8", ("--sampler", "nsga2", "--sampler-seed", 2)
-    asked = ("search", model, "--cluster", "cpu:1x4", "--global-batch", 16, *sampler, "--trials", 6, "--json")
-    plans = [run(*asked).json for _ in range(2)]
-    for plan in plans:
-        del plan["search"]["wall_time_s"]
-    assert plans[0] == plans[1]

@@ -77,8 +77,9 @@ def test_sizes_of_buckets() -> None:
     assert Pins.parse(["bucket_bytes=1000"]).buckets(usual) == (1000,)
     assert Pins.parse(["bucket_bytes<1048576"]).buckets(usual) == (2**20 - 1,)
     assert Pins.parse(["bucket_bytes!=26214400"]).buckets(usual) == (2**20,)
-    with pytest.raises(UsageError, match=r"No bucket size holds for bucket_bytes=0\. Write"):
-        Pins.parse(["bucket_bytes=0"]).buckets(usual)
+    refuses(
+        UsageError, r"No bucket size holds for bucket_bytes=0\. Write", Pins.parse(["bucket_bytes=0"]).buckets, usual
+    )
 
 
 # --- the table of pins

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
 from autopar.hardware.cluster import Cluster
-from autopar.plan.file import save_plan
 from autopar.plan.plan import Plan
 from autopar.planner import planner as planning
 from autopar.planner.bounds.cascade import LEVELS
@@ -44,10 +43,6 @@ def timeless(plan: Plan) -> Plan:
     return replace(plan, search=replace(plan.search, wall_time_s=0.0, evaluated=0))
 
 
-def same(one: Plan, other: Plan) -> bool:
-    return timeless(one) == timeless(other)
-
-
 By = Callable[..., Plan]
 
 
@@ -71,12 +66,12 @@ def no_process_is_left() -> bool:
 
 @pytest.fixture(scope="module")
 def alone() -> Plan:
-    return planner().search(limits=Limits())
+    return timeless(planner().search(limits=Limits()))
 
 
 def test_other_questions_ask_several_processes_too_and_no_plan_is_told_of_once(alone: Plan, by: By) -> None:
     made = planner()
-    assert same(made.fastest(Limits(), processes=2), alone)
+    assert timeless(made.fastest(Limits(), processes=2)) == alone
     most_s = alone.search.lower_bound_s / 2
     assert made.fastest(Limits(max_step_time_s=most_s), processes=2) is None
     refuses(InfeasibleError, "at most", by, 2, max_step_time_s=most_s)
@@ -98,7 +93,7 @@ def test_a_search_survives_its_processes(
 
     monkeypatch.setattr(Evaluator, "bounds_s", dying)
     with caplog.at_level(logging.WARNING, "autopar"):
-        assert same(by(3), alone)
+        assert timeless(by(3)) == alone
     said = "it was ended from outside" if dies == "killed" else "KeyError: 'a fault'"
     assert caplog.messages == [f"a process of the search ended early, one alone searches again: {said}"]
     assert no_process_is_left()
@@ -190,14 +185,12 @@ def test_each_part_is_one_processs() -> None:
     assert group.size == 1
 
 
-def send_what_cannot_be() -> None:
+def test_what_no_process_can_send_is_an_error() -> None:
     with ProcessGroup(2) as group:
         group.fork(["part"])
-        group.allgather(SimpleNamespace() if group.rank == 0 else (lambda: None))
-
-
-def test_what_no_process_can_send_is_an_error() -> None:
-    refuses(LostProcessError, "local object", send_what_cannot_be)
+        refuses(
+            LostProcessError, "local object", group.allgather, SimpleNamespace() if group.rank == 0 else (lambda: None)
+        )
 
 
 # --- plan files
@@ -213,9 +206,8 @@ def of_space(cluster: str, space: str) -> Planner:
 
 
 def written(plan: Plan, folder: Path) -> bytes:
-    path = folder / "plan.json"
-    save_plan(timeless(plan), path)
-    return path.read_bytes()
+    timeless(plan).save(folder / "plan.json")
+    return (folder / "plan.json").read_bytes()
 
 
 CASES = [("alike", "default"), ("alike", "quick"), ("mixed", "default")]

@@ -10,7 +10,6 @@ import autopar
 from autopar import api
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph.graph import Graph
-from autopar.plan.mesh import S
 from autopar.plan.plan import FP64
 from autopar.planner.layouts.layout import LayoutKey
 from autopar.planner.search import Evaluation, Limits, Misfit
@@ -32,10 +31,10 @@ def test_modes_of_recompute_stand_in_the_order_of_the_space() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("vocabulary", "is_even"), [(256, True), (200_000, False)])
 def test_a_stage_is_longer_than_an_even_share_only_where_the_rest_takes_a_block(vocabulary: int, is_even: bool) -> None:
-    """Eight layers on four stages: a head that is less than a layer is no reason for stages of three."""
-    evaluator = planner_of(family(f"gpt:layers=8,hidden=64,heads=4,vocab={vocabulary}", 32)).evaluator
+    """Four layers on two stages: a head that is less than a layer is no reason for a stage of three."""
+    evaluator = planner_of(family(f"gpt:layers=4,hidden=64,heads=4,vocab={vocabulary}", 32)).evaluator
     unsplit = evaluator.layouts.unsplit(LayoutKey(micro_batch_size=2))
-    most = evaluator.cascade.maker.floors.blocks.most_blocks(unsplit, 4)
+    most = evaluator.cascade.maker.floors.blocks.most_blocks(unsplit, 2)
     assert most >= 2 and (most == 2) == is_even
 
 
@@ -74,12 +73,11 @@ def test_virtual_stages_are_cut_evenly_unless_stages_are_pinned(layers: int, vir
 def test_embedding_and_head_may_be_stages_of_their_own() -> None:
     """Six layers on eight stages: planned with and without pins, below no bound, and the best of all candidates is found."""
     graph = family("llama:layers=6,hidden=64,heads=4,ffn=128,vocab=4000", 64)
-    planner = planner_of(graph, "pp>=4", cluster="cpu:1x8", space="default")
+    planner = planner_of(graph, "pp>=4", "tp=1", cluster="cpu:1x8", space="default")
     plans = plans_of(planner.evaluator, planner.pool)
     assert [*plans] == planner.pool
-    eight = [plan for c, plan in plans.items() if c.mesh.pp * c.virtual_stages == 8]
-    assert eight and all(plan.stops == tuple(range(1, 9)) for plan in eight)
-    assert {c.mesh.pp * c.virtual_stages for c in planner.pool} >= {4, 8}
+    assert {c.mesh.pp * c.virtual_stages for c in plans} >= {4, 8}
+    assert {plan.stops for c, plan in plans.items() if c.mesh.pp * c.virtual_stages == 8} == {tuple(range(1, 9))}
     least_s = min(plan.prediction.step_time_s for plan in plans.values())
     assert planner.search(limits=Limits()).predicted.step_time_s <= least_s * ROUNDING
 
@@ -105,13 +103,13 @@ def test_bounds_read_pinned_stages(pins: list[str]) -> None:
 @pytest.mark.slow
 def test_what_is_too_large_needs_more_than_there_is() -> None:
     """The head alone needs more in passing than an equal share of a rank that runs four stages."""
-    graph = family("gpt:layers=16,hidden=64,heads=4,vocab=20000", 64)
-    options = {"cluster": "cpu:1x2?memory=600MB", "global_batch_size": 32, "space": "default"}
+    graph = family("gpt:layers=8,hidden=64,heads=4,vocab=20000", 64)
+    options = {"cluster": "cpu:1x2?memory=560MB", "global_batch_size": 32, "space": "default"}
     planner = planner_of(graph, "pp=2", "schedule=Interleaved1F1B", **options)
     found = [planner.evaluator.evaluate(candidate) for candidate in planner.pool]
     misfits = [one for one in found if isinstance(one, Misfit)]
-    assert {c.virtual_stages for c in planner.pool} >= {2, 4}
-    assert [m for m in misfits if not m.needs_bytes > planner.evaluator.model.fitting_bytes] == []
+    assert {one.candidate.virtual_stages for one in misfits} >= {2, 4}
+    assert all(one.needs_bytes > planner.evaluator.model.fitting_bytes for one in misfits)
 
 
 def test_of_a_large_space_those_with_the_least_bounds_are_evaluated(graph: Graph) -> None:
@@ -144,16 +142,6 @@ def test_an_estimate_takes_the_fastest_micro_batch_that_fits() -> None:
     assert found.predicted.step_time_s < slow.predicted.step_time_s
 
 
-def test_pins_of_recompute_stages_and_parameters_are_respected(graph: Graph) -> None:
-    pins = ["recompute=full@layers.1-2", "stage@layers.0-4=0", "layers.*.up=tp:S(1)", "tp=2", "pp=2"]
-    plan = api.search(graph, cluster=CLUSTER, global_batch_size=16, pins=pins)
-    assert [b.recompute for b in plan.blocks] == ["none", "none", "full", "full", "none", "none", "none", "none"]
-    assert plan.stages[0].stop >= 6
-    for block in plan.blocks[1:7]:
-        (tp,) = (t for t in plan.layouts[block.layout].typings if t.axis == "tp")
-        assert tp.parameters[tp.parameter_names.index("up")] == S(1)
-
-
 @pytest.mark.parametrize(
     ("cluster", "pins", "said", "unsaid"),
     [
@@ -179,9 +167,9 @@ def test_conflicts_are_named(graph: Graph, cluster: str, pins: list[str], said: 
 def test_the_leanest_plan_needs_what_is_said_where_none_fits() -> None:
     graph = family("gpt:layers=4,hidden=128,heads=4,vocab=1024", 64)
     options = {"global_batch_size": 16, "pins": ["pp=4"]}
-    with pytest.raises(InfeasibleError, match="the leanest plan needs") as caught:
-        api.search(graph, cluster="cpu:1x4?memory=1e6", **options)
-    needed = float(re.search(r"needs ([0-9.]+) MiB", str(caught.value))[1])
+    said = "the leanest plan needs ([0-9.]+) MiB"
+    caught = refuses(InfeasibleError, said, api.search, graph, cluster="cpu:1x4?memory=1e6", **options)
+    needed = float(re.search(said, str(caught))[1])
     plan = api.search(graph, cluster=f"cpu:1x4?memory={(needed + 0.5) * 2**20:.0f}", **options)
     assert plan.predicted.peak_memory_interval_bytes[1] == pytest.approx(needed * 2**20, rel=0.05)
 
@@ -189,8 +177,8 @@ def test_the_leanest_plan_needs_what_is_said_where_none_fits() -> None:
 def test_limits_stop_a_search(graph: Graph) -> None:
     plan = api.search(graph, cluster=CLUSTER, global_batch_size=np.int64(16), trials=np.int64(3))
     assert plan.search.evaluated == 3
-    with pytest.raises(InfeasibleError, match="search_timeout_s"):
-        api.search(graph, cluster=CLUSTER, global_batch_size=16, search_timeout_s=0.0)
+    given = {"cluster": CLUSTER, "global_batch_size": 16, "search_timeout_s": 0.0}
+    refuses(InfeasibleError, "search_timeout_s", api.search, graph, **given)
 
 
 @pytest.mark.slow

@@ -7,11 +7,9 @@ from autopar.cost.operators.operator_times import Recorder, decode, key_of
 from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.link import OperatorTable, OperatorTime
-from autopar.plan.prediction import Memory
 from autopar.planner.planner import Planner, operator_calls
 from autopar.planner.search import Evaluation, Limits, Misfit
 from tests.support.clusters import two_kinds, with_device
-from tests.support.example_plans import llama_plan
 from tests.support.planner.graphs import family, mlp
 from tests.support.planner.tasks import planner_of
 
@@ -77,12 +75,11 @@ def test_the_best_is_found_when_parts_are_quicker_than_their_share(graph: Graph,
 
 
 SPREAD = 0.2
-GRAPH = mlp(layers=4, batch=2, width=64, hidden=256)
 
 
 def two_ranks(*, spread: float = 0.0, **device: Any) -> Planner:
     cluster = with_device(Cluster.parse("cpu:1x2"), memory_uncertainty=spread, **device)
-    return planner_of(GRAPH, cluster=cluster, global_batch_size=8)
+    return planner_of(mlp(layers=4, batch=2, width=64, hidden=256), cluster=cluster, global_batch_size=8)
 
 
 def replicated(made: Planner) -> Any:
@@ -95,6 +92,7 @@ def test_what_fits_by_its_middle_alone_does_not_fit_and_bounds_stay_below_prices
     assert found.peak_memory_interval_bytes == (round(peak / (1 + SPREAD)), round(peak * (1 + SPREAD)))
     assert found.fits
     free = replicated(two_ranks()).prediction
+    assert replace(free, peak_memory_interval_bytes=()).fits  # as of an older version: by its middle
     limit = round(free.peak_memory_bytes * 1.1)
     assert replicated(two_ranks(memory_bytes=limit)).prediction == replace(free, memory_limit_bytes=limit)
     unsure = replicated(two_ranks(memory_bytes=limit, spread=SPREAD))
@@ -106,10 +104,3 @@ def test_what_fits_by_its_middle_alone_does_not_fit_and_bounds_stay_below_prices
     tight = two_ranks(memory_bytes=round(free.peak_memory_bytes * 1.25), spread=SPREAD)
     found = replicated(tight)
     assert tight.evaluator.closest_s(found.candidate, float("inf"))[0] <= found.prediction.step_time_s
-
-
-def test_a_plan_of_an_older_version_is_judged_by_its_middle() -> None:
-    memory = Memory(pp_rank=0, parameters=1, gradients=1, optimizer=1, activations=1, transient=1, reserved=1)
-    sizes = {"peak_memory_interval_bytes": (), "peak_memory_bytes": memory.total, "memory_limit_bytes": 6}
-    old = replace(llama_plan().predicted, **sizes)
-    assert old.fits and not replace(old, peak_memory_interval_bytes=(5, 7)).fits

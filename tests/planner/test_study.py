@@ -190,12 +190,9 @@ def test_a_study_has_the_version_of_all_code_that_prices(tmp_path: Path, monkeyp
 
 
 def test_a_storage_that_cannot_be_opened_is_said(graph: Graph) -> None:
-    for url, said in (
-        ("sqlite:////no/such/folder/study.db", "unable to open database file"),
-        ("postgresql://me:secret@localhost:1/x", "psycopg" if find_spec("psycopg") is None else "me:***@"),
-    ):
-        caught = refuses(UsageError, "", search, graph, storage=url)
-        assert said in str(caught) and "secret" not in str(caught)
+    refuses(UsageError, "unable to open database file", search, graph, storage="sqlite:////no/such/folder/study.db")
+    said = "psycopg" if find_spec("psycopg") is None else r"me:\*\*\*@"
+    assert "secret" not in str(refuses(UsageError, said, search, graph, storage="postgresql://me:secret@localhost:1/x"))
 
 
 @pytest.mark.slow
@@ -214,6 +211,7 @@ def test_the_command_names_a_study_and_one_of_something_else_is_refused(run: Run
     model = ("gpt:layers=1,hidden=32,heads=2,vocab=64,seq=8", "--cluster", CLUSTER, "--global-batch", 16)
     url = f"sqlite:///{tmp_path / 'study.db'}"
     study = ("--space", "quick", "--trials", 2, "--storage", url, "--study-name", "mine")
+    study += ("--sampler", "nsga2", "--sampler-seed", 2)
     assert run("search", *model, *study).code == 0
     said = run("search", *model, *study, "--pin", "tp=1").error
     assert "The study 'mine' was made with other pins. Take another name" in said
@@ -304,9 +302,8 @@ def postgresql() -> Iterator[str]:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def shared(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return (
-        request.getfixturevalue("postgresql") if request.param == "postgresql" else f"sqlite:///{tmp_path / 'study.db'}"
-    )
+    file = f"sqlite:///{tmp_path / 'study.db'}"
+    return file if request.param == "sqlite" else request.getfixturevalue("postgresql")
 
 
 @pytest.mark.slow

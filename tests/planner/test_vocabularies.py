@@ -18,6 +18,7 @@ from autopar.planner.space.space import load_space
 from autopar.tracing.trace import trace
 from tests.support.planner.graphs import family
 from tests.support.planner.tasks import check_search, planner_of
+from tests.support.said import refuses
 
 A100 = "a100-sxm4-80gb:1x8"
 PLAIN = "gpt:layers=2,hidden=512,heads=8,vocab=20011"
@@ -92,8 +93,8 @@ def test_vocabularies_are_counted_with_all_that_has_their_rows_and_without_any_t
     assert vocabulary_sizes(family(PLAIN, 64, "bf16")) == ((20011, 512),)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
     graph = trace(model, (torch.randn(4, 8),), loss_fn=lambda y, _: y.square().mean())
-    with pytest.raises(UsageError, match="no vocabulary that vocab_multiple could pad"):
-        api.estimate(graph, cluster="cpu:1x2", global_batch_size=4, pins=["vocab_multiple=64"])
+    given = {"cluster": "cpu:1x2", "global_batch_size": 4, "pins": ["vocab_multiple=64"]}
+    refuses(UsageError, "no vocabulary that vocab_multiple could pad", api.estimate, graph, **given)
 
 
 def test_the_multiple_is_that_of_the_least_work() -> None:

@@ -88,25 +88,17 @@ def test_a_layout_that_does_not_fit_is_said(run: Run, tmp_path: Path) -> None:
         (("link.bandwidth", "link.bandwith"), "Did you mean 'link.bandwidth'"),
         (('title = "small"', ""), "key 'title'"),
         (("layers = 4", "layers = 4\nlayer = 4"), "Unknown key 'layer'. Did you mean 'layers'?"),
+        (("cpu:2x4", "cpuu:2x4"), "Did you mean 'cpu'"),
+        (("[]", '["tpp=2"]'), "Unknown pin 'tpp'"),
     ],
 )
-def test_a_malformed_study_says_where(tmp_path: Path, change: tuple[str, str], message: str) -> None:
-    path = tmp_path / "small.toml"
-    path.write_text(SMALL.format(pins="[]", family="gpt").replace(*change))
-    refuses(UsageError, re.escape(message), load_study, str(path))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [(("cpu:2x4", "cpuu:2x4"), "Did you mean 'cpu'"), (("[]", '["tpp=2"]'), "Unknown pin 'tpp'")],
-)
-def test_a_cluster_and_pins_are_read_before_the_model_is_traced(
+def test_a_malformed_study_says_where_before_the_model_is_traced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: tuple[str, str], message: str
 ) -> None:
     path = tmp_path / "small.toml"
     path.write_text(SMALL.format(pins="[]", family="gpt").replace(*change))
     monkeypatch.setattr("autopar.questions.comparisons.graph_of", None)
-    refuses(UsageError, re.escape(message), run_study, load_study(str(path)))
+    refuses(UsageError, re.escape(message), lambda: run_study(load_study(str(path))))
 
 
 def test_an_unknown_study_is_told_the_known_ones(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,5 +119,4 @@ def test_scaling_touches_what_it_names() -> None:
     assert late.library.algorithms[0].base_s == 3 * cluster.library.algorithms[0].base_s
     assert late.groups[0].device == before.device
     for numbers in ({"nic.bandwidth": 2.0}, {"link.bandwidth": 0.0}):
-        with pytest.raises(UsageError):
-            scaled(cluster, numbers)
+        refuses(UsageError, "", scaled, cluster, numbers)

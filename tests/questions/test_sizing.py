@@ -2,6 +2,7 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from autopar.plan.plan import Plan
 from autopar.planner.search import Evaluation, peak_bytes
 from autopar.questions.comparisons import MEMORY_STEP, Point, front, parse_objectives, parse_sweep, sweep, undominated
 from autopar.questions.sizing import Ask, cheapest_cluster, largest_batch, longest_sequence, sizes_of, smallest_cluster
+from autopar.util.files import data_files
 from tests.support.cli_runner import Run
 from tests.support.example_plans import llama_plan
 from tests.support.planner.graphs import llama_block, mlp
@@ -46,8 +48,7 @@ def alone(ask: Ask, cluster: Cluster | str) -> Plan | None:
 
 @pytest.fixture(scope="module")
 def times() -> dict[str, float]:
-    found = {size: alone(ASK, size) for size in sizes_of(KIND)}
-    return {size: plan.predicted.step_time_s for size, plan in found.items() if plan}
+    return {size: plan.predicted.step_time_s for size in sizes_of(KIND) if (plan := alone(ASK, size))}
 
 
 def test_the_smallest_cluster_is_that_of_all_sizes(times: dict[str, float]) -> None:
@@ -82,10 +83,8 @@ def test_the_cheapest_cluster_is_that_of_all_sizes_of_all_kinds(times: dict[str,
 def test_a_sweep_has_the_best_plan_of_each_cluster() -> None:
     swept = sweep(ASK, "link.bandwidth", (0.1, 1.0, 4.0))
     for factor, best in swept:
-        plan = alone(ASK, scaled(Cluster.parse(KIND), {"link.bandwidth": factor}))
-        assert best and plan
-        assert best.predicted == plan.predicted
-    seconds = [best.predicted.step_time_s for _, best in swept if best]
+        assert best.predicted == alone(ASK, scaled(Cluster.parse(KIND), {"link.bandwidth": factor})).predicted
+    seconds = [best.predicted.step_time_s for _, best in swept]
     assert seconds[0] > seconds[1] > seconds[2]
 
 
@@ -100,8 +99,7 @@ def test_the_longest_sequence_is_that_of_all(memory: str) -> None:
     assert 0 < len(fitting) < 15  # the limit lies inside
     assert fitting == [step * (i + 1) for i in range(len(fitting))]  # what bisection takes for granted
     assert found.value == f"{fitting[-1]:,} tokens" and found.plan.model.tokens_per_sample == fitting[-1]
-    last = alone(replace(ask, sequence=fitting[-1]), ask.cluster)
-    assert found.plan.predicted == last.predicted
+    assert found.plan.predicted == alone(replace(ask, sequence=fitting[-1]), ask.cluster).predicted
 
 
 def test_the_largest_batch_is_that_of_all() -> None:
@@ -143,15 +141,22 @@ def test_a_length_past_the_positions_of_a_model_is_not_said_to_be_too_large(run:
 def test_nothing_fits_is_said() -> None:
     ask = replace(ASK, cluster="cpu:1x2?memory=402MB", global_batch_size=4)
     half = replace(ask, precision="bf16")
-    for asked in (lambda: longest_sequence(half, step=64), lambda: largest_batch(ask), lambda: smallest_cluster(ask)):
-        with pytest.raises(InfeasibleError):
-            asked()
+    refuses(InfeasibleError, "", longest_sequence, half, step=64)
+    refuses(InfeasibleError, "", largest_batch, ask)
+    refuses(InfeasibleError, "", smallest_cluster, ask)
     refuses(InfeasibleError, "No plan fits", front, ask, ("time", "memory"))
 
 
-@pytest.mark.parametrize("text", ["link.bandwidth", "link.bandwidth=", "link.bandwidth=a,2"])
-def test_a_malformed_sweep_is_refused(text: str) -> None:
-    refuses(UsageError, "NAME=FACTOR", parse_sweep, text)
+@pytest.mark.parametrize(
+    ("parse", "text", "said"),
+    [
+        *((parse_sweep, text, "NAME=FACTOR") for text in ("link.bandwidth", "link.bandwidth=", "link.bandwidth=a,2")),
+        *((parse_objectives, text, "two different") for text in ("time", "time,time")),
+        (parse_objectives, "time,memroy", "memory"),
+    ],
+)
+def test_a_malformed_sweep_and_malformed_objectives_are_refused(parse: Any, text: str, said: str) -> None:
+    refuses(UsageError, said, parse, text)
 
 
 MODEL = ("gpt:layers=2,hidden=64,heads=4,vocab=128", "--cluster", "cpu:1x2", "--global-batch", "8")
@@ -182,11 +187,11 @@ def test_the_longest_sequence_in_the_shell(run: Run) -> None:
 
 
 def test_a_sweep_in_the_shell(run: Run) -> None:
-    found = run("sweep", *MODEL, "--seq", "32", "--space", "quick", "--scale", "link.bandwidth=0.5,1", "--json").json
+    asked = ("sweep", *MODEL, "--seq", "32", "--space", "quick", "--scale", "link.bandwidth=0.5,1")
+    found = run(*asked, "--json").json
     assert [p["factor"] for p in found["plans"]] == [0.5, 1.0] and found["plans"][1]["step_time_ratio"] == 1
-    text = run("sweep", *MODEL, "--seq", "32", "--space", "quick", "--scale", "link.bandwidth=0.5,1")
-    assert text.out.splitlines()[1].startswith("link.bandwidth  ")
-    assert max(map(len, text.out.splitlines())) <= 80
+    lines = run(*asked).out.splitlines()
+    assert lines[1].startswith("link.bandwidth  ") and max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize(
@@ -227,18 +232,15 @@ def test_a_factory_decides_the_length_of_its_sequences(run: Run) -> None:
 # --- fronts
 
 
-def point(time_s: float, head_room: float, num_devices: int) -> Point:
-    plan = llama_plan()
-    plan = replace(plan, predicted=replace(plan.predicted, step_time_s=time_s))
-    return Point(cluster="c", num_devices=num_devices, plan=plan, head_room=head_room)
-
-
 SMALL = st.integers(1, 4)
 
 
 @given(st.lists(st.tuples(SMALL, SMALL, SMALL), min_size=1, max_size=12))
 def test_what_is_left_is_what_nothing_beats(values: list[tuple[int, int, int]]) -> None:
-    points = [point(float(t), -float(m), d) for t, m, d in values]
+    plan = llama_plan()
+    plans = [replace(plan, predicted=replace(plan.predicted, step_time_s=float(time_s))) for time_s, _, _ in values]
+    rest = [{"head_room": -float(memory), "num_devices": devices} for _, memory, devices in values]
+    points = [Point(cluster="c", plan=own, **more) for own, more in zip(plans, rest, strict=True)]
     objectives = ("time", "memory", "devices")
     kept = [p.values(objectives) for p in undominated(points, objectives)]
     every = {p.values(objectives) for p in points}
@@ -259,24 +261,19 @@ def test_time_against_devices_is_that_of_every_size(times: dict[str, float]) -> 
 def test_less_memory_costs_time_and_every_point_is_the_fastest_under_its_limit() -> None:
     ask = replace(ASK, cluster="h100-sxm5-80gb:1x2", global_batch_size=2**17, pins=("pp=1",))
     found, cluster = front(ask, ("time", "memory")), Cluster.parse(ask.cluster)
-    assert len(found) > 1 and found[0].plan.predicted.step_time_s == _time_s(ask, cluster)
+    assert len(found) > 1 and found[0].plan.predicted == alone(ask, cluster).predicted
     for before, after in pairwise(found):
         assert after.plan.predicted.step_time_s > before.plan.predicted.step_time_s
         assert 1 - after.head_room <= MEMORY_STEP * (1 - before.head_room)
         own = scaled(cluster, {"device.memory": (1 - after.head_room) * (1 + 1e-9)})
-        assert _time_s(ask, own) == after.plan.predicted.step_time_s
+        assert alone(ask, own).predicted.step_time_s == after.plan.predicted.step_time_s
     least = scaled(cluster, {"device.memory": MEMORY_STEP * (1 - found[-1].head_room)})
     assert alone(ask, least) is None
 
 
-def _time_s(ask: Ask, cluster: Cluster) -> float:
-    plan = alone(ask, cluster)
-    return plan.predicted.step_time_s
-
-
 def test_a_sampled_front_is_that_of_all_candidates_once_all_are_asked(tmp_path: Path) -> None:
-    path, shipped = tmp_path / "own.toml", (Path(__file__).parents[2] / "search" / "default.toml").read_text()
-    own = shipped.replace("exhaustive = 20000", "exhaustive = 1").replace("trials = 300", "trials = 10000")
+    path, shipped = tmp_path / "own.toml", data_files("search")["quick"].read_text()
+    own = shipped.replace("exhaustive = 5000", "exhaustive = 1").replace("trials = 60", "trials = 10000")
     path.write_text(own.replace('sampler = "tpe"', 'sampler = "nsga2"'))
     ask = replace(ASK, cluster="h100-sxm5-80gb:1x2", global_batch_size=2**17, space=str(path))
     found = front(ask, ("time", "memory"))
@@ -293,21 +290,14 @@ def test_a_price_joins_time_and_devices() -> None:
     for one in found:
         assert one.cost == pytest.approx(one.num_devices * one.plan.predicted.step_time_s)
     costs = [one.cost for one in found]
-    assert costs == sorted(costs, key=lambda cost: -(cost or 0.0))  # what is slower is cheaper
+    assert costs == sorted(costs, reverse=True)  # what is slower is cheaper
     refuses(UsageError, "--price: Missing price", front, ASK, ("time", "price"))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"), [("time", "two different"), ("time,time", "two different"), ("time,memroy", "memory")]
-)
-def test_objectives_that_are_none(text: str, message: str) -> None:
-    refuses(UsageError, message, parse_objectives, text)
 
 
 @pytest.mark.slow
 def test_the_command_prints_a_row_for_each(run: Run) -> None:
     model = "gpt:layers=2,hidden=64,heads=4,vocab=96,seq=32"
-    arguments = ["pareto", model, "--cluster", "cpu:1x4", "--global-batch", "8"]
+    arguments = ["pareto", model, "--cluster", "cpu:1x4", "--global-batch", "8", "--space", "quick"]
     data = run(*arguments, "--objectives", "time,devices", "--json").json
     assert data["front"][0]["plan"]
     counts = [row["num_devices"] for row in data["front"]]

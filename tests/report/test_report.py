@@ -17,14 +17,11 @@ from autopar.report.pictures import perfetto_trace, render_html, timeline
 from autopar.report.summaries import render_comparison, render_run
 from tests.support.cli_runner import Run
 from tests.support.example_plans import llama_plan, schedule_actions, single_plan
-from tests.support.example_plans import llama_plan as example_plan
 from tests.support.said import refuses
 from tests.support.strategies import plans
 
-Golden = Callable[[str, str], None]
 
-
-def test_printed_plans(golden: Golden) -> None:
+def test_printed_plans(golden: Callable[[str, str], None]) -> None:
     golden("plan_llama.txt", f"{llama_plan()}\n")
     golden("plan_single.txt", f"{single_plan()}\n")
     golden("compare.txt", render_comparison(llama_plan(), single_plan(), names=("before.json", "after.json")) + "\n")
@@ -32,14 +29,11 @@ def test_printed_plans(golden: Golden) -> None:
 
 def test_plans_without_names_and_with_characters_of_two_columns_are_printed() -> None:
     base = llama_plan()
-    bare = replace(
-        base,
-        layouts=tuple(
-            replace(one, typings=tuple(replace(typing, parameter_names=()) for typing in one.typings))
-            for one in base.layouts
-        ),
-    )
-    assert "tp S(0)   5 parameters" in render_plan(bare)
+    bare = [
+        replace(own, typings=tuple(replace(typing, parameter_names=()) for typing in own.typings))
+        for own in base.layouts
+    ]
+    assert "tp S(0)   5 parameters" in render_plan(replace(base, layouts=tuple(bare)))
 
     named = tuple(replace(block, label=chr(ord("a") + block.index) + "\u2e80" * 9) for block in base.blocks)
     text = render_plan(replace(base, model=replace(base.model, name="\u2e80" * 70), blocks=named))
@@ -56,7 +50,7 @@ def test_any_plan_prints_within_the_width(plan: Plan) -> None:
     assert not [line for line in lines if cell_len(line) > 100 or line != line.rstrip()]
 
 
-def test_page_is_whole_and_escapes_names() -> None:
+def test_page_is_whole_draws_every_part_of_a_step_and_escapes_names() -> None:
     script = "<script>alert(1)</script>"
     shared = replace(single_plan(), groups=(RankGroup(start=0, stop=1, device=script),), data_shares=(1,))
     assert "<script" not in render_html(shared)
@@ -72,12 +66,8 @@ def test_page_is_whole_and_escapes_names() -> None:
     assert "script" not in names
     assert names.count("rect") == len(timeline(llama_plan()))
     assert not re.search(r"(src|href)=|https?://(?!www\.w3\.org)|url\(", page)
-
-
-def test_page_draws_every_part_of_a_step() -> None:
-    plan = llama_plan()
-    breakdown = replace(plan.predicted.breakdown, **{name: 1.0 for _, name in TIME_PARTS})
-    page = render_html(replace(plan, predicted=replace(plan.predicted, breakdown=breakdown)))
+    every = replace(llama_plan().predicted.breakdown, **{name: 1.0 for _, name in TIME_PARTS})
+    page = render_html(replace(llama_plan(), predicted=replace(llama_plan().predicted, breakdown=every)))
     assert [name for name, _ in TIME_PARTS if f"</span>{name} 1 s" not in page] == []
 
 
@@ -110,7 +100,7 @@ def rank(number: int, compute_s: float, waiting_s: float) -> RankTimes:
 
 
 def test_a_record_takes_the_slowest_step_and_the_parts_of_who_computes_longest() -> None:
-    plan = example_plan()
+    plan = llama_plan()
     record = record_of(plan, [rank(0, 1.0, 3.0), rank(1, 2.0, 1.0)], num_steps=5, memory_kind="allocator")
     assert record.measured_s == 4.0
     assert {part.name: part.measured_s for part in record.parts if part.measured_s} == {"compute": 2.0, "pipeline": 1.0}
@@ -125,7 +115,7 @@ def test_medians_of_categories_add_up_to_the_median_step() -> None:
 
 
 def test_warnings_name_the_part_that_was_wrong() -> None:
-    plan = example_plan()
+    plan = llama_plan()
     step_s = plan.predicted.step_time_s
     inside = replace(record_of(plan, [rank(0, 0.0, 0.0)], num_steps=5, memory_kind="resident"), measured_s=step_s)
     assert not inside.is_outside and inside.warning() == ""
@@ -139,7 +129,7 @@ def test_warnings_name_the_part_that_was_wrong() -> None:
 
 
 def test_the_log_is_read_back_and_printed(tmp_path: Path, run: Run) -> None:
-    plan = example_plan()
+    plan = llama_plan()
     ranks = [rank(0, 1.0, 3.0), rank(1, 2.0, 1.0)]
     record = record_of(plan, ranks, num_steps=5, memory_kind="resident")
     write_log(tmp_path / FILE_NAME, record, ranks, [{"step": 2, "rank": 0, "seconds": {"compute": 1.0}}])
@@ -165,7 +155,7 @@ def test_what_is_no_log_is_named(tmp_path: Path, run: Run) -> None:
      ("mesh", None), ("predicted_bytes", -1)],
 )  # fmt: skip
 def test_a_comparison_that_is_garbled_is_named(tmp_path: Path, run: Run, field: str, value: object) -> None:
-    record = record_of(example_plan(), [rank(0, 1.0, 3.0)], num_steps=5, memory_kind="resident")
+    record = record_of(llama_plan(), [rank(0, 1.0, 3.0)], num_steps=5, memory_kind="resident")
     write_log(tmp_path / FILE_NAME, record, [], [])
     event = json.loads((tmp_path / FILE_NAME).read_text()) | {field: value}
     (tmp_path / FILE_NAME).write_text(json.dumps(event) + "\n")

@@ -70,54 +70,41 @@ class Call:
 
     def errors(self) -> Iterator[AutoparError]:
         """The error, with each of the texts that its arguments can come to."""
-        named = {name: self.texts(self.keywords.get(name)) for name in ("where", "expected", "got", "fix", "instead")}
-        firsts = self.texts(self.positional[0])
-        for first, where, expected, got, fix, instead in itertools.product(firsts, *named.values()):
-            match self.helper:
-                case "":
-                    kind = InternalError if self.kind == "InternalError" and not fix else AutoparError
-                    given = {"fix": fix} if fix else {}
-                    yield kind(first, where=where, expected=expected, got=got or None, **given)
-                case "unknown":
-                    yield AutoparError.unknown(first, "nam", ["name"], where=where, fix=fix)
-                case "unreadable":
-                    yield AutoparError.unreadable(VALUE, ValueError(VALUE), **({"fix": fix} if fix else {}))
-                case "missing":
-                    yield AutoparError.missing(first, where=where, fix=fix)
-                case "mismatch":
-                    yield AutoparError.mismatch(first, expected=expected, got=got, fix=fix, where=where)
-                case "unsupported":
-                    yield AutoparError.unsupported(first, instead=instead, where=where)
-                case _:
-                    for wanted in self.texts(self.positional[1]):
-                        yield AutoparError(f"Wrong value of {VALUE}", expected=wanted, got=VALUE, fix="Change it")
+        if self.helper in VALUES:
+            for wanted in self.texts(self.positional[1]):
+                yield AutoparError(f"Wrong value of {VALUE}", expected=wanted, got=VALUE, fix="Change it")
+            return
+        kind = InternalError if self.kind == "InternalError" else AutoparError
+        make = getattr(kind, self.helper) if self.helper else kind
+        names = [name for name in ("where", "expected", "got", "fix", "instead") if name in self.keywords]
+        for texts in itertools.product(
+            *map(self.texts, (self.positional[0], *(self.keywords[name] for name in names)))
+        ):
+            given = {name: text for name, text in zip(names, texts[1:], strict=True) if text}
+            others = {"unknown": (texts[0], "nam", ["name"]), "unreadable": (VALUE, ValueError(VALUE))}
+            yield make(*others.get(self.helper, texts[:1]), **given)
 
 
-def calls() -> Iterator[Call]:
+@cache
+def every_call() -> list[Call]:
+    """The same once for all tests, and not where none of them runs."""
+    found = []
     for file in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         nodes = [*ast.walk(tree)]
-        derived = {
-            node.name
-            for node in nodes
-            if isinstance(node, ast.ClassDef) and {ast.unparse(base) for base in node.bases} & KINDS
-        }
+        classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+        derived = {node.name for node in classes if {ast.unparse(base) for base in node.bases} & KINDS}
         for node in nodes:
             if not isinstance(node, ast.Call) or file.name == "errors.py":
                 continue
             match node.func:
                 case ast.Name(id=name) if name in KINDS | derived:
-                    yield Call(file, tree, node, name, "")
+                    found.append(Call(file, tree, node, name, ""))
                 case ast.Attribute(value=ast.Name(id=name), attr=helper) if name in KINDS and helper in HELPERS:
-                    yield Call(file, tree, node, name, helper)
+                    found.append(Call(file, tree, node, name, helper))
                 case ast.Attribute(attr=helper) if helper in VALUES:
-                    yield Call(file, tree, node, "", helper)
-
-
-@cache
-def every_call() -> tuple[Call, ...]:
-    """The same once for all tests, and not where none of them runs."""
-    return tuple(calls())
+                    found.append(Call(file, tree, node, "", helper))
+    return found
 
 
 @cache

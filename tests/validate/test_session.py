@@ -44,10 +44,9 @@ def test_every_row_is_expressed_and_reported(session: Session) -> None:
 def test_stages_without_a_layer_are_predicted() -> None:
     """Two layers on four stages, as 30 on 32: the embedding and the head are stages of their own."""
     run = replace(read_runs(OWN)[0], layers=2, pp=4, dp=1, recompute="none")
-    (found,) = Session([run]).predictions()
-    assert len(found.stage_times) == 4
-    (long,) = Session([replace(run, layers=30, pp=8, devices=16, virtual_stages=4, global_batch=32)]).predictions()
-    assert len(long.stage_times) == 32
+    more = replace(run, layers=30, pp=8, devices=16, virtual_stages=4, global_batch=32)
+    found, long = Session([run, more]).predictions()
+    assert (len(found.stage_times), len(long.stage_times)) == (4, 32)
     layers = [forward_s for forward_s, _ in long.stage_times[1:-1]]
     assert 0 < long.stage_times[0][0] < min(layers)
     assert len(set(layers[1:-1])) == 1

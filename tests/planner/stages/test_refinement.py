@@ -20,7 +20,6 @@ from tests.support.clusters import two_kinds
 from tests.support.planner.graphs import family, mlp
 from tests.support.planner.tasks import planner_of
 
-PP = 4
 TWO: tuple[Recompute, ...] = ("none", "full")
 THREE: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -41,8 +40,8 @@ def planner(graph: Graph, cluster: Cluster, modes: tuple[Recompute, ...], batch:
 
 
 def of_equal_ranks(graph: Graph, modes: tuple[Recompute, ...], batch: int, memory: str) -> Planner:
-    pins = [f"pp={PP}", "schedule=Interleaved1F1B", "tp=1", "micro_batch=2"]
-    return planner(graph, Cluster.parse(f"cpu:1x{PP}?memory={memory}"), modes, batch, pins)
+    pins = ["pp=4", "schedule=Interleaved1F1B", "tp=1", "micro_batch=2"]
+    return planner(graph, Cluster.parse(f"cpu:1x4?memory={memory}"), modes, batch, pins)
 
 
 def of_two_kinds() -> Planner:

@@ -9,7 +9,8 @@ from typing import Any
 from autopar.plan.mesh import Mesh
 from autopar.planner.bounds.cascade import LEVELS
 from autopar.planner.branch_and_bound.branch_and_bound import BranchAndBound
-from autopar.planner.branch_and_bound.frontier import Result
+from autopar.planner.branch_and_bound.frontier import LocalLedger, Result
+from autopar.planner.branch_and_bound.process_group import ProcessGroup
 from autopar.planner.search import SLOW, Evaluation, Misfit
 from autopar.planner.space.candidates import Candidate
 
@@ -128,23 +129,20 @@ class Board:
     claimed: dict[int, int] = field(default_factory=dict)
 
 
-class View:
+class View(LocalLedger):
     """The ledger of one search: it knows of the others what it has read."""
 
     is_shared = True
 
     def __init__(self, board: Board) -> None:
+        super().__init__(ProcessGroup())
         self.board = board
-        self.results: dict[int, Result] = {}
-        self.incumbent_s = float("inf")
         self.pause: Callable[[], None] = lambda: None
         self.claimed: Mapping[int, int] = {}
 
-    def expect(self, seeds: Mapping[int, str]) -> None:
-        """Nobody looks."""
-
-    def finish(self, excluded_s: Callable[[int], float | None]) -> None:
-        """Nothing waits."""
+    @property
+    def incumbent_s(self) -> float:
+        return min((one.time_s for one in self.results.values() if one.time_s is not None), default=float("inf"))
 
     def read(self) -> None:
         self.pause()
@@ -156,8 +154,6 @@ class View:
             before = self.results.get(index)
             if before is None or before.at_least_s is not None:
                 self.results[index] = result
-        times = [result.time_s for result in self.results.values() if result.time_s is not None]
-        self.incumbent_s = min(times, default=float("inf"))
 
     def is_claimed(self, index: int) -> bool:
         return index in self.claimed
