@@ -15,7 +15,7 @@ from autopar.plan.mesh import Mesh
 from autopar.plan.plan import BF16
 from autopar.planner.bounds.instance import are_inside, at_both_ends, least_sums_s, tie_s
 from tests.support import blocks_by_hand
-from tests.support.clusters import with_device
+from tests.support.clusters import in_pieces, with_device
 
 CLUSTER = Cluster.parse("h100-sxm5-80gb:2x8")
 MODEL = CostModel(CLUSTER, BF16, "adamw")
@@ -35,23 +35,25 @@ def step(mesh: Mesh) -> Step:
     return replace(blocks_by_hand.step(mesh, schedule="1F1B", zero=1), adds_gradients=True)
 
 
+@pytest.mark.parametrize("is_measured", [False, True])
 @pytest.mark.parametrize("seed", range(40))
-def test_no_rank_sums_its_gradients_in_less(seed: int) -> None:
+def test_no_rank_sums_its_gradients_in_less(seed: int, is_measured: bool) -> None:
     chance = random.Random(seed)
+    model = CostModel(in_pieces(CLUSTER, chance), BF16, "adamw") if is_measured else MODEL
     mesh = Mesh(pp=2, dp_shard=2, tp=2, ep_data=2, **({"cp": 2} if seed % 2 else {"dp_replicate": 2}))
     kinds = [block(chance, name) for name in ("first", "group", "last")]
     counts = [1, chance.randrange(1, 12), 1]
-    least = least_sums_s(MODEL, kinds, counts, step(mesh), others=False)
+    least = least_sums_s(model, kinds, counts, step(mesh), others=False)
     order = [k for k, n in enumerate(counts) for _ in range(n)]
     for _ in range(10):
         edges = sorted(chance.randrange(len(order) + 1) for _ in range(4))
         turns = [order[edges[0] : edges[1]], order[edges[2] : edges[3]]]
         again = chance.random() < 0.5
         stages = [StageCost(blocks=tuple(kinds[k] for k in own), recompute=(again,) * len(own)) for own in turns if own]
-        found = MODEL.of(step(mesh)).gradients_s(stages)
+        found = model.of(step(mesh)).gradients_s(stages)
         assert sum(least[k] for own in turns for k in own) <= sum(found.values()) * (1 + 1e-9)
     if seed % 2 == 0 and any(p.spread for kind in kinds for p in kind.parameters):
-        alone = least_sums_s(MODEL, kinds, counts, step(mesh), others=True)
+        alone = least_sums_s(model, kinds, counts, step(mesh), others=True)
         assert min(alone) >= 0 and max(alone) > 0
 
 

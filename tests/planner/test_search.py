@@ -1,6 +1,8 @@
 import math
+import random
 import re
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,11 +12,14 @@ import autopar
 from autopar import api
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph.graph import Graph
+from autopar.hardware.cluster import Cluster
 from autopar.plan.plan import FP64
 from autopar.planner.layouts.layout import LayoutKey
 from autopar.planner.search import Evaluation, Limits, Misfit
 from autopar.planner.space.space import load_space
 from autopar.verification.against_one_device import in_dtype
+from tests.support.clusters import in_pieces
+from tests.support.distributed.mixtures import mixture_graph
 from tests.support.planner.graphs import family, llama_block, mlp
 from tests.support.planner.tasks import CLUSTER, ROUNDING, check_search, planner_of, plans_of
 from tests.support.said import refuses
@@ -98,6 +103,14 @@ def test_bounds_read_pinned_stages(pins: list[str]) -> None:
         if candidate.micro_batch_size <= 2:
             assert bound_s > 1.05 * free.evaluator.closest_s(candidate, math.inf)[0]
     assert {candidate.schedule for candidate in planner.pool if candidate.micro_batch_size <= 2} >= {"GPipe", "1F1B"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["cpu:1x4", "cpu:2x2"])
+def test_bounds_hold_where_links_are_measured_in_pieces(text: str) -> None:
+    for seed, made in enumerate((mixture_graph(), family("gpt:layers=4,hidden=64,heads=4,vocab=300", 32))):
+        cluster = in_pieces(Cluster.parse(text), random.Random(seed))
+        check_search(partial(planner_of, made, cluster=cluster))
 
 
 @pytest.mark.slow

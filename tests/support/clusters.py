@@ -1,11 +1,15 @@
 """Clusters for tests: devices with other numbers, CPU ranks of several kinds."""
 
+import random
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
+from autopar.cost.network.collectives import KINDS
 from autopar.hardware.cluster import Cluster, NodeGroup
 from autopar.hardware.describe import scaled
 from autopar.hardware.device import HostLink
+from autopar.hardware.link import CollectiveTime, Piece
 
 HOST = HostLink(
     to_host_bytes_per_s=4e10, to_device_bytes_per_s=4e10, latency_s=1e-6, memory_bandwidth_bytes_per_s=4e10,
@@ -55,3 +59,19 @@ def of_one(cluster: Cluster, group: int, *, num_nodes: int = 1) -> Cluster:
         name="one-kind",
         groups=(replace(own, devices_per_node=cluster.world_size // num_nodes, num_nodes=num_nodes),),
     )
+
+
+def in_pieces(cluster: Cluster, chance: random.Random) -> Cluster:
+    """One whose collectives were measured, in pieces of any speed: large ones may take longer for each byte than small ones."""
+    times = []
+    for kind, nodes, log_size in product(KINDS, (1, 2), range(1, 5)):
+        size, most = 2**log_size, cluster.devices_per_node
+        if size // nodes in range(1, most + 1) and size <= cluster.world_size:
+            shape = {"size": size, "num_nodes": nodes, "ranks_per_node": size // nodes, "devices_per_node": most}
+            ends = [*sorted(chance.sample([2**n for n in range(10, 28)], 3)), 0]
+            lines = [
+                {"latency_s": chance.choice([0.0, 1e-4]), "s_per_byte": chance.choice([1e-12, 1e-9])} for _ in ends
+            ]
+            pieces = tuple(Piece(up_to_bytes=end, **line) for end, line in zip(ends, lines, strict=True))
+            times.append(CollectiveTime(kind=kind, **shape, residual=0.0, provenance="example", pieces=pieces))
+    return replace(cluster, library=replace(cluster.library, measured=tuple(times)))

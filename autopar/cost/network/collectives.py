@@ -59,10 +59,10 @@ class CollectiveModel:
             shapes = self._groups[mesh, axes] = group_shape(mesh, axes, self._fabric, self.only)
         return max([self.shape_time_s(kind, num_bytes, shape) for shape in shapes])
 
-    @property
-    def is_measured(self) -> bool:
-        """Whether some times come from a measured table instead of a latency and a bandwidth."""
-        return bool(self._measured)
+    def ends(self, kind: str) -> list[int]:
+        """Return the sizes in bytes at which pieces of measured times of a collective end, in rising order."""
+        pieces = [piece for key, time in self._measured.items() if key[0] == kind for piece in time.pieces]
+        return sorted({int(piece.up_to_bytes) for piece in pieces if piece.up_to_bytes})
 
     def send_time_s(self, num_bytes: float, mesh: Mesh, here: int | None = None) -> float:
         """Return the seconds of a message between neighbouring pipeline ranks; see :meth:`pair_time_s`."""

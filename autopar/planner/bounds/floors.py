@@ -146,7 +146,7 @@ class BlockFloors:
         """
         sent = [message for message in cost.messages if message.axis == SPREAD]
         collectives = self.model.collectives
-        if not sent or collectives.is_measured:  # a measured table need not be monotonic in bytes
+        if not sent:
             return 0.0, 0.0, 0.0
         mesh, call_s = key.mesh(self.model.cluster.world_size), self.model.device.overheads.collective_s
         axes = [SPREAD, EXPERT_AXIS][: 1 + (key.tp > 1)]
@@ -194,8 +194,6 @@ class BlockFloors:
         moved_s = unit.gather_s * data.gathers_always  # in a pipeline only the backward's gather counts
         if not data.is_pipelined and data.sends_always:
             moved_s = min(self._overlapping_s(costs, before, after, on) for before, after in self.neighbours[k])
-        if self.model.collectives.is_measured:  # a measured table need not be monotonic in bytes
-            moved_s = 0.0
         return Added(
             always_s=passes * unit.hooks_s + on.block_adding_s(costs[k]),
             moved_s=moved_s,

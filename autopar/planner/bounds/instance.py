@@ -244,8 +244,6 @@ def least_sums_s(
         counts: how many blocks each of them stands for.
         others: whether a rank may have blocks that are not added up. Their backwards may hide sums, so that exposed ones do not count then.
     """
-    if model.collectives.is_measured:  # a measured table need not be a minimum of lines
-        return [0.0] * len(costs)
     summed, size = model.of(step).summed, itemsize(model.precision.storage)
     overlap, late = ([_bytes(cost, summed, size, late=is_late) for cost in costs] for is_late in (False, True))
     overlap_s, late_s = (_seconds(model, sums, counts, step) for sums in (overlap, late))
@@ -268,12 +266,20 @@ def _bytes(cost: BlockCost, summed: Summed, size: int, *, late: bool) -> Sums:
 
 
 def _seconds(model: CostModel, sums: Sequence[Sums], counts: Sequence[int], step: Step) -> list[float]:
-    """Return the seconds of each block's bytes, at the rate of all blocks' bytes together."""
+    """Return the seconds of each block's bytes, at the least rate that some or all of the blocks' bytes together have.
+
+    That of all is the least, but where a collective is measured in pieces; in each of these a byte takes least at the end.
+    """
     total: Sums = Counter()
     for part, n in zip(sums, counts, strict=True):
         for axes, size in part.items():
             total[axes] += n * size
-    rate = {axes: model.of(step).sum_s(axes, size, copied_bytes=0) / size for axes, size in total.items() if size}
+    ends = model.collectives.ends("all_reduce")
+    rate = {
+        axes: min(model.of(step).sum_s(axes, n, copied_bytes=0) / n for n in (size, *(n for n in ends if n < size)))
+        for axes, size in total.items()
+        if size
+    }
     return [sum(size * rate[axes] for axes, size in part.items() if size) for part in sums]
 
 
