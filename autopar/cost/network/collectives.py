@@ -60,9 +60,9 @@ class CollectiveModel:
         return max([self.shape_time_s(kind, num_bytes, shape) for shape in shapes])
 
     def ends(self, kind: str) -> list[int]:
-        """Return the sizes in bytes at which pieces of measured times of a collective end, in rising order."""
+        """Return the largest whole numbers of bytes of the pieces in which a collective was measured, in rising order."""
         pieces = [piece for key, time in self._measured.items() if key[0] == kind for piece in time.pieces]
-        return sorted({int(piece.up_to_bytes) for piece in pieces if piece.up_to_bytes})
+        return sorted({int(piece.up_to_bytes) for piece in pieces if piece.up_to_bytes >= 1})
 
     def send_time_s(self, num_bytes: float, mesh: Mesh, here: int | None = None) -> float:
         """Return the seconds of a message between neighbouring pipeline ranks; see :meth:`pair_time_s`."""
