@@ -21,6 +21,11 @@ LARGE_DIM = {"cpu": 1024, "cuda": 8192}
 """The length of the two large dims of measured products, by kind of device."""
 SMALLEST_DIMS = {"cpu": (1, 16, 64, 256, 1024), "cuda": (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)}
 """The lengths of their third dim, the rows (tokens), by kind of device."""
+LONG_PRODUCT_S = 0.03
+"""Seconds of a product after which no larger one is measured.
+
+A CPU without instructions for a dtype has no blocked kernel for it: about 1 GFLOP/s, which does not grow with the rows.
+"""
 HOST_COPY_BYTES = 256 * 2**20
 """Bytes of a copy between a device and its host."""
 REPEATS = 5
@@ -89,17 +94,20 @@ def median_time_s(function: Callable[[], object], device: torch.device, *, min_t
     return statistics.median(sample() for _ in range(REPEATS))
 
 
-def matmul_rates(
-    device: torch.device, dtype: torch.dtype, *, smallest_dims: Iterable[int] | None = None
-) -> list[dict[str, float]]:
-    """Return the FLOP/s of ``[m, k] @ [k, k]`` for rising m, the smallest dim, and fixed k: a linear over more and more tokens."""
+def matmul_rates(device: torch.device, dtype: torch.dtype) -> list[dict[str, float]]:
+    """Return the FLOP/s of ``[m, k] @ [k, k]`` for rising m, the smallest dim, and fixed k: a linear over more and more tokens.
+
+    The last m is that of :data:`SMALLEST_DIMS`, or the first one whose product takes longer than :data:`LONG_PRODUCT_S`.
+    """
     dim = LARGE_DIM[device.type]
     weight = torch.randn(dim, dim, device=device).to(dtype)  # constants draw less power: too fast on a GPU
     rates: list[dict[str, float]] = []
-    for m in smallest_dims or SMALLEST_DIMS[device.type]:
+    for m in SMALLEST_DIMS[device.type]:
         tokens = torch.randn(m, dim, device=device).to(dtype)
         time_s = median_time_s(lambda tokens=tokens: tokens @ weight, device)  # type: ignore[misc]
         rates.append({"smallest_dim": m, "flops_per_s": 2 * m * dim * dim / time_s})
+        if time_s > LONG_PRODUCT_S:
+            break
     return rates
 
 

@@ -239,10 +239,6 @@ def _used_s(function: Callable[[], object]) -> tuple[float, float]:
 LINK_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 """Bytes of the large collective, by kind of device."""
 SMALL_BYTES = 4096
-SLOW_DIMS = (1, 16)
-"""Rows of float16 products on a CPU.
-
-Without instructions for them torch has no blocked kernel: the rate is low and does not grow with the rows."""
 DELAYS_OF_SMALL_ALL_REDUCE = 5  # with 2 ranks: profiles/links/gloo.toml, 1 + 2 * 2 steps
 
 
@@ -265,12 +261,8 @@ def measure_device(device: torch.device) -> dict[str, Any]:
     is_cpu = device.type == "cpu"
     is_older = not is_cpu and torch.cuda.get_device_capability(device) < _HAS_TF32
     dtypes = (torch.float32, torch.float16) if is_older else (torch.float32, torch.bfloat16, torch.float16)
-    sizes = {torch.float16: SLOW_DIMS} if is_cpu else {}
     measured: dict[str, Any] = {
-        "matmul": {
-            str(dtype).removeprefix("torch."): measure.matmul_rates(device, dtype, smallest_dims=sizes.get(dtype))
-            for dtype in dtypes
-        },
+        "matmul": {str(dtype).removeprefix("torch."): measure.matmul_rates(device, dtype) for dtype in dtypes},
         "copy_bandwidth_bytes_per_s": measure.copy_bandwidth_bytes_per_s(device),
         "launch_s": measure.launch_s(device),
     }
@@ -303,7 +295,7 @@ def measure_host(
                 device, dtype, int(point["smallest_dim"])
             )
         attention[name] = measure.attention_times(device, dtype)
-    point = next(p for p in points["float32"] if p["smallest_dim"] == 64)
+    point = [p for p in points["float32"] if p["smallest_dim"] <= 64][-1]
     forward, backward = measure.product_s(device, point["flops_per_s"], point["backward_flops_per_s"])
     return {
         "attention": attention,

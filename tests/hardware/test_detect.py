@@ -12,6 +12,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.device import HostLink
 from autopar.hardware.read import MachineProfile, load_profile
 from autopar.measure import timers as measure
+from autopar.measure import worker
 from autopar.util.toml import Table, as_table
 from tests.support.measured import MEASURED
 from tests.support.said import refuses
@@ -48,6 +49,19 @@ def test_this_machine_is_measured_once_and_kept(
     assert [path.suffix for path in tmp_path.iterdir()] == ([".toml"] if device.name == "local" else [])
     monkeypatch.setattr(detect, "_measure", lambda: pytest.fail("measured twice"))
     assert Cluster.parse("local?ranks=3", cache_dir=tmp_path).groups == cluster.groups
+
+
+def test_a_dtype_that_the_device_multiplies_slowly_is_measured_on_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    monkeypatch.setitem(measure.SMALLEST_DIMS, "cpu", (1, 16, 128))
+    monkeypatch.setitem(measure.LARGE_DIM, "cpu", 16)
+    assert [point["smallest_dim"] for point in measure.matmul_rates(device, torch.float32)] == [1, 16, 128]
+    monkeypatch.setattr(measure, "LONG_PRODUCT_S", 0.0)
+    points = {"float32": measure.matmul_rates(device, torch.float32)}
+    assert [point["smallest_dim"] for point in points["float32"]] == [1]
+    measured = worker.measure_host(device, (torch.float32,), points)
+    assert points["float32"][0]["backward_flops_per_s"] > 0
+    assert measured["overheads"]["product_s"] >= 0
 
 
 def test_a_measurement_becomes_a_profile_with_provenance(monkeypatch: pytest.MonkeyPatch) -> None:
