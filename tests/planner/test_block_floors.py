@@ -43,18 +43,37 @@ def test_no_rank_sums_its_gradients_in_less(seed: int, is_measured: bool) -> Non
     mesh = Mesh(pp=2, dp_shard=2, tp=2, ep_data=2, **({"cp": 2} if seed % 2 else {"dp_replicate": 2}))
     kinds = [block(chance, name) for name in ("first", "group", "last")]
     counts = [1, chance.randrange(1, 12), 1]
-    least = least_sums_s(model, kinds, counts, step(mesh), others=False)
+    least, rank_s = least_sums_s(model, kinds, counts, step(mesh), others=False)
+    assert rank_s >= 0
     order = [k for k, n in enumerate(counts) for _ in range(n)]
     for _ in range(10):
         edges = sorted(chance.randrange(len(order) + 1) for _ in range(4))
+        edges[1] = max(edges[1], edges[0] + (edges[2] == edges[3]))  # a rank has a block
         turns = [order[edges[0] : edges[1]], order[edges[2] : edges[3]]]
         again = chance.random() < 0.5
         stages = [StageCost(blocks=tuple(kinds[k] for k in own), recompute=(again,) * len(own)) for own in turns if own]
         found = model.of(step(mesh)).gradients_s(stages)
-        assert sum(least[k] for own in turns for k in own) <= sum(found.values()) * (1 + 1e-9)
+        assert rank_s + sum(least[k] for own in turns for k in own) <= sum(found.values()) * (1 + 1e-9)
     if seed % 2 == 0 and any(p.spread for kind in kinds for p in kind.parameters):
-        alone = least_sums_s(model, kinds, counts, step(mesh), others=True)
+        alone, _ = least_sums_s(model, kinds, counts, step(mesh), others=True)
         assert min(alone) >= 0 and max(alone) > 0
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_sums_of_the_smallest_block_and_of_all_blocks_are_known_exactly(seed: int) -> None:
+    chance = random.Random(seed)
+    weights = [
+        (ParameterCost(name=f"{i}", shape=(rows, 64), num_bytes=128 * rows, gradient_sum_axes=("tp",)),)
+        for i, rows in enumerate(chance.sample(range(8, 512, 8), 3))
+    ]
+    kinds = [blocks_by_hand.block("", parameters=own) for own in weights]
+    own, mesh = [1, chance.randrange(1, 6), 1], Mesh(tp=2, dp_shard=8)
+    least, rank_s = least_sums_s(MODEL, kinds, own, step(mesh), others=False)
+    smallest = min(range(3), key=lambda k: weights[k][0].numel)
+    for turns in ([smallest], [k for k, n in enumerate(own) for _ in range(n)]):
+        num_bytes = 4 * sum(weights[k][0].numel for k in turns) // mesh.dp_shard
+        sum_s = MODEL.of(step(mesh)).sum_s(("tp",), num_bytes, copied_bytes=0)
+        assert rank_s + sum(least[k] for k in turns) == pytest.approx(sum_s, rel=1e-9)
 
 
 def test_the_ends_of_a_pipeline_sum_what_they_share() -> None:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.cost.step.gradient_buckets import tied
-from autopar.cost.step.memory import launched_s, rank_memory
+from autopar.cost.step.memory import rank_memory
 from autopar.cost.step.simulation import PipelineTimes, StageTimes, simulate
 from autopar.cost.step.step import StageCost, StageMessages, StageSums, Step, gathering_share
 from autopar.cost.step.step_model import StepModel
@@ -130,7 +130,6 @@ class PipelineStep:
         units = [part.units(stage) for stage in stages]
         flat = [unit for stage in units for unit in stage]
         device, runtime = part.ranks.device, part.ranks.runtime
-        host = part.ranks.host if self.step.offloads_optimizer else None
         sent = part.gradients_s(stages)
         tail = sum(data.tail_s(stage) for stage in units) + sum(s.data_last_s for s in sums)
         tail *= runtime.late_share(device)
@@ -147,7 +146,7 @@ class PipelineStep:
             data_parallel_s=count * always + first + tail,
             pipeline_s=exposed_s + count * sum(stage.schedule_s for stage in self.times[rank::pp]),
             bubble_s=max(pipeline.finish_s[rank] - pipeline.busy_s[rank] - exposed_s, 0.0),
-            optimizer_s=optimizer_s + launched_s(part.ranks.optimizer, flat, device, host),
+            optimizer_s=optimizer_s + part.launched_s(flat),
             offload_s=offload_s + count * sum(s.offload_s for s in sums),
         )
 

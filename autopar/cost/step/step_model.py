@@ -23,6 +23,7 @@ from autopar.cost.step.memory import (
     State,
     freed_bytes,
     gathered_bytes,
+    launched_s,
     stage_memory,
     state_bytes,
     stepped_s,
@@ -183,7 +184,12 @@ class StepModel:
     def block_once_s(self, block: BlockCost) -> float:
         """Return the least seconds that a block adds to a step once: its optimizer step, and reductions that nothing can hide."""
         unit = self.unit(block)
-        return sum(self.stepped_s([unit])) + self.data.tail_s([unit])
+        return sum(self.stepped_s([unit])) + self.launched_s([unit]) - self.launched_s([]) + self.data.tail_s([unit])
+
+    @cached_property
+    def rank_once_s(self) -> float:
+        """The least seconds that a rank adds to a step once, whatever its blocks are: sums of scalars, and launches of grouped operators."""
+        return self.scalars_s + self.launched_s([])
 
     def block_gather_s(self, block: BlockCost) -> float:
         """Return the seconds to gather a block's parameters in a step's first forward, where they stay gathered from then on."""
@@ -266,6 +272,11 @@ class StepModel:
         host = self.ranks.host if self.step.offloads_optimizer else None
         size = itemsize(self.ranks.precision.storage)
         return stepped_s(self.ranks.optimizer, units, size, self.ranks.device, host)
+
+    def launched_s(self, units: Sequence[Unit]) -> float:
+        """Return the seconds to launch the optimizer's operators; see :func:`autopar.cost.step.memory.launched_s`."""
+        host = self.ranks.host if self.step.offloads_optimizer else None
+        return launched_s(self.ranks.optimizer, units, self.ranks.device, host)
 
     def gradients_s(self, stages: Sequence[StageCost]) -> Mapping[str, float]:
         """Return by axis the exposed seconds of sums that FSDP does not do, on a pipeline rank with these stages."""

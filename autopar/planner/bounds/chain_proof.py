@@ -118,8 +118,7 @@ class Stages:
         self.held = c.held[0].T.reshape(-1)
         self.stage_s = np.stack([c.stage_forward_s[0, rank], c.stage_backward_s[0, rank]])
         self.sends_s, self.backs_s = c.sends_s[0, rank], c.backs_s[0, rank - 1]
-        self.tie_s = np.zeros(pp)
-        self.tie_s[[0, -1]] = instance.tie_s
+        self.ranks_s = c.ranks_s[0]
         place = np.arange(self.num)
         # Bytes that a stage keeps of a micro-batch besides those of its blocks.
         self.stage_bytes = instance.sent_bytes * (place < self.num - 1)
@@ -166,7 +165,7 @@ class Stages:
         forward_s = (count * self.forward_s).sum(axis=1) + self.stage_s[0]
         backward_s = backward_s + (count * self.more_s).sum(axis=1) + self.stage_s[1]
         first_s = (count * self.gather_s).sum(axis=1) + self.instance.first_s
-        once_s = np.bincount(self.rank, weights=(count * self.once_s).sum(axis=1), minlength=self.pp) + self.tie_s
+        once_s = np.bincount(self.rank, weights=(count * self.once_s).sum(axis=1), minlength=self.pp) + self.ranks_s
         durations = np.array([forward_s, backward_s, forward_s + first_s]).T.ravel().tolist()
         messages = [*np.array([self.sends_s, self.backs_s]).T.ravel().tolist(), 0.0]
         chain = chains_of(self.actions, durations, messages, once_s.tolist(), 1)[0]
@@ -198,7 +197,7 @@ class Stages:
     def fixed_s(self, counts: Array) -> Array:
         """Return the seconds of chains [n, counts] without any block."""
         sec = [*self.stage_s, np.zeros(self.num), np.full(self.num, self.instance.first_s), self.sends_s, self.backs_s]
-        fixed: Array = counts @ np.concatenate([*sec, self.tie_s])
+        fixed: Array = counts @ np.concatenate([*sec, self.ranks_s])
         return fixed
 
     def least_s(self, proofs: Sequence[ChainProof]) -> Array:

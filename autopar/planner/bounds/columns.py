@@ -37,6 +37,7 @@ class Columns:
         room_bytes: a rank's memory for the blocks of its stages [i, r]; ``limit_bytes``: likewise when no activations are held.
         stage_forward_s, stage_backward_s: the seconds of each stage besides its blocks [i, r].
         sends_s, backs_s: a rank's message to the next rank and the message back [i, r]; the last rank's are with the first one.
+        ranks_s: what a rank does once a step besides its blocks' part [i, r].
     """
 
     def __init__(self, instances: Sequence[PipelineInstance]) -> None:
@@ -54,13 +55,15 @@ class Columns:
         self.active, self.is_last = place < self.pp[:, None], place == self.pp[:, None] - 1
         self.is_first = np.broadcast_to(place == 0, (num, ranks))
         device = np.zeros((num, ranks), dtype=np.int64)
-        self.sends_s, self.backs_s = np.zeros((num, ranks)), np.zeros((num, ranks))
+        self.sends_s, self.backs_s, self.ranks_s = np.zeros((3, num, ranks))
         self.held = np.ones((self.v, num, ranks)).transpose(1, 2, 0)
         by_device = np.zeros((3, num, tables.shape[1]))
         for i, one in enumerate(instances):
             device[i, : one.pp] = one.device_of_rank
             if one.sends_s:
                 self.sends_s[i, : one.pp], self.backs_s[i, : one.pp] = one.sends_s, one.sends_back_s
+            if one.ranks_s:
+                self.ranks_s[i, : one.pp] = one.ranks_s
             held = forwards_done(one.schedule, one.pp, one.virtual_stages, one.num_micro_batches)
             self.held[i, : one.pp, : held.shape[1]] = held
             self.held[i, : one.pp, held.shape[1] :] = held[:, -1:]
@@ -80,7 +83,6 @@ class Columns:
         self.limit_bytes = np.where(self.active, limit * FITS, 0.0)
         self.room_bytes = np.where(self.active, limit * FITS - kept_bytes, 0.0)
         self.first_s = np.array([one.first_s for one in instances])
-        self.tie_s = np.array([one.tie_s for one in instances])
         self.most = np.array([one.most_blocks for one in instances])
         self.counts = np.zeros(num_kinds)
         for kind, count in self.runs:
@@ -360,8 +362,7 @@ class Constraints:
         all_s = all_s + c.total(c.backs_s * ~c.is_last) + c.virtual * c.total(forward_s)
         third_s = all_s[:, None] + c.total(backward_s)[:, None] - backward_s + v * m * backward_s
         third_s = third_s + (c.others * c.has_stage[:, None]).sum(axis=2) * forward_s
-        ties_s = c.tie_s[:, None] * (c.is_first | c.is_last)
-        chains_s = (start_s + own_s + ties_s, start_s + own_s + end_s, third_s, third_s - end_s + ties_s)
+        chains_s = (start_s + own_s + c.ranks_s, start_s + own_s + end_s, third_s, third_s - end_s + c.ranks_s)
         costs, peak = line_costs(c, prices)
         peaks = self._peaks(peak)
         lean, lean_peak = lean_costs(c)

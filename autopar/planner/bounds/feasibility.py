@@ -229,7 +229,7 @@ class _InOrder:
         """Return the least work once a step of the first rank if it has at least so many blocks."""
         run = np.searchsorted(self.ends, count) - 1
         once_s: Array = self.once[rows, run] + (count - self.ends[run]) * self.once_slope[rows, run]
-        once_s += self.c.tie_s[rows]
+        once_s += self.c.ranks_s[rows, 0]
         return once_s
 
     def _takes(self, rows: NDArray[np.intp], time_s: Array, once_s: Array) -> tuple[NDArray[np.bool_], Array]:
@@ -336,7 +336,7 @@ class _InAnyOrder:
         before_s = over_stages(c.least_forward_s, before, c.first)
         end_s = over_stages(c.least_backward_s, before, c.first)
         after_s = over_stages(c.least_backward_s, np.maximum(c.pp[:, None] - 1 - before, 0), c.last)
-        once_s = c.once_s[:, 0, c.first] + c.tie_s
+        once_s = c.once_s[:, 0, c.first] + c.ranks_s[:, 0]
         once_s = once_s + (c.virtual - 1) * np.maximum(each, 1.0) * c.once_s[:, 0][:, inner].min(axis=1)
         constraints.fixed[:, :, constraints.of_chain(0)] += before_s[:, :, None]
         constraints.fixed[:, :, constraints.of_chain(1)] += (before_s + end_s + once_s[:, None])[:, :, None]

@@ -82,7 +82,7 @@ class BlockFloors:
         self._known_shares: dict[tuple[LayoutKey, PricedLayout], list[Share]] = {}
         self._split: dict[tuple[object, ...], tuple[FloorTable, list[tuple[Added, float]]]] = {}
         self._typed: dict[tuple[object, ...], FloorTable] = {}
-        self._priced: dict[tuple[object, ...], tuple[FloorTable, float]] = {}
+        self._priced: dict[tuple[object, ...], tuple[FloorTable, float, float]] = {}
 
     # --- divided perfectly
 
@@ -213,10 +213,10 @@ class BlockFloors:
 
     # --- a priced layout
 
-    def priced(self, layout: PricedLayout, step: Step) -> tuple[FloorTable, float]:
-        """Return the floors of a priced layout, sums of gradients included, and the least exposed seconds of a stage's first gather.
+    def priced(self, layout: PricedLayout, step: Step) -> tuple[FloorTable, float, float]:
+        """Return the floors of a priced layout, the least exposed seconds of a stage's first gather, and seconds of each rank once a step.
 
-        No forward overlaps that gather.
+        No forward overlaps that gather. Sums of gradients are in the floors and in the seconds of a rank.
         """
         key = (layout, *_kind(step))
         if key not in self._priced:
@@ -226,26 +226,26 @@ class BlockFloors:
             if shared and not are_inside(layout.costs, shared):
                 costs[-1] = layout.costs[-1]
             floors, first_s = self._priced_blocks(layout, costs, step)
-            more_s = self._sums_s(layout, costs, [floor.once_s for floor in floors], step)
+            more_s, rank_s = self._sums_s(layout, costs, [floor.once_s for floor in floors], step)
             table = FloorTable(
                 blocks=tuple(
                     replace(floor, once_s=floor.once_s + sum_s) if sum_s else floor
                     for floor, sum_s in zip(floors, more_s, strict=True)
                 )
             )
-            self._priced[key] = table, first_s
+            self._priced[key] = table, first_s, rank_s
         return self._priced[key]
 
     def _sums_s(
         self, layout: PricedLayout, costs: Sequence[BlockCost], once_s: Sequence[float], step: Step
-    ) -> list[float]:
-        """Return what sums of gradients add once a step to each block; no block's ``once_s`` becomes negative."""
+    ) -> tuple[list[float], float]:
+        """Return what sums of gradients add once a step to each block and to a rank; no block's ``once_s`` becomes negative."""
         counts = self.blocks.counts
         others = sum(counts) - sum(counts[k] for k in self.blocks.largest(layout)) > 2
-        sums_s = least_sums_s(self.model, costs, counts, step, others=others)
+        sums_s, rank_s = least_sums_s(self.model, costs, counts, step, others=others)
         if any(floor_s + sum_s < 0 for floor_s, sum_s in zip(once_s, sums_s, strict=True)):
             return least_sums_s(self.model, costs, counts, step, others=True)
-        return sums_s
+        return sums_s, rank_s
 
     def _priced_blocks(
         self, layout: PricedLayout, costs: Sequence[BlockCost], step: Step

@@ -7,7 +7,8 @@ Blocks also add sums of gradients once a step, besides FSDP's reductions:
 
 - Gradients that FSDP does not sum are summed by all-reduces (:mod:`autopar.cost.step.gradient_buckets`). Which gradients of a rank share a
   bucket depends on its blocks. A collective of more bytes takes no less time, but less for each byte (its time is a minimum of lines with
-  positive intercepts). So a byte of a rank takes no less than one byte of an all-reduce of all blocks together.
+  positive intercepts). So a rank's sums take no less than the chord from the bytes of the smallest block to those of all blocks: a time for
+  each rank, and a rate for each byte.
 - All-reduces that start during the last backward overlap it and slow it down by the device's interference. What a rank's backwards are
   too short to hide comes after them: at least the seconds of all-reduces less those of backwards, summed over its stages.
 - Where the first and the last block of a pipeline read the same parameter, two ranks hold it and sum its gradient.
@@ -127,7 +128,7 @@ class PipelineInstance:
             at all.
         sent_bytes: what each stage but the last keeps of a micro-batch besides its blocks.
         read_bytes: likewise each stage but the first and the last, or the only one: inputs and prelude values that its blocks read.
-        tie_s: seconds once a step on the first and on the last rank, to sum the gradients of parameters that both hold.
+        ranks_s: seconds once a step on each pipeline rank besides those of its blocks, after its last backward; empty: none.
         most_blocks: the most blocks of the largest group that a stage may have.
         ends: the least and the largest number of blocks up to the end of each stage, by pins; empty without pins.
     """
@@ -148,7 +149,7 @@ class PipelineInstance:
     sends_more_s: tuple[tuple[tuple[float, float], ...], ...] = ()
     sent_bytes: float = 0.0
     read_bytes: float = 0.0
-    tie_s: float = 0.0
+    ranks_s: tuple[float, ...] = ()
     most_blocks: float = np.inf
     ends: tuple[tuple[int, int], ...] = ()
 
@@ -234,8 +235,8 @@ Sums = Counter[tuple[str, ...]]
 
 def least_sums_s(
     model: CostModel, costs: Sequence[BlockCost], counts: Sequence[int], step: Step, *, others: bool
-) -> list[float]:
-    """Return for each block the least that the sums of its gradients add to a step of a rank with consecutive blocks, once.
+) -> tuple[list[float], float]:
+    """Return the least that sums of gradients add to a step of a rank with consecutive blocks, once: for each block, and for the rank.
 
     The values of a rank's blocks may be added up. A single value can be negative, where a block's backward hides sums of other blocks.
 
@@ -246,15 +247,18 @@ def least_sums_s(
     """
     summed, size = model.of(step).summed, itemsize(model.precision.storage)
     overlap, late = ([_bytes(cost, summed, size, late=is_late) for cost in costs] for is_late in (False, True))
-    overlap_s, late_s = (_seconds(model, sums, counts, step) for sums in (overlap, late))
+    (overlap_s, rank_s), (late_s, late_rank_s) = (_seconds(model, sums, counts, step) for sums in (overlap, late))
     if not any(overlap_s):
-        return late_s
+        return late_s, late_rank_s
     interference = model.device.interference
     backward_s = [cost.backward_s + cost.communication_backward_s + cost.recompute_s("full") for cost in costs]
-    exposed_s = [(1 - interference) * (sent - back) for sent, back in zip(overlap_s, backward_s, strict=True)]
-    if others or sum(n * s for n, s in zip(counts, exposed_s, strict=True)) <= 0:
-        exposed_s = [0.0] * len(costs)
-    return [after + interference * sent + bare for after, sent, bare in zip(late_s, overlap_s, exposed_s, strict=True)]
+    bare_s = [sent - back for sent, back in zip(overlap_s, backward_s, strict=True)]
+    counts_bare = not others and sum(n * s for n, s in zip(counts, bare_s, strict=True)) > 0
+    share = (1 - interference) * counts_bare
+    blocks_s = [
+        after + interference * sent + share * bare for after, sent, bare in zip(late_s, overlap_s, bare_s, strict=True)
+    ]
+    return blocks_s, late_rank_s + (interference + share) * rank_s
 
 
 def _bytes(cost: BlockCost, summed: Summed, size: int, *, late: bool) -> Sums:
@@ -265,22 +269,23 @@ def _bytes(cost: BlockCost, summed: Summed, size: int, *, late: bool) -> Sums:
     return sums
 
 
-def _seconds(model: CostModel, sums: Sequence[Sums], counts: Sequence[int], step: Step) -> list[float]:
-    """Return the seconds of each block's bytes, at the least rate that some or all of the blocks' bytes together have.
+def _seconds(model: CostModel, sums: Sequence[Sums], counts: Sequence[int], step: Step) -> tuple[list[float], float]:
+    """Return the seconds of each block's bytes, and those that each rank takes besides.
 
-    That of all is the least, but where a collective is measured in pieces; in each of these a byte takes least at the end.
+    A collective that is measured in pieces may take less for more bytes, from piece to piece. So there only a rate is known, the least one,
+    which is that of all bytes or that at the end of a piece.
     """
-    total: Sums = Counter()
-    for part, n in zip(sums, counts, strict=True):
-        for axes, size in part.items():
-            total[axes] += n * size
-    ends = model.collectives.ends("all_reduce")
-    rate = {
-        axes: min(model.of(step).sum_s(axes, n, copied_bytes=0) / n for n in (size, *(n for n in ends if n < size)))
-        for axes, size in total.items()
-        if size
-    }
-    return [sum(size * rate[axes] for axes, size in part.items() if size) for part in sums]
+    seconds, rank_s, ends = [0.0] * len(sums), 0.0, model.collectives.ends("all_reduce")
+    for axes in sorted({axes for part in sums for axes, size in part.items() if size}):
+        sizes = [part[axes] for part in sums]
+        total = sum(size * n for size, n in zip(sizes, counts, strict=True))
+        least = 0 if ends else min(sizes)
+        sizes_s = {n: model.of(step).sum_s(axes, n, copied_bytes=0) for n in {total, *(n for n in ends if n < total)}}
+        least_s = model.of(step).sum_s(axes, least, copied_bytes=0) if least else 0.0
+        rate = min((sec - least_s) / (n - least) for n, sec in sizes_s.items() if n > least) if total > least else 0.0
+        rank_s += least_s - rate * least
+        seconds = [sec + rate * size for sec, size in zip(seconds, sizes, strict=True)]
+    return seconds, rank_s
 
 
 def at_both_ends(costs: Sequence[BlockCost]) -> tuple[ParameterCost, ...]:

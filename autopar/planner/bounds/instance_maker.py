@@ -7,7 +7,7 @@ from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.cost.model import CostModel, StageCost
+from autopar.cost.model import CostModel, StageCost, Step
 from autopar.plan.plan import Recompute
 from autopar.planner.bounds.floors import BlockFloors
 from autopar.planner.bounds.instance import FloorTable, PipelineInstance, are_inside, at_both_ends, runs_of, tie_s
@@ -48,32 +48,36 @@ class InstanceMaker:
         block_s = typed.solution.block_s if typed is not None and typed.solution is not None else ()
         for places in dict.fromkeys(self.places(candidate)):
             tables[places] = self._of(places, candidate).perfect_split(self._on(places, unsplit), step, block_s)
-        return self._instance(candidate, tables)
+        return self._instance(candidate, tables, step, unsplit)
 
     def priced(self, candidate: Candidate, layout: PricedLayout) -> PipelineInstance:
         """Return a candidate's instance in a priced layout."""
         if candidate.mesh.pp == 1:
             return self._one_rank(candidate, layout, self._of(self._everywhere, candidate))
-        step, places = self.context.step(candidate, layout), dict.fromkeys(self.places(candidate))
+        step, places_of_rank = self.context.step(candidate, layout), self.places(candidate)
+        places = dict.fromkeys(places_of_rank)
         layouts = {groups: self._on(groups, layout) for groups in places}
         tables = {groups: self._of(groups, candidate).priced(layouts[groups], step) for groups in places}
-        base = self._instance(candidate, {groups: table for groups, (table, _) in tables.items()})
+        base = self._instance(candidate, {groups: table for groups, (table, _, _) in tables.items()}, step, layout)
         prelude_s = [layouts[groups].prelude_s for groups in places]
-        there, back = _sent_bytes(layout)
+        there, back = _least([(cost.send_bytes, cost.send_gradient_bytes) for cost in layout.costs[:-1]] or [(0, 0)])
         sends_s, back_s = self._sent_s(candidate, there), self._sent_s(candidate, back)
-        reads, shared = [sum(read.values()) for read in self._reads(layout)], at_both_ends(layout.costs)
+        reads = [sum(read.values()) for read in self._reads(layout)]
+        ranks_s = [once_s + tables[groups][2] for groups, once_s in zip(places_of_rank, base.ranks_s, strict=True)]
+        shared = at_both_ends(layout.costs)
+        tied_s = tie_s(
+            self.context.model.in_order(candidate.order), shared, step, inside=are_inside(layout.costs, shared)
+        )
         return replace(
             base,
-            forward_s=tuple(prelude + action_s for prelude, action_s in zip(prelude_s, base.forward_s, strict=True)),
-            first_s=min(first_s for _, first_s in tables.values()),
+            forward_s=tuple(prelude + stage_s for prelude, stage_s in zip(prelude_s, base.forward_s, strict=True)),
+            first_s=min(first_s for _, first_s, _ in tables.values()),
             sends_s=sends_s,
             sends_back_s=back_s,
             sends_more_s=self._more_s(candidate, layout, sends_s, back_s),
             sent_bytes=float(there),
             read_bytes=float(min(reads[1:-1], default=0)),
-            tie_s=tie_s(
-                self.context.model.in_order(candidate.order), shared, step, inside=are_inside(layout.costs, shared)
-            ),
+            ranks_s=(ranks_s[0] + tied_s, *ranks_s[1:-1], ranks_s[-1] + tied_s),
             most_blocks=self._most_blocks(candidate, layout),
             ends=self._ends(candidate),
         )
@@ -82,13 +86,15 @@ class InstanceMaker:
         """Return the instance of a candidate without a pipeline, on the devices of ``floors``."""
         step, costs = self.context.step(candidate, layout), floors.costs(layout)
         forward_s = layout.prelude_s + floors.model.of(step).ends_s(costs[0], costs[-1])
-        base = self._instance(candidate, {self._everywhere: floors.priced(layout, step)[0]})
+        table, _, rank_s = floors.priced(layout, step)
+        base = self._instance(candidate, {self._everywhere: table}, step, layout)
         read_bytes = float(sum(ChainMap(*self._reads(layout)).values()))
         return replace(
             base,
             forward_s=(forward_s,),
             limit_bytes=(self.rank_devices.tensor_bytes(floors.model),),
             read_bytes=read_bytes,
+            ranks_s=(base.ranks_s[0] + rank_s,),
         )
 
     def _reads(self, layout: PricedLayout) -> list[dict[str, int]]:
@@ -112,7 +118,7 @@ class InstanceMaker:
         step, compact = self.context.step(candidate, layout), self.context.layouts.compact
         m, floors = base.num_micro_batches, base.floors[0].blocks
         slowest: list[Recompute] = []
-        counted_s = m * base.forward_s[0] + base.first_s
+        counted_s = m * base.forward_s[0] + base.first_s + base.ranks_s[0]
         for modes, floor, members in zip(self._blocks[False].modes, floors, compact.members, strict=True):
             seconds = [mode.backward_s for mode in floor.modes]
             place = seconds.index(max(seconds))
@@ -197,11 +203,19 @@ class InstanceMaker:
         """Return a layout at the prices of the devices of these node groups."""
         return self.context.layouts.on_device(layout, self.context.model.part(places))
 
-    def _instance(self, candidate: Candidate, tables: dict[Places, FloorTable]) -> PipelineInstance:
+    def _instance(
+        self, candidate: Candidate, tables: dict[Places, FloorTable], step: Step, layout: PricedLayout
+    ) -> PipelineInstance:
+        """Return the instance with floors of blocks by node groups, and with what any layout adds to stages and ranks.
+
+        The number of tensors that a block sends is that of ``layout``, and of any other.
+        """
         kinds = {places: i for i, places in enumerate(tables)}
+        kind_of_rank = tuple(kinds[places] for places in self.places(candidate))
         pp, v = candidate.mesh.pp, candidate.virtual_stages
         models = [self.context.model.part(places) for places in tables]
-        action_s = tuple(model.device.overheads.of_actions(v)[0] if pp > 1 else 0.0 for model in models)
+        overheads = [model.device.overheads.of_actions(v) if pp > 1 else (0.0, 0.0) for model in models]
+        there, back = _least([(len(cost.sends), len(cost.send_gradients)) for cost in layout.costs[:-1]] or [(0, 0)])
         return PipelineInstance(
             schedule=candidate.schedule,
             virtual_stages=v,
@@ -209,10 +223,11 @@ class InstanceMaker:
             runs=self._runs,
             groups=self._groups,
             floors=tuple(tables.values()),
-            device_of_rank=tuple(kinds[places] for places in self.places(candidate)),
+            device_of_rank=kind_of_rank,
             limit_bytes=tuple(map(self.rank_devices.tensor_bytes, models)),
-            forward_s=action_s,
-            backward_s=action_s,
+            forward_s=tuple(action_s + message_s * there for action_s, message_s in overheads),
+            backward_s=tuple(action_s + message_s * back for action_s, message_s in overheads),
+            ranks_s=tuple(models[kind].of(step).rank_once_s for kind in kind_of_rank),
         )
 
     # --- messages
@@ -237,7 +252,7 @@ class InstanceMaker:
         )
 
 
-def _sent_bytes(layout: PricedLayout) -> tuple[int, int]:
-    """Return the least bytes that a block sends to the next one, and receives back."""
-    sent = [(cost.send_bytes, cost.send_gradient_bytes) for cost in layout.costs[:-1]] or [(0, 0)]
-    return min(there for there, _ in sent), min(back for _, back in sent)
+def _least(there_and_back: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return the least that a block sends to the next one, and receives back."""
+    there, back = zip(*there_and_back, strict=True)
+    return min(there), min(back)

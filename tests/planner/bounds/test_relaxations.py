@@ -87,7 +87,8 @@ def instances(draw: st.DrawFn) -> PipelineInstance:
         device_of_rank=device_of_rank, limit_bytes=tuple(draw(st.sampled_from([20.0, 40.0, 200.0])) for _ in range(devices)),
         forward_s=(0.125,) * devices, backward_s=(0.0625,) * devices, first_s=draw(st.sampled_from([0.0, 0.25])),
         sends_s=(0.25,) * pp if pp > 1 else (), sends_back_s=(0.125,) * pp if pp > 1 else (), sends_more_s=more_s,
-        sent_bytes=draw(st.sampled_from([0.0, 0.5])), read_bytes=draw(st.sampled_from([0.0, 0.5])), tie_s=draw(st.sampled_from([0.0, 0.5])) * (pp > 1),
+        sent_bytes=draw(st.sampled_from([0.0, 0.5])), read_bytes=draw(st.sampled_from([0.0, 0.5])),
+        ranks_s=draw(st.sampled_from([(), (0.5,) * pp, (0.75, *(0.25,) * (pp - 2), 0.5)[:pp]])),
         ends=ends,
     )  # fmt: skip
 
@@ -108,7 +109,7 @@ def plans(instance: PipelineInstance) -> Iterator[float]:
         cut = list(zip((0, *stops), (*stops, len(kinds)), strict=True))
         messages = messages_s(instance, [kinds[stop - 1] for stop in stops])
         for modes in product(*(range(len(tables[0][k].modes)) for k in kinds)):
-            durations, once_s, used = [], [instance.tie_s * (r in (0, pp - 1)) for r in range(pp)], np.zeros(pp)
+            durations, once_s, used = [], [*(instance.ranks_s or (0.0,) * pp)], np.zeros(pp)
             peak, of_stage, stepped = np.zeros(pp), np.zeros(num), np.zeros(pp)
             for s, (start, stop) in enumerate(cut):
                 rank = s % pp
@@ -173,7 +174,7 @@ def given_stages(draw: st.DrawFn) -> PipelineInstance:
     """One block on each stage, or two of a group of equal ones, between a first and a last block of other kinds."""
     pp, v = draw(st.sampled_from([(2, 1), (3, 1), (2, 2)]))
     each = draw(st.sampled_from([1, 2])) if pp * v == 2 else 1
-    one = replace(draw(instances()), virtual_stages=v, tie_s=0.0)
+    one = replace(draw(instances()), virtual_stages=v, ranks_s=())
     m = pp * draw(st.integers(1, 2)) if v > 1 else draw(st.integers(pp, 4))
     return replace(
         one, schedule="1F1B" if v == 1 else "Interleaved1F1B", num_micro_batches=m, groups=((1,),),
