@@ -70,9 +70,12 @@ class Call:
         collect_refs((*self.args, *self.kwargs.values()), refs)
         return refs
 
-    def bound(self) -> dict[str, Argument]:
-        """Return all arguments by their names in the operator's schema, in schema order and with defaults filled in."""
-        result: dict[str, Argument] = {}
+    def bound(self) -> dict[str, Any]:
+        """Return all arguments by their names in the operator's schema, in schema order and with defaults filled in.
+
+        The schema says of which type each is; a tensor is a :class:`~autopar.graph.graph.Ref`.
+        """
+        result: dict[str, Any] = {}
         for position, argument in enumerate(self.overload._schema.arguments):
             if position < len(self.args):
                 result[argument.name] = self.args[position]
