@@ -93,7 +93,7 @@ class Index:
         return [
             (position, last, ref)
             for position, op in enumerate(self.ops)
-            for ref in (Ref(op.name, i) for i in range(len(op.outputs)))
+            for ref in op.refs
             if (last := self.last_use(ref)) >= 0
         ]
 
@@ -206,7 +206,7 @@ class Graph:
         return tuple(
             ref
             for op in self.block_ops(block)
-            for ref in (Ref(op.name, i) for i in range(len(op.outputs)))
+            for ref in op.refs
             if ref == self.loss or self._index.last_use(ref) >= block.stop
         )
 
@@ -233,7 +233,7 @@ class Graph:
         """
         reached = {self.loss}
         for op in reversed(self.ops):
-            if any(Ref(op.name, i) in reached for i in range(len(op.outputs))):
+            if not reached.isdisjoint(op.refs):
                 reached.update(ref for ref in op.operands if self.spec(ref).requires_grad)
         trained = {p.fqn for p in self.parameters if Ref(p.name) in reached}
         return {p.name: p.fqn in trained for p in self.parameters if Ref(p.name) not in reached}

@@ -160,7 +160,7 @@ def made_again(graph: Graph, block: Block, roots: Mapping[Ref, Ref] | None = Non
     recomputed: dict[str, int] = {}
     of_parameters: set[str] = set()  # operators that read nothing but parameters, directly or through each other
     for i, op in enumerate(ops):
-        if op.outputs and all(root_of.get(Ref(op.name, k)) != Ref(op.name, k) for k in range(len(op.outputs))):
+        if op.outputs and all(root_of.get(ref) != ref for ref in op.refs):
             continue  # a view
         live = [ref for ref in reads[i] if not graph.is_prelude(ref)]
         if live and all(graph.is_parameter(ref) or ref.name in of_parameters for ref in live):
@@ -207,7 +207,7 @@ def _without_idle(
         keeps = _keeps_operands(graph, op)
         kept.update(roots if keeps else ())
         if group and op.target in SAVES_OUTPUT:
-            needed[group].update(Ref(op.name, k) for k in range(len(op.outputs)))
+            needed[group].update(op.refs)
         for ref in roots:
             producer = group_of.get(ref.name, "")
             if producer and (keeps or producer != group):
@@ -298,7 +298,7 @@ def region_gradients(graph: Graph) -> RegionGradients:
     sources_of[graph.loss] = {None}
     regions: dict[str, Sources] = {}
     for op in reversed(graph.ops):
-        sources = Sources().union(*(sources_of[Ref(op.name, i)] for i in range(len(op.outputs))))
+        sources = Sources().union(*(sources_of[ref] for ref in op.refs))
         if not sources:
             continue
         if None in sources:  # which is there in every step

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from autopar.errors import InternalError
 from autopar.graph.graph import Argument, Graph, Op, Ref
-from autopar.lower.emit import layout_of, use_layout
+from autopar.lower.emit import read_layout
 from autopar.lower.program import Program
 from autopar.plan.mesh import DATA_AXES, R, Type
 from autopar.rules.apply import BATCH, OVER_DATA
@@ -49,19 +49,17 @@ class _Walk:
 
     Attributes:
         names: the mesh axes that ``axis`` stands for.
-        totals: values that are summed over samples before the step, and so are R on ``batch``.
     """
 
     def __init__(self, graph: Graph, axis: str) -> None:
         self.graph, self.axis = graph, axis
         self.names = frozenset(DATA_AXES) if axis == BATCH else frozenset((axis,))
-        self.totals = frozenset(graph.sums) if axis == BATCH else frozenset[Ref]()
 
     def run(self) -> int:
         """Check all operators that the loss depends on, and return the number of checked operands."""
         reached, count = {self.graph.loss}, 0
         for op in reversed(self.graph.ops):
-            outputs = [ref for ref in (Ref(op.name, i) for i in range(len(op.outputs))) if ref in reached]
+            outputs = [ref for ref in op.refs if ref in reached]
             if not outputs:
                 continue
             trained = {ref for ref in op.operands if self.graph.spec(ref).requires_grad}
@@ -116,11 +114,7 @@ class _Walk:
 
     def _type(self, ref: Ref) -> Type:
         """Return the stated type of a tensor on the axis, where operators read it."""
-        if ref in self.totals:
-            return R
-        graph = self.graph
-        layout = use_layout(graph.parameter(ref.name)) if graph.is_parameter(ref) else layout_of(graph, ref)
-        return dict(layout).get(self.axis, R)
+        return dict(read_layout(self.graph, ref)).get(self.axis, R)
 
     def _label(self, ref: Ref) -> str:
         return f"parameter {self.graph.parameter(ref.name).key}" if self.graph.is_parameter(ref) else str(ref)

@@ -316,15 +316,12 @@ def readable(module: fx.GraphModule) -> str:
     return "\n".join(lines)
 
 
-def ancestors(ops: Sequence[Op], wanted: Iterable[Ref], stop: frozenset[Ref] = frozenset()) -> tuple[Op, ...]:
-    """Return the operators of ``ops`` that ``wanted`` depends on, in order; the search ends at the values in ``stop``."""
-    needed = {ref.name for ref in wanted if ref not in stop}
-    reached: list[Op] = []
-    for op in reversed(ops):
-        if op.name in needed:
-            reached.append(op)
-            needed |= {ref.name for ref in op.operands if ref not in stop}
-    return tuple(reversed(reached))
+def read_layout(graph: Graph, ref: Ref) -> Layout:
+    """Return the types of a tensor where operators read it: a total is R on ``batch``."""
+    if graph.is_parameter(ref):
+        return use_layout(graph.parameter(ref.name))
+    types = layout_of(graph, ref)
+    return tuple((axis, R if axis == BATCH else kind) for axis, kind in types) if ref in graph.sums else types
 
 
 def layout_of(graph: Graph, ref: Ref) -> Layout:

@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves
 
 from autopar.errors import UsageError
-from autopar.graph.elements import Leaf, Outputs
+from autopar.graph.elements import Leaf, Outputs, ancestors
 from autopar.graph.graph import Input, Op, Ref
 from autopar.graph.interpreter import run
-from autopar.lower.emit import ancestors, layout_of, takes_device
+from autopar.lower.emit import layout_of, takes_device
 from autopar.lower.program import Program
 from autopar.plan.plan import Plan
 from autopar.runtime.checkpoint.contents import WholeTensors, model_parts

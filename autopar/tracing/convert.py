@@ -173,8 +173,8 @@ def _opaque(builder: Builder, call: Call) -> Value:
     """
     args = tuple(call.bound().values())
     region = region_of(str(args[0]))
-    result = builder.emit(call, OPAQUE, args)
-    builder.stop_gradient(result, *(i for i, (_, _, flows) in enumerate(region.outputs) if not flows))
+    detached = [i for i, (_, _, flows) in enumerate(region.outputs) if not flows]
+    result = builder.emit(call, OPAQUE, args, detached=detached)
     return tuple(Ref(result.name, i) for i in range(len(region.outputs)))
 
 
@@ -231,25 +231,15 @@ def _elements(call: Call, traced: torch.Tensor) -> torch.Tensor:
     first = traced.storage_offset() if start is None else start
     layouts = ((size, stride, first), (traced.shape, traced.stride(), traced.storage_offset()))
     length = 1 + max(at + sum((n - 1) * step for n, step in zip(*dims, strict=True)) for *dims, at in layouts)
-    if length > FOLD_LIMIT or not call.spec.numel:
-        raise TraceError(
-            f"A call of as_strided over {length} elements is not supported",
-            where=call.source or call.name,
-            fix=_NO_STRIDES,
-        )
-    elements = torch.full((length,), -1)  # the element of x at each place of the memory
-    elements.as_strided(*layouts[1]).copy_(torch.arange(traced.numel()).view(traced.shape))
-    read = elements.as_strided(size, stride, first)
-    if (read < 0).any():
-        raise TraceError(
-            "A call of as_strided reads memory that is not the tensor's",
-            where=call.source or call.name,
-            fix=_NO_STRIDES,
-        )
-    return read
-
-
-_NO_STRIDES = "Use unfold, or slices, in its place"
+    problem = f"A call of as_strided over {length} elements is not supported"
+    if length <= FOLD_LIMIT and call.spec.numel:
+        elements = torch.full((length,), -1)  # the element of x at each place of the memory
+        elements.as_strided(*layouts[1]).copy_(torch.arange(traced.numel()).view(traced.shape))
+        read = elements.as_strided(size, stride, first)
+        if (read >= 0).all():
+            return read
+        problem = "A call of as_strided reads memory that is not the tensor's"
+    raise TraceError(problem, where=call.source or call.name, fix="Use unfold, or slices, in its place")
 
 
 def needs_decomposition(module: fx.GraphModule, needed: Collection[str]) -> bool:

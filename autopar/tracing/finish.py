@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+from autopar.graph.elements import ancestors
 from autopar.graph.graph import Buffer, Graph, Input, Mutation, Op, Parameter, Ref, TensorSpec, digest, map_refs
 from autopar.graph.operator_kinds import draws_random
 from autopar.ops.kernels import aten_targets, region_of
@@ -59,18 +60,18 @@ def finish(
     """
     mutations = _without_gradient(builder, mutations)
     roots = frozenset((loss, *(m.value for m in mutations)))
-    builder.ops = alive(builder.ops, roots)
+    builder.ops = ancestors(builder.ops, roots)
     parameters = cut_parameters(builder, unfuse(builder, parameters, roots), roots)
     fuse_gelu(builder, roots)
     _drop_identities(builder, roots)
-    ops = alive(builder.ops, roots)
+    ops = ancestors(builder.ops, roots)
     ops, mutations = _with_totals(builder, ops, mutations, {i.name for i in inputs}, {b.name for b in buffers})
     ops, constants, mutations = _with_constants(builder, ops, mutations)
     free = {i.name for i in inputs} | {b.name for b in (*buffers, *constants)}
     prelude, live = split_prelude(ops, free)
     prelude, live, mutations = _merged(prelude, live, mutations)
     roots = frozenset((loss, *(m.value for m in mutations)))
-    prelude = alive((*prelude, *live), roots)[: -len(live) or None]
+    prelude = ancestors((*prelude, *live), roots)[: -len(live) or None]
     used = {ref.name for op in (*prelude, *live) for ref in op.operands}
     used |= {name for m in mutations for name in (m.buffer, m.value.name)}
     unread = [p.fqn for p in parameters if p.name not in used]
@@ -132,13 +133,12 @@ def _with_totals(
     Returns:
         The operators with the new ones, and the mutations with the totals as their values.
     """
-    wanted = {op.name for op in alive(ops, (m.value for m in mutations))}
+    wanted = {op.name for op in ancestors(ops, (m.value for m in mutations))}
     of_samples, of_prelude = set(inputs), inputs | buffers
     result: list[Op] = []
     renamed: dict[Ref, Ref] = {}
     for op in ops:
-        new = op.with_operands(tuple(renamed.get(ref, ref) for ref in op.operands)) if renamed else op
-        result.append(new)
+        result.append(op.renamed(renamed))
         operands = [ref for ref in op.operands if ref not in builder.values and ref not in builder.lazies]
         if any(ref.name in of_samples for ref in operands):
             of_samples.add(op.name)
@@ -159,7 +159,7 @@ def _drop_identities(builder: Builder, roots: frozenset[Ref]) -> None:
     renamed: dict[Ref, Ref] = {}
     kept: list[Op] = []
     for op in builder.ops:
-        op = op.with_operands(tuple(renamed.get(ref, ref) for ref in op.operands)) if renamed else op
+        op = op.renamed(renamed)
         if op.target == "aten.view.default":
             source = op.operands[0]
             producer = builder.producers.get(source.name)
@@ -172,17 +172,6 @@ def _drop_identities(builder: Builder, roots: frozenset[Ref]) -> None:
         builder.producers[op.name] = op
         kept.append(op)
     builder.ops = kept
-
-
-def alive(ops: Iterable[Op], roots: Iterable[Ref]) -> list[Op]:
-    """Return the operators on which ``roots`` depend, in order."""
-    wanted = {ref.name for ref in roots}
-    kept: list[Op] = []
-    for op in reversed(list(ops)):
-        if op.name in wanted:
-            kept.append(op)
-            wanted.update(ref.name for ref in op.operands)
-    return kept[::-1]
 
 
 def split_prelude(ops: Iterable[Op], free: set[str]) -> tuple[list[Op], list[Op]]:

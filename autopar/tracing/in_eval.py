@@ -103,7 +103,7 @@ class _Counterparts:
         self._alike: dict[object, list[Op]] = {}
         for op in ops:
             self._alike.setdefault(_call(op), []).append(op)
-        self._specs = {Ref(op.name, i): spec for op in ops for i, spec in enumerate(op.outputs)}
+        self._specs = {ref: spec for op in ops for ref, spec in zip(op.refs, op.outputs, strict=True)}
         self._specs |= {Ref(leaf.name): leaf.spec for leaf in _leaves(training)}
 
     def add(self, op: Op) -> bool:
@@ -117,7 +117,7 @@ class _Counterparts:
         replaced, match = min(possible, key=lambda pair: len(pair[0]))
         self.replaced |= replaced
         del self._unmatched[match.name]
-        outputs = [(Ref(op.name, i), Ref(match.name, i)) for i in range(len(op.outputs))]
+        outputs = list(zip(op.refs, match.refs, strict=True))
         self.same |= outputs
         return all((a in self.other.sums) == (b in self.training.sums) for a, b in outputs)
 

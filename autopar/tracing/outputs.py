@@ -202,7 +202,7 @@ def rows_restored(outputs: Outputs, orders: Mapping[Ref, tuple[int, int, int]], 
             renamed[ref] = Ref(ops[-1].name)
 
     def after(readers: Sequence[Op]) -> tuple[Op, ...]:
-        return tuple(op.with_operands(tuple(renamed.get(ref, ref) for ref in op.operands)) for op in readers)
+        return tuple(op.renamed(renamed) for op in readers)
 
     if not renamed:
         return outputs

@@ -13,7 +13,7 @@ import operator
 import threading
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -89,9 +89,8 @@ def gradients_in_forward_refused() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def casts_that_change_nothing() -> Iterator[None]:
-    """Enter a context in which ``module.to(...)`` returns a module that needs no cast as it is, because fake parameters cannot be replaced."""
+def casts_that_change_nothing() -> AbstractContextManager[object]:
+    """Return a context in which ``module.to(...)`` returns a module that needs no cast as it is, because fake parameters cannot be replaced."""
     usual = torch.nn.Module.to
 
     def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
@@ -103,37 +102,21 @@ def casts_that_change_nothing() -> Iterator[None]:
         )
         return self if fits and memory_format is None else usual(self, *args, **kwargs)
 
-    with mock.patch.object(torch.nn.Module, "to", to):
-        yield
+    return mock.patch.object(torch.nn.Module, "to", to)
 
 
-@contextmanager
-def masks_not_asked() -> Iterator[None]:
+def masks_not_asked() -> AbstractContextManager[object]:
     """While tracing, torch's transformers take a mask as it is given: they ask its values whether it is causal, to hint at a faster kernel."""
 
     def hint(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
         return is_causal is True
 
-    with mock.patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", hint):
-        yield
+    return mock.patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", hint)
 
 
-@contextmanager
-def inference_as_no_grad() -> Iterator[None]:
-    """Enter a context in which ``torch.inference_mode`` acts as ``torch.no_grad``, because an export records only the latter."""
-
-    def enter(self: Any) -> None:
-        self._autopar_before = torch.is_grad_enabled()
-        torch.set_grad_enabled(not self.mode)
-
-    def leave(self: Any, *_: object) -> None:
-        torch.set_grad_enabled(self._autopar_before)
-
-    with (
-        mock.patch.object(torch.inference_mode, "__enter__", enter),
-        mock.patch.object(torch.inference_mode, "__exit__", leave),
-    ):
-        yield
+def inference_as_no_grad() -> AbstractContextManager[object]:
+    """Return a context in which ``torch.inference_mode`` acts as ``torch.no_grad``, because an export records only the latter."""
+    return mock.patch.object(torch._C, "_InferenceMode", lambda on: torch.no_grad() if on else torch.enable_grad())
 
 
 @contextmanager

@@ -267,7 +267,9 @@ def _remedy(trail: Trail, spot: Spot) -> str:
     if spot.op is None:
         return _REPORT
     axes = [axis for axis, _ in trail.strategies(spot.op) if axis in ("cp", "tp")]
-    parameters = [trail.local.parameter(r.name) for r in trail.operands(spot.op) if trail.local.is_parameter(r)]
+    parameters = [
+        trail.local.parameter(r.name) for r in map(trail.origin, spot.op.operands) if trail.local.is_parameter(r)
+    ]
     pins = [f"--pin '{p.fqn}=tp:I'" for p in parameters if "tp" in axes][:1]
     pins += [f"--pin {axis}=1" for axis in axes]
     if "cp" in axes and "attention" in spot.op.target:

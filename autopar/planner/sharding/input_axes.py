@@ -329,7 +329,7 @@ class SequenceSplit:
     def __call__(self, op: Op, offered: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
         allowed = tuple(s for s in offered if self._allows(op, s))
         split = tuple(s for s in allowed if any(t.is_split for t in (*s.inputs, *s.outputs)))
-        values = (*op.operands, *(Ref(op.name, i) for i in range(len(op.outputs))))
+        values = (*op.operands, *op.refs)
         has_samples = any((type_ := self._batch_type(ref)) is not None and type_.is_split for ref in values)
         return split if split and has_samples else allowed
 

@@ -90,7 +90,7 @@ def cut_parameters(builder: Builder, parameters: tuple[Parameter, ...], roots: f
         renamed |= {Ref(name): Ref(parts[span].name) for name, span in spans.items()}
     if renamed:
         remaining = [op for op in builder.ops if Ref(op.name) not in renamed]
-        builder.ops = [op.with_operands(tuple(renamed.get(ref, ref) for ref in op.operands)) for op in remaining]
+        builder.ops = [op.renamed(renamed) for op in remaining]
         builder.producers = {op.name: op for op in builder.ops}
     return tuple(result)
 

@@ -243,8 +243,7 @@ def _batch_norm(builder: Builder, call: Call) -> Value:
         args = tuple(
             given[key] for key in ("input", "running_mean", "running_var", "weight", "bias", "momentum", "eps")
         )
-        normalized = builder.emit(call, "autopar.batch_norm_running", args, *specs)
-        builder.stop_gradient(normalized, 1, 2)
+        normalized = builder.emit(call, "autopar.batch_norm_running", args, *specs, detached=(1, 2))
         return (normalized, None, None, Ref(normalized.name, 1), Ref(normalized.name, 2))
     args = (given["input"], given["weight"], given["bias"], given["eps"])
     return (builder.emit(call, "autopar.batch_norm", args, call.spec), *(None,) * (len(call.outputs) - 1))
