@@ -17,9 +17,9 @@ from autopar.graph.operator_kinds import OPAQUE, draws_random
 from autopar.ops import plain
 from autopar.ops.kernels import KERNELS, region_of, resolve
 from autopar.ops.opaque import Holder
-from autopar.plan.mesh import DATA_AXES, I, P, R, S
+from autopar.plan.mesh import DATA_AXES, P, R
 from autopar.rules.apply import BATCH, OVER_DATA
-from autopar.rules.local_calls import SPREAD
+from autopar.rules.local_calls import SPREAD, layout_of, use_layout
 
 SEED = "rng_seed"
 """Name of the input that random operators draw from: a Python int that differs for each step and micro-batch."""
@@ -257,12 +257,6 @@ def str_name(ref: Ref, *, suffix_first: bool = False) -> str:
     return f"{ref.name}_out{ref.index}" if ref.index or suffix_first else ref.name
 
 
-def use_layout(parameter: Parameter) -> Layout:
-    """Return the types of a parameter where it is read: R over samples and on axes on which its gradient is left as a pending sum."""
-    pending = (*parameter.gradient_sum_axes, BATCH)
-    return tuple((axis, R if axis in pending and kind == I else kind) for axis, kind in parameter.layout)
-
-
 def _typed(node: fx.Node, spec: TensorSpec, layout: Layout) -> fx.Node:
     """Record the spec and the types of a node, for comments and for the check, and return it."""
     node.meta["spec"], node.meta["types"] = spec, layout
@@ -318,16 +312,5 @@ def readable(module: fx.GraphModule) -> str:
 
 def read_layout(graph: Graph, ref: Ref) -> Layout:
     """Return the types of a tensor where operators read it: a total is R on ``batch``."""
-    if graph.is_parameter(ref):
-        return use_layout(graph.parameter(ref.name))
     types = layout_of(graph, ref)
     return tuple((axis, R if axis == BATCH else kind) for axis, kind in types) if ref in graph.sums else types
-
-
-def layout_of(graph: Graph, ref: Ref) -> Layout:
-    """Return the types of a value that is not a parameter; it is R on axes that are left out."""
-    producer = graph.producer(ref)
-    if producer is not None:
-        return producer.layouts[ref.index] if producer.layouts else ()
-    leaf = next((leaf for leaf in graph.inputs if leaf.name == ref.name), None)
-    return () if leaf is None or leaf.batch_dim is None else ((BATCH, S(leaf.batch_dim)),)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import le
 from typing import TYPE_CHECKING, Any
 
 from torch.utils import _pytree as pytree
@@ -32,9 +33,10 @@ DOUBLE_TENSOR_TOLERANCE = 1e-9
 Rounding in fp64 is 1e-16. The errors of a tensor of nothing but rounding are relative to 1e-6 of the largest one (see :func:`~autopar.verification.reference.worst`), so
 that its rounding counts as 1e-10, and as a few times that after sums in another order."""
 _TOLERANCES = {
-    "fp32": (LOSS_TOLERANCE, TENSOR_TOLERANCE),
-    "fp64": (DOUBLE_LOSS_TOLERANCE, DOUBLE_TENSOR_TOLERANCE),
+    "fp32": (LOSS_TOLERANCE, TENSOR_TOLERANCE, TENSOR_TOLERANCE),
+    "fp64": (DOUBLE_LOSS_TOLERANCE, DOUBLE_TENSOR_TOLERANCE, DOUBLE_TENSOR_TOLERANCE),
 }
+"""The tolerance of each of :attr:`RankErrors.errors`, by precision."""
 AMPLIFIED = 10.0
 """Factor by which a plan's error in fp32 may exceed that of one device (fp32 against fp64) and still count as rounding."""
 NUDGES = 16
@@ -68,20 +70,24 @@ class RankErrors:
     precision: str = "fp32"
 
     @property
-    def tolerances(self) -> tuple[float, float]:
-        """The tolerance of losses, and that of gradients and parameters."""
+    def errors(self) -> tuple[float, float, float]:
+        """The largest error of a loss, of a gradient and of a parameter."""
+        return self.loss, self.gradient, self.parameter
+
+    @property
+    def tolerances(self) -> tuple[float, float, float]:
+        """The tolerances of losses, gradients and parameters."""
         return _TOLERANCES[self.precision]
 
     @property
     def passed(self) -> bool:
         """Whether all errors are within the tolerances."""
-        loss, tensor = self.tolerances
-        return self.loss <= loss and max(self.gradient, self.parameter) <= tensor
+        return all(map(le, self.errors, self.tolerances))
 
     @property
     def error(self) -> float:
         """The largest of the three errors."""
-        return max(self.loss, self.gradient, self.parameter)
+        return max(self.errors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,17 +137,9 @@ class Confirmation:
 
     def explains(self, rows: Sequence[RankErrors]) -> bool:
         """Return whether one device has errors in fp32 as large as those in ``rows``, up to :data:`AMPLIFIED`."""
-        one_device = self.one_device
-        return all(
-            error <= max(limit, AMPLIFIED * rounding)
-            for row in rows
-            for error, rounding, limit in zip(
-                (row.loss, row.gradient, row.parameter),
-                (one_device.loss, one_device.gradient, one_device.parameter),
-                (LOSS_TOLERANCE, TENSOR_TOLERANCE, TENSOR_TOLERANCE),
-                strict=True,
-            )
-        )
+        rounding = self.one_device.errors
+        limits = [max(limit, AMPLIFIED * r) for limit, r in zip(_TOLERANCES["fp32"], rounding, strict=True)]
+        return all(all(map(le, row.errors, limits)) for row in rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +269,7 @@ def render_report(report: VerifyReport) -> str:
         kinds = "float64" if double.rows == report.rows else "float32 against float64"
         lines.append(f"one device alone, {kinds}{moved}")
         lines.append(plain_table(head[1:-1], [_cells(double.one_device)[1:-1]], left=_LEFT, width=120))
-    loss, tensor = report.rows[0].tolerances
+    loss, tensor, _ = report.rows[0].tolerances
     lines.append(f"{report.verdict} (allowed: loss {loss:g}, gradients and parameters {tensor:g})")
     if report.bisection is not None:
         lines += ["", *_bisection(report.bisection, report.passed)]

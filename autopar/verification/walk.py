@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from autopar.graph.graph import Block, Graph, Layout, Op, Ref
-from autopar.lower.emit import layout_of, read_layout
+from autopar.lower.emit import read_layout
 from autopar.lower.read_plan import local_graph_and_typings, whole_graph
 from autopar.plan.mesh import DATA_AXES, R
 from autopar.plan.plan import Plan
+from autopar.rules.local_calls import layout_of
 from autopar.verification.record import PRELUDE, Tape, Watch
 from autopar.verification.slices import Mismatch, Split, gradient_layout, largest, text
 
