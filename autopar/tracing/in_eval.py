@@ -189,7 +189,7 @@ def _leaves(graph: Graph) -> list[Input | Parameter | Buffer]:
 def _is_constant_equal(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
-    return torch.equal(one, other) or (one.is_floating_point() and torch.equal(one.nan_to_num(), other.nan_to_num()))
+    return torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _equal_leaves(training: Graph, other: Graph) -> Iterator[tuple[Ref, Ref]]:

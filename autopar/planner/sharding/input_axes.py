@@ -120,10 +120,7 @@ def solve_batch(compact: Compact) -> Typing:
         RuleError: an operator, which the error names, mixes samples otherwise, or the loss is no sum over samples.
     """
     key = solve_batch, compact.alike, rules.default_table().version
-    if key not in compact.graph.passes:
-        compact.graph.passes[key] = _batch_typing(compact, Fraction(compact.graph.batch_size))
-    typing: Typing = compact.graph.passes[key]
-    return typing
+    return compact.graph.once(key, lambda: _batch_typing(compact, Fraction(compact.graph.batch_size)))
 
 
 def samples_apart(graph: Graph) -> None:
