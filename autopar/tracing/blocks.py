@@ -250,8 +250,6 @@ def _is_chain(context: _Context, first: int, period: int) -> bool:
 
 def _owner(context: _Context, position: int, period: int) -> str:
     """Return the layer of an operator of a repeat: its module up to the number that differs in the next window; empty if none differs."""
-    if position + period >= len(context.ops):
-        return ""
     path, successor = (context.ops[i].module.split(".") for i in (position, position + period))
     differing = next((depth for depth, (a, b) in enumerate(zip(path, successor, strict=False)) if a != b), None)
     return "" if differing is None else ".".join(path[: differing + 1])

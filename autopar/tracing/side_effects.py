@@ -173,27 +173,24 @@ class ParametersKept(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name, attribute = getattr(func, "__name__", ""), getattr(func, "__self__", None)
+        problem, is_parameter = "", bool(args) and isinstance(args[0], torch.nn.Parameter)
         if name.endswith("_") and not name.endswith("__") and any(args[0] is x for x in self._data if args):
-            raise TraceError(
-                f"Forward changes a parameter by .data.{name}",
-                fix="Use what the call returns where the parameter is read, or call it after optimizer.step()",
-            )
-        if name == "__set__" and attribute is torch.Tensor.data:
-            raise TraceError(
-                "Forward assigns to .data of a tensor, which a trace would lose",
-                fix="Write to a buffer by copy_(...) under torch.no_grad(), and to a parameter after optimizer.step()",
-            )
-        if name == "requires_grad_" or (name == "__set__" and attribute is torch.Tensor.requires_grad):
+            problem = f"Forward changes a parameter by .data.{name}"
+            fix = "Use what the call returns where the parameter is read, or call it after optimizer.step()"
+        elif name == "__set__" and attribute is torch.Tensor.data:
+            problem = "Forward assigns to .data of a tensor, which a trace would lose"
+            fix = "Write to a buffer by copy_(...) under torch.no_grad(), and to a parameter after optimizer.step()"
+        elif name == "requires_grad_" or (name == "__set__" and attribute is torch.Tensor.requires_grad):
             wanted = (*args[1:], *(kwargs or {}).values(), True)[0]
-            if isinstance(args[0], torch.nn.Parameter) and args[0].requires_grad != wanted:
-                raise TraceError(
-                    "Forward changes requires_grad of a parameter, which a trace would lose",
-                    fix="Set it before training, or call that part by torch.func.functional_call with detached parameters",
-                )
+            if is_parameter and args[0].requires_grad != wanted:
+                problem = "Forward changes requires_grad of a parameter, which a trace would lose"
+                fix = "Set it before training, or call that part by torch.func.functional_call with detached parameters"
+        if problem:
+            raise TraceError(problem, fix=fix)
         if attribute is not torch.Tensor.data or name != "__get__":
             return func(*args, **dict(kwargs or {}))
         detached = args[0].detach()
-        if isinstance(args[0], torch.nn.Parameter):
+        if is_parameter:
             self._data.append(detached)
         return detached
 

@@ -104,7 +104,11 @@ def verify(  # noqa: PLR0913  keywords of the public call
         VerificationError: fp64 is wanted, and the model has other operators in float64; or results differ, and one device does not give the
             same loss twice either.
     """
-    _check_size(plan)
+    if plan.mesh.world_size > MAX_RANKS:
+        raise UsageError(
+            f"The plan has {plan.mesh.world_size} ranks, and verify starts at most {MAX_RANKS} processes on this machine",
+            fix="Verify a smaller plan of the same kind: a MODEL with --cluster cpu:1x4 and pins",
+        )
     drawing = frozenset(op.module for op in graph.ops if draws_values(op) and op.module)
     compared = Compared(subject, loss_fn, drawing=drawing)
     graph = in_dtype(_without_dropout(graph), getattr(torch, plan.precision.compute), torch.float32)
@@ -127,15 +131,6 @@ def verify(  # noqa: PLR0913  keywords of the public call
             thorough=find == "always",
         )
     return replace(report, bisection=bisection)
-
-
-def _check_size(plan: Plan) -> None:
-    """Raise an error if the plan has too many ranks."""
-    if plan.mesh.world_size > MAX_RANKS:
-        raise UsageError(
-            f"The plan has {plan.mesh.world_size} ranks, and verify starts at most {MAX_RANKS} processes on this machine",
-            fix="Verify a smaller plan of the same kind: a MODEL with --cluster cpu:1x4 and pins",
-        )
 
 
 def _nudge(model: nn.Module, seed: int) -> None:

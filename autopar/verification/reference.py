@@ -197,9 +197,8 @@ def give_draws(program: Program, rank: int, draws: Sequence[Sequence[Tensor]], p
         places: the place of each operator's random numbers among those of a step.
     """
     split = Split.of(program.mesh, program.plan.num_micro_batches, program.graph)
-    period = (
-        program.plan.num_micro_batches + 1
-    )  # each step has so many streams, of which the micro-batches take the first ones
+    # each step has so many streams, of which the micro-batches take the first ones
+    period = program.plan.num_micro_batches + 1
 
     def part_for(node: fx.Node) -> Callable[..., Tensor]:
         place, layout, dtype = places[node.meta["op"]], node.meta["types"], node.meta["spec"].dtype

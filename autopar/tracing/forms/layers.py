@@ -134,9 +134,8 @@ def _index(builder: Builder, call: Call) -> Value:
     rank = len(call.spec.shape) - (len(shape) - len(indices))
     dims: list[int] = []
     for size, value in zip(shape, values, strict=False):
-        if value is None or value.dtype == torch.bool or value.numel() != size or size == 1:
-            return generic(builder, call)
-        if not torch.equal(value.flatten(), torch.arange(size)):
+        is_numbers = value is not None and value.dtype != torch.bool and value.numel() == size != 1
+        if value is None or not is_numbers or not torch.equal(value.flatten(), torch.arange(size)):
             return generic(builder, call)
         lead = rank - value.dim()
         dims.append(lead + next(d for d, n in enumerate(value.shape) if n > 1))
@@ -193,10 +192,8 @@ def _rows_of_each(builder: Builder, call: Call, source: Ref, indices: tuple[Argu
     rank = len(spec.shape)
     for number, (ref, size) in enumerate(zip(refs[:dim], shape, strict=False)):
         value = builder.values.get(ref)
-        if value is None or value.dim() > rank:
-            return None
         column = torch.arange(size).view(*(1,) * number, size, *(1,) * (rank - number - 1))
-        if not torch.equal(value.view(*(1,) * (rank - value.dim()), *value.shape), column):
+        if value is None or value.dim() > rank or not torch.equal(value[(None,) * (rank - value.dim())], column):
             return None
     if _broadcast_shape(builder, indices) != spec.shape:
         return None

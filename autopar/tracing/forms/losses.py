@@ -130,9 +130,8 @@ def _logits(builder: Builder, call: Call, source: Ref) -> Ref | None:
         if builder.shape(inner)[-1] != shape[-1]:
             return None
         producer, dim = builder.producers.get(inner.name), len(builder.shape(inner)) - 1
-    if producer is None or producer.target not in ("aten.log_softmax.int", "aten._log_softmax.default"):
-        return None
-    if producer.args[1] != dim:
+    names = ("aten.log_softmax.int", "aten._log_softmax.default")
+    if producer is None or producer.target not in names or producer.args[1] != dim:
         return None
     return view_to(builder, call, producer.operands[0], shape) if is_flat else producer.operands[0]
 
@@ -291,11 +290,11 @@ def _add(builder: Builder, call: Call) -> Value:
 def _scatter_add(builder: Builder, call: Call) -> Value:
     """Emit scatter_add into zeros as ``autopar.scatter_sum``, to which each part of the source contributes a partial sum."""
     given = call.bound()
-    zeros, index, source, dim = given["self"], given["index"], given["src"], given["dim"]
-    if not _is_zero(builder, zeros) or not isinstance(dim, int) or not call.spec.shape:
-        return generic(builder, call)
     shape = call.spec.shape
-    return builder.emit(call, "autopar.scatter_sum", (index, source, dim % len(shape), shape), call.spec)
+    if not _is_zero(builder, given["self"]) or not shape:
+        return generic(builder, call)
+    args = (given["index"], given["src"], given["dim"] % len(shape), shape)
+    return builder.emit(call, "autopar.scatter_sum", args, call.spec)
 
 
 def _masked_scatter(builder: Builder, call: Call) -> Value:
