@@ -98,19 +98,13 @@ class _Walk:
         differs = other is not None or result is not None or kind.is_split
         if differs == _gradient_differs(kind):
             return
+        problem = f"is summed over the ranks although it is complete on each ({outputs[0]} is {self._type(outputs[0])})"
         if differs:
             source = f"{op.name} of type {self._type(result)}" if result is not None else ""
             source = f"{other} of type {self._type(other)} beside it" if other is not None else source
-            raise InternalError(
-                f"The gradient of {self._label(ref)}, {kind} on {self.axis}, lacks its sum over the ranks "
-                f"(it gets a summand on each by {source})",
-                where=self._place(op),
-            )
-        raise InternalError(
-            f"The gradient of {self._label(ref)}, {kind} on {self.axis}, is summed over the ranks although it is complete on each "
-            f"({outputs[0]} is {self._type(outputs[0])})",
-            where=self._place(op),
-        )
+            problem = f"lacks its sum over the ranks (it gets a summand on each by {source})"
+        name = f"The gradient of {self._label(ref)}, {kind} on {self.axis}"
+        raise InternalError(f"{name}, {problem}", where=self._place(op))
 
     def _type(self, ref: Ref) -> Type:
         """Return the stated type of a tensor on the axis, where operators read it."""

@@ -205,17 +205,14 @@ def _restoring(ref: Ref, spec: TensorSpec, order: tuple[int, int, int], samples:
     before, behind = spec.shape[:dim], spec.shape[dim + 1 :]
     split, swapped = (*before, samples, outer, inner, *behind), (*before, outer, samples, inner, *behind)
     shape = (*before, outer * samples * inner, *behind)
-    names = [f"output_{ref.name}_{ref.index}_{part}" for part in ("split", "swapped", "traced")]
-    spec = replace(spec, requires_grad=False)
-    calls: list[tuple[str, tuple[Argument, ...], tuple[int, ...]]] = [
-        ("aten.view.default", (ref, split), split),
-        ("aten.transpose.int", (Ref(names[0]), dim, dim + 1), swapped),
-        ("aten.reshape.default", (Ref(names[1]), shape), shape),
-    ]
-    return [
-        Op(name=name, target=target, args=args, outputs=(replace(spec, shape=sizes),))
-        for name, (target, args, sizes) in zip(names, calls, strict=True)
-    ]
+
+    def step(part: str, target: str, args: tuple[Argument, ...], sizes: tuple[int, ...]) -> Op:
+        outputs = (replace(spec, shape=sizes, requires_grad=False),)
+        return Op(name=f"output_{ref.name}_{ref.index}_{part}", target=target, args=args, outputs=outputs)
+
+    view = step("split", "aten.view.default", (ref, split), split)
+    transposed = step("swapped", "aten.transpose.int", (Ref(view.name), dim, dim + 1), swapped)
+    return [view, transposed, step("traced", "aten.reshape.default", (Ref(transposed.name), shape), shape)]
 
 
 def counts_samples(outputs: Outputs) -> bool:
