@@ -244,15 +244,12 @@ class _Run:
             losses = [loss_with(self.draws, 0, model, batch).item() for model in models]
         if abs(losses[0] - losses[1]) > LOSS_TOLERANCE / 10 * abs(losses[0]):
             first, second = (dict(model.named_parameters()) for model in models)
+            problem = f"One device gives two losses for one batch: {losses[0]!r} and {losses[1]!r}"
+            fix = "Turn off what draws random numbers besides dropout modules: dropout that forward makes, noise that it adds"
             if name := next((name for name in first if not torch.equal(first[name], second[name])), None):
-                raise VerificationError(
-                    f"The function that builds the model gives other weights each time: '{name}'",
-                    fix="Seed in that function what draws them (random, numpy or another generator); torch's generator is seeded",
-                )
-            raise VerificationError(
-                f"One device gives two losses for one batch: {losses[0]!r} and {losses[1]!r}",
-                fix="Turn off what draws random numbers besides dropout modules: dropout that forward makes, noise that it adds",
-            )
+                problem = f"The function that builds the model gives other weights each time: '{name}'"
+                fix = "Seed in that function what draws them (random, numpy or another generator); torch's generator is seeded"
+            raise VerificationError(problem, fix=fix)
 
     def _reference(self, subject: Compared, *, nudge: int | None = None) -> Trained:
         """Return the results of one device. With a seed ``nudge`` its parameters are moved first."""
