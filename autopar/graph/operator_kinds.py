@@ -251,6 +251,7 @@ def _is_cheap(target: str) -> bool:
 OPAQUE = "autopar.opaque"
 """The target of the operator that runs a region of code that is not traced."""
 _OPAQUE_NOTE = "opaque, whole on every rank of tp and cp and of a cost that is known roughly: "
+_OWN_BACKWARD = "an export would drop its own backward, which is not what autograd makes of its forward"
 _WHOLE = "the whole model"
 _MIXED = "; its samples are not known to be apart: "
 """The beginnings of the parts of a note. :func:`why_opaque` finds the parts by them."""
@@ -328,15 +329,11 @@ def opaque_notes(graph: Graph, reasons: Mapping[str, str]) -> tuple[str, ...]:
     Args:
         reasons: says for modules, by path, why they are opaque. Regions without an entry are autograd functions.
     """
-    regions = {
-        r.name: r for op in (*graph.prelude, *graph.ops) if op.target == OPAQUE for r in (region_of(str(op.args[0])),)
-    }
+    calls = [op for op in (*graph.prelude, *graph.ops) if op.target == OPAQUE]
+    regions = {region.name: region for region in (region_of(str(op.args[0])) for op in calls)}
     groups: dict[tuple[str, str], list[str]] = {}
     for name, region in regions.items():
-        why = reasons.get(
-            name, "an export would drop its own backward, which is not what autograd makes of its forward"
-        )
-        groups.setdefault((why, region.why), []).append(name or _WHOLE)
+        groups.setdefault((reasons.get(name, _OWN_BACKWARD), region.why), []).append(name or _WHOLE)
     return tuple(
         f"{_OPAQUE_NOTE}{some(names)}; {why}" + (f"{_MIXED}{why_mixed}" if why_mixed else "")
         for (why, why_mixed), names in groups.items()

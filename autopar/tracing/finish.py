@@ -19,7 +19,7 @@ from autopar.graph.graph import Buffer, Graph, Input, Mutation, Op, Parameter, R
 from autopar.graph.operator_kinds import draws_random
 from autopar.ops.kernels import aten_targets, region_of
 from autopar.tracing.blocks import find_blocks
-from autopar.tracing.builder import FOLD_LIMIT, SKIPPED_KWARGS, Builder
+from autopar.tracing.builder import FOLD_LIMIT, SKIPPED_KWARGS, Builder, Call
 from autopar.tracing.constants import LOGICAL
 from autopar.tracing.forms.fusion import cut_parameters, fuse_gelu, unfuse
 
@@ -205,55 +205,42 @@ def _with_constants(
     buffers: list[Buffer] = []
     materialised: dict[Ref, Ref] = {}
     shared: dict[tuple[object, ...], Ref] = {}
-    new_ops: list[Op] = []
+    builder.ops = []  # gets the operators that expand or compute constants
 
     def materialise(ref: Ref) -> Ref:
         if ref in materialised:
             return materialised[ref]
         lazy = builder.lazies.get(ref)
         if lazy is not None and lazy.numel > FOLD_LIMIT:
-            materialised[ref] = _emitted(builder, ref, new_ops, materialise)
-            return materialised[ref]
-        value = builder.values.get(ref) if lazy is None else lazy.evaluate()
-        if value is None:
-            return ref
-        buffer = _buffer_of(builder, ref, value, buffers, shared)
-        materialised[ref] = _expanded(builder, buffer, builder.specs[ref], ref.name, new_ops)
+            source = _emitted(builder, lazy.call, builder.specs[ref], materialise)
+            name = source.name
+        else:
+            value = builder.values.get(ref) if lazy is None else lazy.evaluate()
+            if value is None:
+                return ref
+            source, name = _buffer_of(builder, ref, value, buffers, shared), ref.name
+        materialised[ref] = _expanded(builder, source, builder.specs[ref], name)
         return materialised[ref]
 
     result = [op.with_operands(tuple(map(materialise, op.operands))) for op in ops]
     mutations = tuple(replace(mutation, value=materialise(mutation.value)) for mutation in mutations)
-    return [*new_ops, *result], buffers, mutations
+    return [*builder.ops, *result], buffers, mutations
 
 
-def _emitted(builder: Builder, ref: Ref, new_ops: list[Op], materialise: Callable[[Ref], Ref]) -> Ref:
-    """Append the operator of an unevaluated constant to ``new_ops`` and return its value in the shape of the constant."""
-    call = builder.lazies[ref].call
+def _emitted(builder: Builder, call: Call, spec: TensorSpec, materialise: Callable[[Ref], Ref]) -> Ref:
+    """Append the operator ``call`` of an unevaluated constant with ``spec`` and return its value, in the shape of the call."""
     args = tuple(map_refs(arg, materialise) for arg in call.args)
-    kwargs = tuple(sorted((k, v) for k, v in call.kwargs.items() if k not in SKIPPED_KWARGS))
-    spec = builder.specs[ref]
-    op = Op(
-        name=builder.unique(call.name),
-        target=LOGICAL.get(call.target, call.target),
-        args=args,
-        kwargs=kwargs,
-        outputs=(replace(spec, shape=call.spec.shape),),
-        module=call.module,
-        source=call.source,
-    )
-    new_ops.append(op)
-    builder.specs[Ref(op.name)] = op.spec
-    return _expanded(builder, Ref(op.name), spec, op.name, new_ops)
+    kwargs = {key: value for key, value in call.kwargs.items() if key not in SKIPPED_KWARGS}
+    target, spec = LOGICAL.get(call.target, call.target), replace(spec, shape=call.spec.shape)
+    return builder.emit(call, target, args, spec, kwargs=kwargs)
 
 
-def _expanded(builder: Builder, source: Ref, spec: TensorSpec, name: str, new_ops: list[Op]) -> Ref:
-    """Return ``source`` in the shape of ``spec``, after appending an expansion to ``new_ops`` if it has another shape."""
+def _expanded(builder: Builder, source: Ref, spec: TensorSpec, name: str) -> Ref:
+    """Return ``source`` in the shape of ``spec``, after appending an expansion if it has another shape."""
     if builder.specs[source].shape == spec.shape:
         return source
-    full = Ref(builder.unique(f"{name}_full"))
-    new_ops.append(Op(name=full.name, target="aten.expand.default", args=(source, spec.shape), outputs=(spec,)))
-    builder.specs[full] = spec
-    return full
+    name = builder.unique(f"{name}_full")
+    return builder.append(Op(name=name, target="aten.expand.default", args=(source, spec.shape), outputs=(spec,)))
 
 
 def _buffer_of(
