@@ -24,6 +24,7 @@ from autopar.tracing.failures import FAILURES, NO_VALUES, in_autocast, source_of
 from autopar.tracing.forms.basic import COMPOSITES, HANDLERS, generic, view_to
 from autopar.tracing.forms.layers import LAYERS, random_call
 from autopar.tracing.forms.losses import LOSSES
+from autopar.tracing.side_effects import graph_modules
 
 _ALL_HANDLERS = HANDLERS | LAYERS | LOSSES
 _DROPPED = ("_assert", "sym_", "_guards_fn")
@@ -242,20 +243,18 @@ def _elements(call: Call, traced: torch.Tensor) -> torch.Tensor:
     raise TraceError(problem, where=call.source or call.name, fix="Use unfold, or slices, in its place")
 
 
-def needs_decomposition(module: fx.GraphModule, needed: Collection[str]) -> bool:
+def needs_decomposition(program: torch.export.ExportedProgram, needed: Collection[str]) -> bool:
     """Return whether a program must be decomposed by ``run_decompositions({})`` before it is converted.
 
     This is so if it calls an operator that mutates a tensor, a composite operator without a handler that may return its argument,
     or ``torch.vmap``. A decomposition traces the program again, which takes long for a model of many layers.
 
     Args:
-        module: The graph module of the program.
-        needed: The names of the nodes of ``module`` to examine. Regions are always examined completely.
+        program: The exported program.
+        needed: The names of the nodes of its graph to examine. Regions are always examined completely.
     """
-    for inner in module.modules():
-        if not isinstance(inner, fx.GraphModule):
-            continue
-        nodes = (n for n in inner.graph.nodes if inner is not module or n.name in needed)
+    for inner in graph_modules(program):
+        nodes = (n for n in inner.graph.nodes if inner is not program.graph_module or n.name in needed)
         for target in {n.target for n in nodes if n.op == "call_function"}:
             if getattr(target, "__module__", "") == "torch._functorch.predispatch":  # torch.vmap
                 return True

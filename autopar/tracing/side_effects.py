@@ -213,11 +213,15 @@ def return_writes(program: torch.export.ExportedProgram) -> None:
     Raises:
         TraceError: the written tensor is read by another name that torch's decompositions do not know to share its memory.
     """
-    for module in program.graph_module.modules():
-        if isinstance(module, fx.GraphModule):
-            _return_in(module.graph)
-            if module is not program.graph_module:  # a region without gradients is called by its generated code
-                module.recompile()
+    for module in graph_modules(program):
+        _return_in(module.graph)
+        if module is not program.graph_module:  # a region without gradients is called by its generated code
+            module.recompile()
+
+
+def graph_modules(program: torch.export.ExportedProgram) -> list[fx.GraphModule]:
+    """Return the graph module of a program and those of its regions."""
+    return [module for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
 
 
 def _return_in(graph: fx.Graph) -> None:
