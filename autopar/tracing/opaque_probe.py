@@ -229,7 +229,8 @@ def _fitting(
         both: the inputs of the batch.
         values: the values of the batch and of its two halves.
     """
-    found, inputs, (whole, *parts) = [], halves(both, dims), values
+    found: list[Weight | None] = []
+    inputs, (whole, *parts) = halves(both, dims), values
     for weight in weights:
         counts = [1.0 if weight is None else float(weights_of(weight, half).sum()) for half in inputs]
         if min(counts) <= 0:

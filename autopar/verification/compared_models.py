@@ -184,7 +184,7 @@ def build_module(source: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     if callable(source):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = source()
+            model: object = source()
         if isinstance(model, nn.Module):
             return model
         problem = f"The function {getattr(source, '__name__', source)} returns a {type(model).__name__}"

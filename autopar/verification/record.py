@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, fx, nn
 
@@ -17,7 +17,7 @@ from autopar.graph.graph import Graph, Op, Ref, map_refs
 from autopar.graph.interpreter import function_of, leaves
 from autopar.lower.emit import SEED
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.step.stage import BlockModule, StageModule
+from autopar.runtime.step.stage import StageModule
 
 PRELUDE = -1
 """The place of the prelude, where blocks have their index."""
@@ -126,7 +126,7 @@ def _record_stage(stage: StageModule, indices: Sequence[int], tape: Tape) -> Non
             running.clear()
 
     stage.forward = forward  # type: ignore[method-assign]
-    bodies = [(index, cast("BlockModule", block).body) for index, block in zip(indices, stage.blocks, strict=True)]
+    bodies = [(index, block.body) for index, block in zip(indices, stage.blocks, strict=True)]
     if isinstance(stage.prelude, fx.GraphModule):
         bodies.append((PRELUDE, stage.prelude))
     for place, module in bodies:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 from string import ascii_letters
+from typing import Any
 
 import torch
 
@@ -279,7 +280,7 @@ def _recurrent(builder: Builder, call: Call) -> Value:
     for layer in range(num_layers):
         first = layer * directions
         initial = tuple(slice_of(builder, call, state, 0, first, first + directions) for state in states)
-        own = {
+        own: dict[str, Any] = {
             "input": x,
             "hx": initial if len(initial) > 1 else initial[0],
             "params": parameters[layer * num_weights : (layer + 1) * num_weights],
