@@ -104,13 +104,9 @@ def _without_gradient(builder: Builder, mutations: Sequence[Mutation]) -> tuple[
         value = mutation.value
         spec = builder.specs[value]
         if spec.requires_grad or value.name in builder.parameters:
-            detached = Op(
-                name=builder.unique(f"new_{mutation.buffer}"),
-                target="aten.detach.default",
-                args=(value,),
-                outputs=(replace(spec, requires_grad=False),),
-                module=builder.producers[value.name].module if value.name in builder.producers else "",
-            )
+            name, producer = builder.unique(f"new_{mutation.buffer}"), builder.producers.get(value.name)
+            outputs, module = (replace(spec, requires_grad=False),), producer.module if producer is not None else ""
+            detached = Op(name=name, target="aten.detach.default", args=(value,), outputs=outputs, module=module)
             mutation = replace(mutation, value=builder.append(detached))
         result.append(mutation)
     return tuple(result)
@@ -148,9 +144,7 @@ def _with_totals(
             name = builder.unique(f"{op.name}_total")
             total = replace(op, name=name, target="autopar.total", args=(Ref(op.name),), kwargs=())
             result.append(total)
-            builder.producers[name] = total
-            builder.specs[Ref(name)] = total.spec
-            renamed[Ref(op.name)] = Ref(name)
+            renamed[Ref(op.name)] = builder.append(total)
     return result, tuple(replace(m, value=renamed.get(m.value, m.value)) for m in mutations)
 
 

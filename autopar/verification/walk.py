@@ -175,9 +175,8 @@ class Trail:
         local, ref = self.local, spot.ref
         match spot.kind:
             case "value":
-                return "the value that it makes" + (
-                    f" (output {ref.index})" if ref.index else ""
-                ), "what it reads agrees"
+                output = f" (output {ref.index})" if ref.index else ""
+                return f"the value that it makes{output}", "what it reads agrees"
             case "passed":
                 to = f"parameter {local.parameter(ref.name).key}" if local.is_parameter(ref) else str(ref)
                 return f"the gradient that it passes back to {to}", "all values and the gradient of what it makes agree"
