@@ -124,10 +124,7 @@ class CostModel:
             selective: whether selective recompute is counted too.
         """
         key = block_work, block.start, block.stop, self.device.kernel_kind, selective
-        if key not in graph.passes:
-            graph.passes[key] = block_work(graph, block, self.device.kernel_kind, selective=selective)
-        work: BlockWork = graph.passes[key]
-        return work
+        return graph.once(key, lambda: block_work(graph, block, self.device.kernel_kind, selective=selective))
 
     def price(self, work: BlockWork, mesh: Mesh, *, at_best: bool = False) -> BlockCost:
         """Return the cost of a block's work.

@@ -34,7 +34,7 @@ def storage_roots(ops: Sequence[Op], spec_of: Callable[[Ref], TensorSpec]) -> di
         spec_of: returns the specs of these other values.
     """
     number: dict[Ref, int] = {}
-    makes = [[number.setdefault(Ref(op.name, k), len(number)) for k in range(len(op.outputs))] for op in ops]
+    makes = [[number.setdefault(ref, len(number)) for ref in op.refs] for op in ops]
     num_outputs = len(number)
     reads = [[number.setdefault(ref, len(number)) for ref in op.operands] for op in ops]
     values = list(number)

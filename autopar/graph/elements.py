@@ -7,7 +7,7 @@ An output refers to a value of the loss's operators if it is one. Operators that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import count
@@ -119,6 +119,15 @@ class Op:
     def spec(self) -> TensorSpec:
         """The spec of the first output, which is the only one of most operators."""
         return self.outputs[0]
+
+    @property
+    def refs(self) -> tuple[Ref, ...]:
+        """References to all outputs, in order."""
+        return tuple(Ref(self.name, index) for index in range(len(self.outputs)))
+
+    def renamed(self, others: Mapping[Ref, Ref]) -> Op:
+        """Return the same call on the tensors that ``others`` has for some of its operands."""
+        return self.with_operands(tuple(others.get(ref, ref) for ref in self.operands))
 
     def with_operands(self, refs: tuple[Ref, ...]) -> Op:
         """Return the same call on other tensors, one for each of :attr:`operands`."""
@@ -272,6 +281,17 @@ def collect_refs(arguments: Iterable[Argument], refs: list[Ref]) -> None:
             refs.append(argument)
         elif type(argument) is tuple:
             collect_refs(argument, refs)
+
+
+def ancestors(ops: Iterable[Op], wanted: Iterable[Ref], stop: frozenset[Ref] = frozenset()) -> list[Op]:
+    """Return the operators of ``ops`` that ``wanted`` depends on, in order; the search ends at the values in ``stop``."""
+    needed = {ref.name for ref in wanted if ref not in stop}
+    reached: list[Op] = []
+    for op in reversed(list(ops)):
+        if op.name in needed:
+            reached.append(op)
+            needed |= {ref.name for ref in op.operands if ref not in stop}
+    return reached[::-1]
 
 
 Kind: TypeAlias = Literal["tensor", "loss", "value", "tuple", "list", "mapping", "fields"]

@@ -8,9 +8,10 @@ imported from this module as well.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from autopar.graph.elements import (
     Argument,
@@ -32,6 +33,8 @@ from autopar.graph.elements import (
 
 if TYPE_CHECKING:
     import networkx
+
+T = TypeVar("T")
 
 __all__ = [
     "Argument",
@@ -93,7 +96,7 @@ class Index:
         return [
             (position, last, ref)
             for position, op in enumerate(self.ops)
-            for ref in (Ref(op.name, i) for i in range(len(op.outputs)))
+            for ref in op.refs
             if (last := self.last_use(ref)) >= 0
         ]
 
@@ -206,7 +209,7 @@ class Graph:
         return tuple(
             ref
             for op in self.block_ops(block)
-            for ref in (Ref(op.name, i) for i in range(len(op.outputs)))
+            for ref in op.refs
             if ref == self.loss or self._index.last_use(ref) >= block.stop
         )
 
@@ -233,7 +236,7 @@ class Graph:
         """
         reached = {self.loss}
         for op in reversed(self.ops):
-            if any(Ref(op.name, i) in reached for i in range(len(op.outputs))):
+            if not reached.isdisjoint(op.refs):
                 reached.update(ref for ref in op.operands if self.spec(ref).requires_grad)
         trained = {p.fqn for p in self.parameters if Ref(p.name) in reached}
         return {p.name: p.fqn in trained for p in self.parameters if Ref(p.name) not in reached}
@@ -251,6 +254,12 @@ class Graph:
     def passes(self) -> dict[object, Any]:
         """Cached results of passes that depend only on the graph, by function; neither they nor the index are pickled."""
         return {}
+
+    def once(self, key: object, make: Callable[[], T]) -> T:
+        """Return what ``make`` returns, which is called once for each ``key`` and stored in :attr:`passes`."""
+        if key not in self.passes:
+            self.passes[key] = make()
+        return cast("T", self.passes[key])
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_index", "passes")}

@@ -160,7 +160,7 @@ def made_again(graph: Graph, block: Block, roots: Mapping[Ref, Ref] | None = Non
     recomputed: dict[str, int] = {}
     of_parameters: set[str] = set()  # operators that read nothing but parameters, directly or through each other
     for i, op in enumerate(ops):
-        if op.outputs and all(root_of.get(Ref(op.name, k)) != Ref(op.name, k) for k in range(len(op.outputs))):
+        if op.outputs and all(root_of.get(ref) != ref for ref in op.refs):
             continue  # a view
         live = [ref for ref in reads[i] if not graph.is_prelude(ref)]
         if live and all(graph.is_parameter(ref) or ref.name in of_parameters for ref in live):
@@ -207,7 +207,7 @@ def _without_idle(
         keeps = _keeps_operands(graph, op)
         kept.update(roots if keeps else ())
         if group and op.target in SAVES_OUTPUT:
-            needed[group].update(Ref(op.name, k) for k in range(len(op.outputs)))
+            needed[group].update(op.refs)
         for ref in roots:
             producer = group_of.get(ref.name, "")
             if producer and (keeps or producer != group):
@@ -251,6 +251,7 @@ def _is_cheap(target: str) -> bool:
 OPAQUE = "autopar.opaque"
 """The target of the operator that runs a region of code that is not traced."""
 _OPAQUE_NOTE = "opaque, whole on every rank of tp and cp and of a cost that is known roughly: "
+_OWN_BACKWARD = "an export would drop its own backward, which is not what autograd makes of its forward"
 _WHOLE = "the whole model"
 _MIXED = "; its samples are not known to be apart: "
 """The beginnings of the parts of a note. :func:`why_opaque` finds the parts by them."""
@@ -298,7 +299,7 @@ def region_gradients(graph: Graph) -> RegionGradients:
     sources_of[graph.loss] = {None}
     regions: dict[str, Sources] = {}
     for op in reversed(graph.ops):
-        sources = Sources().union(*(sources_of[Ref(op.name, i)] for i in range(len(op.outputs))))
+        sources = Sources().union(*(sources_of[ref] for ref in op.refs))
         if not sources:
             continue
         if None in sources:  # which is there in every step
@@ -328,15 +329,11 @@ def opaque_notes(graph: Graph, reasons: Mapping[str, str]) -> tuple[str, ...]:
     Args:
         reasons: says for modules, by path, why they are opaque. Regions without an entry are autograd functions.
     """
-    regions = {
-        r.name: r for op in (*graph.prelude, *graph.ops) if op.target == OPAQUE for r in (region_of(str(op.args[0])),)
-    }
+    calls = [op for op in (*graph.prelude, *graph.ops) if op.target == OPAQUE]
+    regions = {region.name: region for region in (region_of(str(op.args[0])) for op in calls)}
     groups: dict[tuple[str, str], list[str]] = {}
     for name, region in regions.items():
-        why = reasons.get(
-            name, "an export would drop its own backward, which is not what autograd makes of its forward"
-        )
-        groups.setdefault((why, region.why), []).append(name or _WHOLE)
+        groups.setdefault((reasons.get(name, _OWN_BACKWARD), region.why), []).append(name or _WHOLE)
     return tuple(
         f"{_OPAQUE_NOTE}{some(names)}; {why}" + (f"{_MIXED}{why_mixed}" if why_mixed else "")
         for (why, why_mixed), names in groups.items()

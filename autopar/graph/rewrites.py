@@ -49,12 +49,7 @@ def compact(graph: Graph, *, keys: Sequence[object] = ()) -> Compact:
     Args:
         keys: a key for each block, for example its pins; only blocks with equal keys are merged. Empty means equal keys.
     """
-    if keys:
-        return _compact(graph, keys)
-    if compact not in graph.passes:
-        graph.passes[compact] = _compact(graph, ())
-    result: Compact = graph.passes[compact]
-    return result
+    return _compact(graph, keys) if keys else graph.once(compact, lambda: _compact(graph, ()))
 
 
 def _compact(graph: Graph, keys: Sequence[object]) -> Compact:
@@ -192,10 +187,7 @@ class Vocabulary:
 
 def vocabularies(graph: Graph) -> tuple[Vocabulary, ...]:
     """Return the vocabularies of the graph that can be padded: all operators that read their dims are supported."""
-    if vocabularies not in graph.passes:
-        graph.passes[vocabularies] = _vocabularies(graph)
-    result: tuple[Vocabulary, ...] = graph.passes[vocabularies]
-    return result
+    return graph.once(vocabularies, lambda: _vocabularies(graph))
 
 
 def _vocabularies(graph: Graph) -> tuple[Vocabulary, ...]:

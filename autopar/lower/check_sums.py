@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from autopar.errors import InternalError
 from autopar.graph.graph import Argument, Graph, Op, Ref
-from autopar.lower.emit import layout_of, use_layout
+from autopar.lower.emit import read_layout
 from autopar.lower.program import Program
 from autopar.plan.mesh import DATA_AXES, R, Type
 from autopar.rules.apply import BATCH, OVER_DATA
@@ -49,19 +49,17 @@ class _Walk:
 
     Attributes:
         names: the mesh axes that ``axis`` stands for.
-        totals: values that are summed over samples before the step, and so are R on ``batch``.
     """
 
     def __init__(self, graph: Graph, axis: str) -> None:
         self.graph, self.axis = graph, axis
         self.names = frozenset(DATA_AXES) if axis == BATCH else frozenset((axis,))
-        self.totals = frozenset(graph.sums) if axis == BATCH else frozenset[Ref]()
 
     def run(self) -> int:
         """Check all operators that the loss depends on, and return the number of checked operands."""
         reached, count = {self.graph.loss}, 0
         for op in reversed(self.graph.ops):
-            outputs = [ref for ref in (Ref(op.name, i) for i in range(len(op.outputs))) if ref in reached]
+            outputs = [ref for ref in op.refs if ref in reached]
             if not outputs:
                 continue
             trained = {ref for ref in op.operands if self.graph.spec(ref).requires_grad}
@@ -100,27 +98,17 @@ class _Walk:
         differs = other is not None or result is not None or kind.is_split
         if differs == _gradient_differs(kind):
             return
+        problem = f"is summed over the ranks although it is complete on each ({outputs[0]} is {self._type(outputs[0])})"
         if differs:
             source = f"{op.name} of type {self._type(result)}" if result is not None else ""
             source = f"{other} of type {self._type(other)} beside it" if other is not None else source
-            raise InternalError(
-                f"The gradient of {self._label(ref)}, {kind} on {self.axis}, lacks its sum over the ranks "
-                f"(it gets a summand on each by {source})",
-                where=self._place(op),
-            )
-        raise InternalError(
-            f"The gradient of {self._label(ref)}, {kind} on {self.axis}, is summed over the ranks although it is complete on each "
-            f"({outputs[0]} is {self._type(outputs[0])})",
-            where=self._place(op),
-        )
+            problem = f"lacks its sum over the ranks (it gets a summand on each by {source})"
+        name = f"The gradient of {self._label(ref)}, {kind} on {self.axis}"
+        raise InternalError(f"{name}, {problem}", where=self._place(op))
 
     def _type(self, ref: Ref) -> Type:
         """Return the stated type of a tensor on the axis, where operators read it."""
-        if ref in self.totals:
-            return R
-        graph = self.graph
-        layout = use_layout(graph.parameter(ref.name)) if graph.is_parameter(ref) else layout_of(graph, ref)
-        return dict(layout).get(self.axis, R)
+        return dict(read_layout(self.graph, ref)).get(self.axis, R)
 
     def _label(self, ref: Ref) -> str:
         return f"parameter {self.graph.parameter(ref.name).key}" if self.graph.is_parameter(ref) else str(ref)

@@ -17,9 +17,9 @@ from autopar.graph.operator_kinds import OPAQUE, draws_random
 from autopar.ops import plain
 from autopar.ops.kernels import KERNELS, region_of, resolve
 from autopar.ops.opaque import Holder
-from autopar.plan.mesh import DATA_AXES, I, P, R, S
+from autopar.plan.mesh import DATA_AXES, P, R
 from autopar.rules.apply import BATCH, OVER_DATA
-from autopar.rules.local_calls import SPREAD
+from autopar.rules.local_calls import SPREAD, layout_of, use_layout
 
 SEED = "rng_seed"
 """Name of the input that random operators draw from: a Python int that differs for each step and micro-batch."""
@@ -78,20 +78,17 @@ def is_random(op: Op) -> bool:
     return op.target == OPAQUE or draws_random(op.target)
 
 
-def counts_samples(graph: Graph, op: Op) -> bool:
-    """Return whether the operator divides by a number of elements that grows with the global batch."""
-    if op.target != "autopar.partial_mean" or dict(op.layouts[0]).get(BATCH) != P:
-        return False
-    return any(dict(layout_of(graph, ref)).get(BATCH, R).is_split for ref in op.operands)
-
-
 def numbers_of_batch(graph: Graph, op: Op) -> tuple[str, ...]:
     """Return which of :data:`SHARE` and :data:`MICRO_BATCH_WEIGHT` the operator reads, because its result depends on the batch size."""
     if op.target == OVER_DATA:
         return (MICRO_BATCH_WEIGHT,) if "P" in op.args[1:] and not moves_samples(op) else ()
     if op.target in _STATISTICS and any(axis in op.args for axis in DATA_AXES):
         return _STATISTICS[op.target]
-    return (SHARE,) if counts_samples(graph, op) else ()
+    if op.target != "autopar.partial_mean" or dict(op.layouts[0]).get(BATCH) != P:
+        return ()
+    # a mean divides by a number of elements that grows with the global batch if it is of parts of the batch
+    is_of_parts = any(dict(layout_of(graph, ref)).get(BATCH, R).is_split for ref in op.operands)
+    return (SHARE,) if is_of_parts else ()
 
 
 def moves_samples(op: Op) -> bool:
@@ -126,9 +123,7 @@ class Emitter:
 
     def input(self, ref: Ref, spec: TensorSpec, layout: Layout) -> str:
         """Add a tensor that the caller passes, and return its name."""
-        node = _typed(self._placeholder(str_name(ref)), spec, layout)
-        node.meta["reads"] = ref
-        self.values[ref] = node
+        self._leaf(ref, _typed(self._placeholder(str_name(ref)), spec, layout))
         return str_name(ref)
 
     def number_inputs(self, graph: Graph, ops: Iterable[Op]) -> list[str]:
@@ -141,8 +136,7 @@ class Emitter:
 
     def shared_parameter(self, parameter: Parameter) -> str:
         """Add a parameter that the caller passes, and return its name."""
-        node = self._placeholder(parameter.name)
-        self._local(parameter, node)
+        self._local(parameter, self._placeholder(parameter.name))
         return parameter.name
 
     def parameter(self, parameter: Parameter) -> None:
@@ -157,9 +151,7 @@ class Emitter:
         if value is None:
             value = torch.empty(buffer.spec.shape, dtype=buffer.spec.dtype, device="meta")
         self.root.register_buffer(buffer.name, value)
-        node = _typed(self.graph.get_attr(buffer.name), buffer.spec, ())
-        node.meta["reads"] = Ref(buffer.name)
-        self.values[Ref(buffer.name)] = node
+        self._leaf(Ref(buffer.name), _typed(self.graph.get_attr(buffer.name), buffer.spec, ()))
         return buffer.name
 
     def op(self, op: Op) -> None:
@@ -206,7 +198,7 @@ class Emitter:
         One device would draw such a value once in a step.
         """
         layout, seed = dict(op.layouts[0]) if op.layouts else {}, self.numbers[SEED]
-        if self.period == 1 or layout.get(BATCH, P).kind not in ("I", "R"):
+        if layout.get(BATCH, P).kind not in ("I", "R"):
             return seed
         return self.graph.create_node("call_function", operator.floordiv, (seed, self.period), name=f"{op.name}_seed")
 
@@ -234,8 +226,12 @@ class Emitter:
         is_cast_here = not parameter.spec.shape or any(axis == SPREAD for axis, _ in parameter.layout)
         args = (node, parameter.spec.dtype) if is_cast_here else (node,)
         local = self.graph.create_node("call_function", plain.local, args, name=name)
-        local.meta["reads"] = Ref(parameter.name)
-        self.values[Ref(parameter.name)] = _typed(local, parameter.spec, parameter.layout)
+        self._leaf(Ref(parameter.name), _typed(local, parameter.spec, parameter.layout))
+
+    def _leaf(self, ref: Ref, node: fx.Node) -> None:
+        """Let operators read ``node`` as the input, parameter or buffer ``ref``."""
+        node.meta["reads"] = ref
+        self.values[ref] = node
 
     def _argument(self, argument: Argument) -> Any:
         """Return an argument with the nodes of its tensors."""
@@ -255,12 +251,6 @@ def random_axes(layout: Layout) -> tuple[str, ...]:
 def str_name(ref: Ref, *, suffix_first: bool = False) -> str:
     """Return an identifier for a value. It differs from all names of operators, as a second ``topk`` is called ``topk_1``."""
     return f"{ref.name}_out{ref.index}" if ref.index or suffix_first else ref.name
-
-
-def use_layout(parameter: Parameter) -> Layout:
-    """Return the types of a parameter where it is read: R over samples and on axes on which its gradient is left as a pending sum."""
-    pending = (*parameter.gradient_sum_axes, BATCH)
-    return tuple((axis, R if axis in pending and kind == I else kind) for axis, kind in parameter.layout)
 
 
 def _typed(node: fx.Node, spec: TensorSpec, layout: Layout) -> fx.Node:
@@ -316,21 +306,7 @@ def readable(module: fx.GraphModule) -> str:
     return "\n".join(lines)
 
 
-def ancestors(ops: Sequence[Op], wanted: Iterable[Ref], stop: frozenset[Ref] = frozenset()) -> tuple[Op, ...]:
-    """Return the operators of ``ops`` that ``wanted`` depends on, in order; the search ends at the values in ``stop``."""
-    needed = {ref.name for ref in wanted if ref not in stop}
-    reached: list[Op] = []
-    for op in reversed(ops):
-        if op.name in needed:
-            reached.append(op)
-            needed |= {ref.name for ref in op.operands if ref not in stop}
-    return tuple(reversed(reached))
-
-
-def layout_of(graph: Graph, ref: Ref) -> Layout:
-    """Return the types of a value that is not a parameter; it is R on axes that are left out."""
-    producer = graph.producer(ref)
-    if producer is not None:
-        return producer.layouts[ref.index] if producer.layouts else ()
-    leaf = next((leaf for leaf in graph.inputs if leaf.name == ref.name), None)
-    return () if leaf is None or leaf.batch_dim is None else ((BATCH, S(leaf.batch_dim)),)
+def read_layout(graph: Graph, ref: Ref) -> Layout:
+    """Return the types of a tensor where operators read it: a total is R on ``batch``."""
+    types = layout_of(graph, ref)
+    return tuple((axis, R if axis == BATCH else kind) for axis, kind in types) if ref in graph.sums else types

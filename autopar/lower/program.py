@@ -20,14 +20,14 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from autopar.graph.graph import Block, Buffer, Graph, Layout, Ref, digest
+from autopar.graph.elements import ancestors
+from autopar.graph.graph import Block, Buffer, Graph, Ref, digest
 from autopar.graph.operator_kinds import made_again
 from autopar.graph.rewrites import signature
-from autopar.lower.emit import Emitter, ancestors, is_random, layout_of, readable, str_name
+from autopar.lower.emit import Emitter, is_random, read_layout, readable, str_name
 from autopar.lower.read_plan import local_graph
-from autopar.plan.mesh import Mesh, R
+from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan, Recompute, StagePlan
-from autopar.rules.apply import BATCH
 
 _HEADER = "import torch\nimport torch.nn.functional as F\nfrom autopar.ops import collectives, experts, plain, seeded, sequence, sharded\naten = torch.ops.aten"
 """The imports in front of a program's code."""
@@ -172,11 +172,7 @@ def lower(plan: Plan, graph: Graph, *, device: torch.device | str = "cpu", rank:
         PlanError: the plan is for another graph or names strategies that do not exist.
         RuleError: a typing of the plan does not hold.
     """
-    return from_local_graph(plan, local_graph(plan, graph, plan.mesh.data_index(rank)), device=device)
-
-
-def from_local_graph(plan: Plan, local: Graph, *, device: torch.device | str = "cpu") -> Program:
-    """Return the program of the graph of one rank, cut into the stages of the plan."""
+    local = local_graph(plan, graph, plan.mesh.data_index(rank))
     build = _Builder(plan, local, torch.device(device))
     holders: dict[str, list[int]] = {}
     for stage in plan.stages:
@@ -209,18 +205,13 @@ class _Builder:
         self.salts = {name: number for number, name in enumerate(random)}
         self.period = plan.num_micro_batches + 1
         self.changed = {m.buffer for m in graph.mutations}
-        self.homes = self._homes()
-
-    def _homes(self) -> dict[str, int]:
-        """Return for each buffer that steps change the index of the stage that computes its new value.
-
-        A value of the prelude, which needs no value of a block, is computed by the first stage.
-        """
-        homes = dict.fromkeys(self.changed, self.plan.stages[0].index)
-        for stage in self.plan.stages:
-            for block in self.graph.blocks[stage.start : stage.stop]:
-                homes |= {m.buffer: stage.index for m in self.graph.block_mutations(block)}
-        return homes
+        # a value of the prelude, which needs no value of a block, is computed by the first stage
+        self.homes = dict.fromkeys(self.changed, plan.stages[0].index) | {
+            m.buffer: stage.index
+            for stage in plan.stages
+            for block in graph.blocks[stage.start : stage.stop]
+            for m in graph.block_mutations(block)
+        }
 
     def stage(self, stage: StagePlan) -> StageProgram:
         """Return the program of one stage."""
@@ -253,7 +244,7 @@ class _Builder:
         graph, ops = self.graph, self.graph.block_ops(block)
         emitter = Emitter(f"Block{block.index}", self.salts, self.device, self.period)
         reads = (*graph.block_inputs(block), *graph.block_prelude(block))
-        inputs = [emitter.input(ref, graph.spec(ref), self.layout(ref)) for ref in reads]
+        inputs = [emitter.input(ref, graph.spec(ref), read_layout(graph, ref)) for ref in reads]
         parameters = graph.block_parameters(block)
         inputs += [emitter.shared_parameter(p) for p in parameters if p.name in shared]
         inputs += emitter.number_inputs(graph, ops)
@@ -283,11 +274,6 @@ class _Builder:
             offload=self.plan.blocks[block.index].offload,
         )
 
-    def layout(self, ref: Ref) -> Layout:
-        """Return the types of a value where a block or the prelude reads it: a total is R on ``batch``."""
-        types = layout_of(self.graph, ref)
-        return tuple((axis, R if axis == BATCH else kind) for axis, kind in types) if ref in self.graph.sums else types
-
     def sums(self) -> tuple[PreludeProgram, ...]:
         """Return the sums over the batch. A sum that depends on totals is one round later than these."""
         rounds: dict[str, int] = {}
@@ -311,7 +297,7 @@ class _Builder:
         emitter = Emitter(name, self.salts, self.device, self.period)
         batch = {leaf.name for leaf in graph.inputs} | self.changed
         external = [ref for ref in reads if ref.name in batch or ref in totals]
-        inputs = [emitter.input(ref, graph.spec(ref), self.layout(ref)) for ref in external]
+        inputs = [emitter.input(ref, graph.spec(ref), read_layout(graph, ref)) for ref in external]
         inputs += emitter.number_inputs(graph, ops)
         buffers = tuple(emitter.buffer(b) for b in graph.buffers if Ref(b.name) in reads and b.name not in self.changed)
         for op in ops:

@@ -59,7 +59,7 @@ def local_graph_and_typings(plan: Plan, graph: Graph, data_rank: int = 0) -> tup
     result = _pad(plan, result)
     for axis in SHARDED_AXES:
         if getattr(plan.mesh, axis) > 1:
-            typings.append(axis_typing(plan, result, axis))
+            typings.append(_blocks_typing(plan, result, axis, Fraction(getattr(plan.mesh, axis))))
             result = shard(result, typings[-1])
     return result, tuple(typings)
 
@@ -183,11 +183,6 @@ def check_batch_typing(plan: Plan, graph: Graph) -> None:
     size = plan.micro_batch_of(0)
     typing = batch_typing(plan, graph, size)
     shard(graph, typing, global_batch_size=plan.global_batch_size, micro_batch_size=size)
-
-
-def axis_typing(plan: Plan, graph: Graph, axis: str) -> Typing:
-    """Return the typing on a sharded axis, on which every rank repeats the prelude."""
-    return _blocks_typing(plan, graph, axis, Fraction(getattr(plan.mesh, axis)))
 
 
 def _blocks_typing(plan: Plan, graph: Graph, axis: str, size: Fraction) -> Typing:

@@ -27,7 +27,7 @@ from autopar.plan.mesh import UNCHANGED, I, P, R, S, Type, conversion
 from autopar.rules.grammar import replicate
 from autopar.rules.local_calls import (
     BATCH,
-    layout_before,
+    layout_of,
     localize,
     part_of,
 )
@@ -323,7 +323,7 @@ class _Sharding:
                 args=arguments,
                 outputs=(local,),
                 module=self._module(origin),
-                layouts=((*layout_before(self.graph, origin), (self.axis, wanted)),),
+                layouts=((*layout_of(self.graph, origin), (self.axis, wanted)),),
             )
         )
         self.types[Ref(name)], self.specs[Ref(name)] = wanted, local

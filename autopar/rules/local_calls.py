@@ -157,18 +157,19 @@ BATCH = "batch"
 _CHOOSE_ANOTHER = "Choose another degree, or another strategy here"
 
 
-def layout_before(graph: Graph, ref: Ref) -> Layout:
-    """Return the types of a value on the axes that are applied already, as operators read it.
+def use_layout(parameter: Parameter) -> Layout:
+    """Return the types of a parameter where it is read: R over samples and on axes on which its gradient is left as a pending sum."""
+    pending = (*parameter.gradient_sum_axes, BATCH)
+    return tuple((axis, R if axis in pending and kind == I else kind) for axis, kind in parameter.layout)
 
-    A parameter whose gradient is summed later is read as R.
-    """
+
+def layout_of(graph: Graph, ref: Ref) -> Layout:
+    """Return the types of a tensor on the axes that are applied already, as operators read it; it is R on axes that are left out."""
     producer = graph.producer(ref)
     if producer is not None:
         return producer.layouts[ref.index] if producer.layouts else ()
     if graph.is_parameter(ref):
-        parameter = graph.parameter(ref.name)
-        pending = (*parameter.gradient_sum_axes, BATCH)
-        return tuple((a, R if a in pending and kind == I else kind) for a, kind in parameter.layout)
+        return use_layout(graph.parameter(ref.name))
     by_samples = any(axis == BATCH for p in graph.parameters[:1] for axis, _ in p.layout)
     leaf = next((leaf for leaf in graph.inputs if leaf.name == ref.name), None)
     return ((BATCH, S(leaf.batch_dim)),) if by_samples and leaf and leaf.batch_dim is not None else ()

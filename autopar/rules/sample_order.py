@@ -18,13 +18,13 @@ from typing import cast
 
 from autopar.errors import RuleError
 from autopar.graph.aliasing import dim_groups
-from autopar.graph.elements import unused
+from autopar.graph.elements import ancestors, unused
 from autopar.graph.graph import Argument, Evaluation, Graph, Op, Ref, TensorSpec
 from autopar.ops.kernels import aten_targets
 from autopar.rules.grammar import Pattern
 from autopar.rules.table import default_table
 from autopar.tracing.blocks import find_blocks
-from autopar.tracing.finish import alive, split_prelude
+from autopar.tracing.finish import split_prelude
 from autopar.tracing.outputs import rows_restored
 
 _SYMMETRIC = aten_targets(
@@ -117,7 +117,7 @@ class _Ordering:
         evaluation = graph.evaluation
         if evaluation is not None and any(self.rows.get(a) != self.rows.get(b) for a, b in evaluation.replaced):
             evaluation = Evaluation(unknown="in eval() the samples of joined batches lie in another order")
-        prelude, live = split_prelude(alive(self.ops, roots), free)
+        prelude, live = split_prelude(ancestors(self.ops, roots), free)
         return replace(
             graph,
             prelude=tuple(prelude),

@@ -19,12 +19,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves
 
 from autopar.errors import UsageError
-from autopar.graph.elements import Leaf, Outputs
+from autopar.graph.elements import Leaf, Outputs, ancestors
 from autopar.graph.graph import Input, Op, Ref
 from autopar.graph.interpreter import run
-from autopar.lower.emit import ancestors, layout_of, takes_device
+from autopar.lower.emit import takes_device
 from autopar.lower.program import Program
 from autopar.plan.plan import Plan
+from autopar.rules.local_calls import layout_of
 from autopar.runtime.checkpoint.contents import WholeTensors, model_parts
 from autopar.runtime.joined_values import Join, Samples, Tap, rebuilt
 from autopar.runtime.step.gradients import RankParameter

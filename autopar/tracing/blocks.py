@@ -12,18 +12,16 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise, takewhile
 
 import numpy as np
 import numpy.typing as npt
 
-from autopar.graph.graph import Argument, Block, Op, Ref, TensorSpec, digest, map_refs
+from autopar.graph.graph import Block, Op, Ref, TensorSpec, digest
+from autopar.graph.rewrites import signature
 
-_SALTED, _SALT = "autopar.dropout", 2
-"""The dropout operator and the position of its salt, which differs in each call and is not part of what a layer computes."""
-
-_SCALING = frozenset({_SALTED, *(f"aten.{name}.Tensor" for name in ("add", "sub", "mul", "div"))})
+_SCALING = frozenset({"autopar.dropout", *(f"aten.{name}.Tensor" for name in ("add", "sub", "mul", "div"))})
 """Operators with a number that differs between equal layers, such as the survival rate of stochastic depth."""
 
 _CANDIDATES = 48
@@ -75,13 +73,10 @@ def find_blocks(
     hashes = [_hash(context, start, stop) for start, stop in spans]
     exact = [_hash(context, start, stop, is_exact=True) for start, stop in spans]
     # Blocks that differ only in scaling factors are equal layers and share the hash that ignores these. All others have the exact hash.
-    distinct = set(zip(hashes, exact, strict=True))
-    scaled = {
-        block_hash for block_hash, count in Counter(block_hash for block_hash, _ in distinct).items() if count > 1
-    }
+    num_exact = Counter(block_hash for block_hash, _ in set(zip(hashes, exact, strict=True)))
+    chosen = [a if num_exact[a] > 1 else b for a, b in zip(hashes, exact, strict=True)]
     return tuple(
-        Block(index=i, start=start, stop=stop, hash=hashes[i] if hashes[i] in scaled else exact[i], label=labels[i])
-        for i, (start, stop) in enumerate(spans)
+        Block(index=i, start=start, stop=stop, hash=chosen[i], label=labels[i]) for i, (start, stop) in enumerate(spans)
     )
 
 
@@ -95,38 +90,21 @@ def _hash(context: _Context, start: int, stop: int, *, is_exact: bool = False) -
         start, stop: The range of operators.
         is_exact: Whether the hash also depends on scaling factors, which do not affect layouts.
     """
-    local: dict[str, int] = {}
-    external: dict[Ref, int] = {}
-    lines: list[str] = []
-
-    def number(ref: Ref) -> Argument:
-        if ref.name in local:
-            return f"%{local[ref.name]}.{ref.index}"
-        if ref not in external:
-            external[ref] = len(external)
-            kind = "parameter" if ref.name in context.parameters else "value"
-            lines.append(f"${external[ref]} {kind} {_spec_text(context.specs[ref])}")
-        return f"${external[ref]}"
-
-    for op in context.ops[start:stop]:
-        args = tuple(map_refs(arg, number) for arg in _essential(op, is_exact=is_exact))
-        kwargs = tuple((key, map_refs(value, number)) for key, value in op.kwargs)
-        read_later = [i for i in range(len(op.outputs)) if context.last_use.get(Ref(op.name, i), -1) >= stop]
-        lines.append(f"{op.target} {args} {kwargs} {[_spec_text(s) for s in op.outputs]} {read_later}")
-        local[op.name] = len(local)
-    return digest("\n".join(lines))
+    ops = context.ops[start:stop]
+    names = {op.name for op in ops}
+    read = dict.fromkeys(ref.name for op in ops for ref in op.operands if ref.name not in names)
+    are_parameters = [name in context.parameters for name in read]
+    are_read_later = [[context.last_use.get(ref, -1) >= stop for ref in op.refs] for op in ops]
+    text = signature(ops if is_exact else [*map(_without_scale, ops)], context.specs.__getitem__)
+    return digest(f"{text} {are_parameters} {are_read_later}")
 
 
-def _essential(op: Op, *, is_exact: bool) -> tuple[Argument, ...]:
-    """Return the positional arguments without the salt of a dropout and, unless ``is_exact``, without scaling factors."""
-    args = op.args[:_SALT] if op.target == _SALTED else op.args
-    if is_exact or op.target not in _SCALING:
-        return args
-    return tuple("number" if isinstance(arg, float) and math.isfinite(arg) and arg != 0 else arg for arg in args)
-
-
-def _spec_text(spec: TensorSpec) -> str:
-    return f"{spec.shape} {spec.dtype} {spec.requires_grad}"
+def _without_scale(op: Op) -> Op:
+    """Return an operator without its scaling factor."""
+    if op.target not in _SCALING:
+        return op
+    args = ("number" if isinstance(arg, float) and math.isfinite(arg) and arg != 0 else arg for arg in op.args)
+    return replace(op, args=tuple(args))
 
 
 # --- the search -----------------------------------------------------------------------------------
@@ -250,8 +228,6 @@ def _is_chain(context: _Context, first: int, period: int) -> bool:
 
 def _owner(context: _Context, position: int, period: int) -> str:
     """Return the layer of an operator of a repeat: its module up to the number that differs in the next window; empty if none differs."""
-    if position + period >= len(context.ops):
-        return ""
     path, successor = (context.ops[i].module.split(".") for i in (position, position + period))
     differing = next((depth for depth, (a, b) in enumerate(zip(path, successor, strict=False)) if a != b), None)
     return "" if differing is None else ".".join(path[: differing + 1])

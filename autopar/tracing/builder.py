@@ -7,7 +7,7 @@ causal mask of shape ``[B, 1, S, S]`` is stored as a tensor of shape ``[1, 1, S,
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -70,9 +70,12 @@ class Call:
         collect_refs((*self.args, *self.kwargs.values()), refs)
         return refs
 
-    def bound(self) -> dict[str, Argument]:
-        """Return all arguments by their names in the operator's schema, in schema order and with defaults filled in."""
-        result: dict[str, Argument] = {}
+    def bound(self) -> dict[str, Any]:
+        """Return all arguments by their names in the operator's schema, in schema order and with defaults filled in.
+
+        The schema says of which type each is; a tensor is a :class:`~autopar.graph.graph.Ref`.
+        """
+        result: dict[str, Any] = {}
         for position, argument in enumerate(self.overload._schema.arguments):
             if position < len(self.args):
                 result[argument.name] = self.args[position]
@@ -134,6 +137,7 @@ class Builder:
         *outputs: TensorSpec,
         kwargs: Mapping[str, Argument] | None = None,
         name: str | None = None,
+        detached: Collection[int] = (),
     ) -> Ref:
         """Append an operator that inherits the module and the source line of ``call``.
 
@@ -146,6 +150,7 @@ class Builder:
             outputs: The shapes and dtypes of its outputs. By default they are those of ``call``.
             kwargs: Its keyword arguments.
             name: The preferred name. By default it is the name of ``call``.
+            detached: The indices of outputs that require no gradient.
 
         Returns:
             A reference to the first output.
@@ -160,10 +165,10 @@ class Builder:
             source=call.source,
         )
         flows = call.grad and any(self.specs[ref].requires_grad for ref in op.operands)
+        known = [spec for spec in outputs or call.outputs if spec is not None]
         specs = tuple(
-            replace(spec, requires_grad=flows and (spec.dtype.is_floating_point or spec.dtype.is_complex))
-            for spec in outputs or call.outputs
-            if spec is not None
+            replace(s, requires_grad=flows and i not in detached and (s.dtype.is_floating_point or s.dtype.is_complex))
+            for i, s in enumerate(known)
         )
         return self.append(replace(op, outputs=specs))
 
@@ -177,16 +182,6 @@ class Builder:
             result = resolve(target)(*(map_refs(arg, on_meta) for arg in args), **kwargs)
         spec = TensorSpec.of(result)
         return self.emit(call, target, args, spec, kwargs=kwargs, name=name)
-
-    def stop_gradient(self, ref: Ref, *outputs: int) -> None:
-        """Mark outputs of ``ref`` as not requiring a gradient, by their indices.
-
-        ``ref`` must be the operator that was appended last.
-        """
-        op = self.ops.pop()
-        assert op.name == ref.name
-        specs = (replace(s, requires_grad=s.requires_grad and i not in outputs) for i, s in enumerate(op.outputs))
-        self.append(replace(op, outputs=tuple(specs)))
 
     def append(self, op: Op) -> Ref:
         """Append a complete operator, register its outputs and return a reference to the first one."""

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from autopar.graph.aliasing import dim_groups
-from autopar.graph.graph import Argument, Ref, TensorSpec
+from autopar.graph.graph import Argument, Ref
 from autopar.ops.kernels import aten_targets
 from autopar.tracing.builder import FOLD_LIMIT, LAZY_SIZE, SKIPPED_KWARGS, Builder, Call, Value, broadcast, compact
 
@@ -294,7 +294,10 @@ def evaluate(builder: Builder, call: Call) -> torch.Tensor | None:
     kwargs = {key: concrete(value) for key, value in call.kwargs.items() if key not in SKIPPED_KWARGS}
     if any(argument.name == "device" for argument in call.overload._schema.arguments[len(args) :]):
         kwargs["device"] = torch.device("cpu")
-    if _evaluated_numel(args, spec, is_pointwise) > FOLD_LIMIT:
+    tensors = [value for value in args if isinstance(value, torch.Tensor)]
+    is_compact = is_pointwise and bool(tensors)  # elementwise operators run on compact values
+    numel = prod(broadcast(*(tuple(value.shape) for value in tensors))) if is_compact else spec.numel
+    if numel > FOLD_LIMIT:
         return None
     # The strides of a compact value may differ from those of the traced tensor, so that a view of it may be impossible.
     views = ("aten.view.default", "aten._unsafe_view.default")
@@ -309,11 +312,3 @@ def _fill(builder: Builder, call: Call, factory: str) -> Value | None:
     if not isinstance(fill, bool | int | float):
         return None
     return builder.constant(call, torch.full((1,) * len(call.spec.shape), fill, dtype=call.spec.dtype))
-
-
-def _evaluated_numel(args: list[object], spec: TensorSpec, is_pointwise: bool) -> int:
-    """Return the number of elements of the result of an evaluation; elementwise operators run on compact values."""
-    if not is_pointwise:
-        return spec.numel
-    tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    return prod(broadcast(*(tuple(t.shape) for t in tensors))) if tensors else spec.numel

@@ -24,6 +24,7 @@ from autopar.tracing.failures import FAILURES, NO_VALUES, in_autocast, source_of
 from autopar.tracing.forms.basic import COMPOSITES, HANDLERS, generic, view_to
 from autopar.tracing.forms.layers import LAYERS, random_call
 from autopar.tracing.forms.losses import LOSSES
+from autopar.tracing.side_effects import graph_modules
 
 _ALL_HANDLERS = HANDLERS | LAYERS | LOSSES
 _DROPPED = ("_assert", "sym_", "_guards_fn")
@@ -173,8 +174,8 @@ def _opaque(builder: Builder, call: Call) -> Value:
     """
     args = tuple(call.bound().values())
     region = region_of(str(args[0]))
-    result = builder.emit(call, OPAQUE, args)
-    builder.stop_gradient(result, *(i for i, (_, _, flows) in enumerate(region.outputs) if not flows))
+    detached = [i for i, (_, _, flows) in enumerate(region.outputs) if not flows]
+    result = builder.emit(call, OPAQUE, args, detached=detached)
     return tuple(Ref(result.name, i) for i in range(len(region.outputs)))
 
 
@@ -231,41 +232,29 @@ def _elements(call: Call, traced: torch.Tensor) -> torch.Tensor:
     first = traced.storage_offset() if start is None else start
     layouts = ((size, stride, first), (traced.shape, traced.stride(), traced.storage_offset()))
     length = 1 + max(at + sum((n - 1) * step for n, step in zip(*dims, strict=True)) for *dims, at in layouts)
-    if length > FOLD_LIMIT or not call.spec.numel:
-        raise TraceError(
-            f"A call of as_strided over {length} elements is not supported",
-            where=call.source or call.name,
-            fix=_NO_STRIDES,
-        )
-    elements = torch.full((length,), -1)  # the element of x at each place of the memory
-    elements.as_strided(*layouts[1]).copy_(torch.arange(traced.numel()).view(traced.shape))
-    read = elements.as_strided(size, stride, first)
-    if (read < 0).any():
-        raise TraceError(
-            "A call of as_strided reads memory that is not the tensor's",
-            where=call.source or call.name,
-            fix=_NO_STRIDES,
-        )
-    return read
+    problem = f"A call of as_strided over {length} elements is not supported"
+    if length <= FOLD_LIMIT and call.spec.numel:
+        elements = torch.full((length,), -1)  # the element of x at each place of the memory
+        elements.as_strided(*layouts[1]).copy_(torch.arange(traced.numel()).view(traced.shape))
+        read = elements.as_strided(size, stride, first)
+        if (read >= 0).all():
+            return read
+        problem = "A call of as_strided reads memory that is not the tensor's"
+    raise TraceError(problem, where=call.source or call.name, fix="Use unfold, or slices, in its place")
 
 
-_NO_STRIDES = "Use unfold, or slices, in its place"
-
-
-def needs_decomposition(module: fx.GraphModule, needed: Collection[str]) -> bool:
+def needs_decomposition(program: torch.export.ExportedProgram, needed: Collection[str]) -> bool:
     """Return whether a program must be decomposed by ``run_decompositions({})`` before it is converted.
 
     This is so if it calls an operator that mutates a tensor, a composite operator without a handler that may return its argument,
     or ``torch.vmap``. A decomposition traces the program again, which takes long for a model of many layers.
 
     Args:
-        module: The graph module of the program.
-        needed: The names of the nodes of ``module`` to examine. Regions are always examined completely.
+        program: The exported program.
+        needed: The names of the nodes of its graph to examine. Regions are always examined completely.
     """
-    for inner in module.modules():
-        if not isinstance(inner, fx.GraphModule):
-            continue
-        nodes = (n for n in inner.graph.nodes if inner is not module or n.name in needed)
+    for inner in graph_modules(program):
+        nodes = (n for n in inner.graph.nodes if inner is not program.graph_module or n.name in needed)
         for target in {n.target for n in nodes if n.op == "call_function"}:
             if getattr(target, "__module__", "") == "torch._functorch.predispatch":  # torch.vmap
                 return True

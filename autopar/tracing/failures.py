@@ -110,21 +110,13 @@ def explained(error: BaseException, model: torch.nn.Module) -> TraceError:
     if NO_AUTOCAST in text:
         return in_autocast(place)
     if "FlexAttention" in text:
-        return TraceError(
-            "A call of flex_attention cannot be traced",
-            where=place,
-            fix="Use torch.nn.functional.scaled_dot_product_attention with a mask (in transformers: attn_implementation='sdpa')",
-        )
-    if "DataDependent" in type(error).__name__ or any(word in text for word in _DEPENDENT) or _UNKNOWN.search(text):
-        return TraceError(
-            f"`{line}` {NO_VALUES}" if line else f"The model {NO_VALUES}",
-            where=place,
-            got=None if line else reason,
-            fix=_SKIPS_LAYERS
-            if _skips_layers(place)
-            else "Use torch.where, a mask or a tensor as index, or decide it outside forward",
-        )
-    if any(frame.name == "_call_loss_fn" for frame in traceback.extract_tb(error.__traceback__)):
+        problem, reason = "A call of flex_attention cannot be traced", ""
+        fix = "Use torch.nn.functional.scaled_dot_product_attention with a mask (in transformers: attn_implementation='sdpa')"
+    elif "DataDependent" in type(error).__name__ or any(word in text for word in _DEPENDENT) or _UNKNOWN.search(text):
+        problem, reason = (f"`{line}` {NO_VALUES}", "") if line else (f"The model {NO_VALUES}", reason)
+        values = "Use torch.where, a mask or a tensor as index, or decide it outside forward"
+        fix = _SKIPS_LAYERS if _skips_layers(place) else values
+    elif any(frame.name == "_call_loss_fn" for frame in traceback.extract_tb(error.__traceback__)):
         problem = "The loss_fn fails"
         fix = "It gets the model's output and the batch, a dict: loss_fn=lambda output, batch: F.mse_loss(output, batch['target'])"
     elif isinstance(error, TypeError) and "argument" in text and "FakeTensor" not in text:

@@ -14,11 +14,12 @@ from dataclasses import replace
 
 import torch
 
+from autopar.graph.elements import ancestors
 from autopar.graph.graph import Buffer, Graph, Input, Mutation, Op, Parameter, Ref, TensorSpec, digest, map_refs
 from autopar.graph.operator_kinds import draws_random
 from autopar.ops.kernels import aten_targets, region_of
 from autopar.tracing.blocks import find_blocks
-from autopar.tracing.builder import FOLD_LIMIT, SKIPPED_KWARGS, Builder
+from autopar.tracing.builder import FOLD_LIMIT, SKIPPED_KWARGS, Builder, Call
 from autopar.tracing.constants import LOGICAL
 from autopar.tracing.forms.fusion import cut_parameters, fuse_gelu, unfuse
 
@@ -59,18 +60,18 @@ def finish(
     """
     mutations = _without_gradient(builder, mutations)
     roots = frozenset((loss, *(m.value for m in mutations)))
-    builder.ops = alive(builder.ops, roots)
+    builder.ops = ancestors(builder.ops, roots)
     parameters = cut_parameters(builder, unfuse(builder, parameters, roots), roots)
     fuse_gelu(builder, roots)
     _drop_identities(builder, roots)
-    ops = alive(builder.ops, roots)
+    ops = ancestors(builder.ops, roots)
     ops, mutations = _with_totals(builder, ops, mutations, {i.name for i in inputs}, {b.name for b in buffers})
     ops, constants, mutations = _with_constants(builder, ops, mutations)
     free = {i.name for i in inputs} | {b.name for b in (*buffers, *constants)}
     prelude, live = split_prelude(ops, free)
     prelude, live, mutations = _merged(prelude, live, mutations)
     roots = frozenset((loss, *(m.value for m in mutations)))
-    prelude = alive((*prelude, *live), roots)[: -len(live) or None]
+    prelude = ancestors((*prelude, *live), roots)[: -len(live) or None]
     used = {ref.name for op in (*prelude, *live) for ref in op.operands}
     used |= {name for m in mutations for name in (m.buffer, m.value.name)}
     unread = [p.fqn for p in parameters if p.name not in used]
@@ -103,13 +104,9 @@ def _without_gradient(builder: Builder, mutations: Sequence[Mutation]) -> tuple[
         value = mutation.value
         spec = builder.specs[value]
         if spec.requires_grad or value.name in builder.parameters:
-            detached = Op(
-                name=builder.unique(f"new_{mutation.buffer}"),
-                target="aten.detach.default",
-                args=(value,),
-                outputs=(replace(spec, requires_grad=False),),
-                module=builder.producers[value.name].module if value.name in builder.producers else "",
-            )
+            name, producer = builder.unique(f"new_{mutation.buffer}"), builder.producers.get(value.name)
+            outputs, module = (replace(spec, requires_grad=False),), producer.module if producer is not None else ""
+            detached = Op(name=name, target="aten.detach.default", args=(value,), outputs=outputs, module=module)
             mutation = replace(mutation, value=builder.append(detached))
         result.append(mutation)
     return tuple(result)
@@ -132,13 +129,12 @@ def _with_totals(
     Returns:
         The operators with the new ones, and the mutations with the totals as their values.
     """
-    wanted = {op.name for op in alive(ops, (m.value for m in mutations))}
+    wanted = {op.name for op in ancestors(ops, (m.value for m in mutations))}
     of_samples, of_prelude = set(inputs), inputs | buffers
     result: list[Op] = []
     renamed: dict[Ref, Ref] = {}
     for op in ops:
-        new = op.with_operands(tuple(renamed.get(ref, ref) for ref in op.operands)) if renamed else op
-        result.append(new)
+        result.append(op.renamed(renamed))
         operands = [ref for ref in op.operands if ref not in builder.values and ref not in builder.lazies]
         if any(ref.name in of_samples for ref in operands):
             of_samples.add(op.name)
@@ -148,9 +144,7 @@ def _with_totals(
             name = builder.unique(f"{op.name}_total")
             total = replace(op, name=name, target="autopar.total", args=(Ref(op.name),), kwargs=())
             result.append(total)
-            builder.producers[name] = total
-            builder.specs[Ref(name)] = total.spec
-            renamed[Ref(op.name)] = Ref(name)
+            renamed[Ref(op.name)] = builder.append(total)
     return result, tuple(replace(m, value=renamed.get(m.value, m.value)) for m in mutations)
 
 
@@ -159,7 +153,7 @@ def _drop_identities(builder: Builder, roots: frozenset[Ref]) -> None:
     renamed: dict[Ref, Ref] = {}
     kept: list[Op] = []
     for op in builder.ops:
-        op = op.with_operands(tuple(renamed.get(ref, ref) for ref in op.operands)) if renamed else op
+        op = op.renamed(renamed)
         if op.target == "aten.view.default":
             source = op.operands[0]
             producer = builder.producers.get(source.name)
@@ -172,17 +166,6 @@ def _drop_identities(builder: Builder, roots: frozenset[Ref]) -> None:
         builder.producers[op.name] = op
         kept.append(op)
     builder.ops = kept
-
-
-def alive(ops: Iterable[Op], roots: Iterable[Ref]) -> list[Op]:
-    """Return the operators on which ``roots`` depend, in order."""
-    wanted = {ref.name for ref in roots}
-    kept: list[Op] = []
-    for op in reversed(list(ops)):
-        if op.name in wanted:
-            kept.append(op)
-            wanted.update(ref.name for ref in op.operands)
-    return kept[::-1]
 
 
 def split_prelude(ops: Iterable[Op], free: set[str]) -> tuple[list[Op], list[Op]]:
@@ -216,55 +199,42 @@ def _with_constants(
     buffers: list[Buffer] = []
     materialised: dict[Ref, Ref] = {}
     shared: dict[tuple[object, ...], Ref] = {}
-    new_ops: list[Op] = []
+    builder.ops = []  # gets the operators that expand or compute constants
 
     def materialise(ref: Ref) -> Ref:
         if ref in materialised:
             return materialised[ref]
         lazy = builder.lazies.get(ref)
         if lazy is not None and lazy.numel > FOLD_LIMIT:
-            materialised[ref] = _emitted(builder, ref, new_ops, materialise)
-            return materialised[ref]
-        value = builder.values.get(ref) if lazy is None else lazy.evaluate()
-        if value is None:
-            return ref
-        buffer = _buffer_of(builder, ref, value, buffers, shared)
-        materialised[ref] = _expanded(builder, buffer, builder.specs[ref], ref.name, new_ops)
+            source = _emitted(builder, lazy.call, builder.specs[ref], materialise)
+            name = source.name
+        else:
+            value = builder.values.get(ref) if lazy is None else lazy.evaluate()
+            if value is None:
+                return ref
+            source, name = _buffer_of(builder, ref, value, buffers, shared), ref.name
+        materialised[ref] = _expanded(builder, source, builder.specs[ref], name)
         return materialised[ref]
 
     result = [op.with_operands(tuple(map(materialise, op.operands))) for op in ops]
     mutations = tuple(replace(mutation, value=materialise(mutation.value)) for mutation in mutations)
-    return [*new_ops, *result], buffers, mutations
+    return [*builder.ops, *result], buffers, mutations
 
 
-def _emitted(builder: Builder, ref: Ref, new_ops: list[Op], materialise: Callable[[Ref], Ref]) -> Ref:
-    """Append the operator of an unevaluated constant to ``new_ops`` and return its value in the shape of the constant."""
-    call = builder.lazies[ref].call
+def _emitted(builder: Builder, call: Call, spec: TensorSpec, materialise: Callable[[Ref], Ref]) -> Ref:
+    """Append the operator ``call`` of an unevaluated constant with ``spec`` and return its value, in the shape of the call."""
     args = tuple(map_refs(arg, materialise) for arg in call.args)
-    kwargs = tuple(sorted((k, v) for k, v in call.kwargs.items() if k not in SKIPPED_KWARGS))
-    spec = builder.specs[ref]
-    op = Op(
-        name=builder.unique(call.name),
-        target=LOGICAL.get(call.target, call.target),
-        args=args,
-        kwargs=kwargs,
-        outputs=(replace(spec, shape=call.spec.shape),),
-        module=call.module,
-        source=call.source,
-    )
-    new_ops.append(op)
-    builder.specs[Ref(op.name)] = op.spec
-    return _expanded(builder, Ref(op.name), spec, op.name, new_ops)
+    kwargs = {key: value for key, value in call.kwargs.items() if key not in SKIPPED_KWARGS}
+    target, spec = LOGICAL.get(call.target, call.target), replace(spec, shape=call.spec.shape)
+    return builder.emit(call, target, args, spec, kwargs=kwargs)
 
 
-def _expanded(builder: Builder, source: Ref, spec: TensorSpec, name: str, new_ops: list[Op]) -> Ref:
-    """Return ``source`` in the shape of ``spec``, after appending an expansion to ``new_ops`` if it has another shape."""
+def _expanded(builder: Builder, source: Ref, spec: TensorSpec, name: str) -> Ref:
+    """Return ``source`` in the shape of ``spec``, after appending an expansion if it has another shape."""
     if builder.specs[source].shape == spec.shape:
         return source
-    full = Ref(builder.unique(f"{name}_full"))
-    new_ops.append(Op(name=full.name, target="aten.expand.default", args=(source, spec.shape), outputs=(spec,)))
-    builder.specs[full] = spec
-    return full
+    name = builder.unique(f"{name}_full")
+    return builder.append(Op(name=name, target="aten.expand.default", args=(source, spec.shape), outputs=(spec,)))
 
 
 def _buffer_of(

@@ -103,7 +103,7 @@ class _Counterparts:
         self._alike: dict[object, list[Op]] = {}
         for op in ops:
             self._alike.setdefault(_call(op), []).append(op)
-        self._specs = {Ref(op.name, i): spec for op in ops for i, spec in enumerate(op.outputs)}
+        self._specs = {ref: spec for op in ops for ref, spec in zip(op.refs, op.outputs, strict=True)}
         self._specs |= {Ref(leaf.name): leaf.spec for leaf in _leaves(training)}
 
     def add(self, op: Op) -> bool:
@@ -117,7 +117,7 @@ class _Counterparts:
         replaced, match = min(possible, key=lambda pair: len(pair[0]))
         self.replaced |= replaced
         del self._unmatched[match.name]
-        outputs = [(Ref(op.name, i), Ref(match.name, i)) for i in range(len(op.outputs))]
+        outputs = list(zip(op.refs, match.refs, strict=True))
         self.same |= outputs
         return all((a in self.other.sums) == (b in self.training.sums) for a, b in outputs)
 
@@ -189,7 +189,7 @@ def _leaves(graph: Graph) -> list[Input | Parameter | Buffer]:
 def _is_constant_equal(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
-    return torch.equal(one, other) or (one.is_floating_point() and torch.equal(one.nan_to_num(), other.nan_to_num()))
+    return torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _equal_leaves(training: Graph, other: Graph) -> Iterator[tuple[Ref, Ref]]:

@@ -109,13 +109,10 @@ def check_memory(model: torch.nn.Module) -> None:
     """
     seen: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if (
-            type(tensor) not in (torch.nn.Parameter, torch.Tensor)
-            or tensor.is_meta
-            or tensor.layout is not torch.strided
-        ):
+        is_plain = type(tensor) in (torch.nn.Parameter, torch.Tensor) and tensor.layout is torch.strided
+        if not is_plain or tensor.is_meta or not tensor.data_ptr():
             continue
-        first, other = seen.setdefault(tensor.data_ptr(), (name, tensor)) if tensor.data_ptr() else (name, tensor)
+        first, other = seen.setdefault(tensor.data_ptr(), (name, tensor))
         if other is not tensor and (other.requires_grad or tensor.requires_grad):
             raise TraceError(
                 f"{first} and {name} lie in the same memory, and are two tensors",

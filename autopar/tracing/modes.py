@@ -263,22 +263,16 @@ class Selections(TorchFunctionMode):
 def _covariance(
     input: Tensor,  # noqa: A002  a keyword of torch
     *,
+    is_scaled: bool,
     correction: int = 1,
-    fweights: Tensor | None = None,
-    aweights: Tensor | None = None,
-    is_scaled: bool = False,
+    **weights: Tensor | None,
 ) -> Tensor | None:
     """Return ``torch.cov`` of rows, or ``torch.corrcoef`` (``is_scaled``); None if torch itself has to take or refuse the arguments.
 
     Torch asks whether it divides by a positive number, which reads a value.
     """
-    if (
-        input.dim() != 2
-        or input.is_complex()
-        or fweights is not None
-        or aweights is not None
-        or input.shape[1] <= correction
-    ):
+    is_weighted = any(weight is not None for weight in weights.values())
+    if input.dim() != 2 or input.is_complex() or is_weighted or input.shape[1] <= correction:
         return None
     centred = input - input.mean(1, keepdim=True)
     result = centred @ centred.T / (input.shape[1] - correction)

@@ -229,14 +229,12 @@ def _fitting(
         both: the inputs of the batch.
         values: the values of the batch and of its two halves.
     """
-    found = []
+    found: list[Weight | None] = []
+    inputs, (whole, *parts) = halves(both, dims), values
     for weight in weights:
-        counts = (
-            [1.0, 1.0] if weight is None else [float(weights_of(weight, half).sum()) for half in halves(both, dims)]
-        )
+        counts = [1.0 if weight is None else float(weights_of(weight, half).sum()) for half in inputs]
         if min(counts) <= 0:
             continue
-        whole, *parts = values
         means = [(counts[0] * a + counts[1] * b) / sum(counts) for a, b in zip(*parts, strict=True)]
         if are_close(means, list(whole)):
             found.append(weight)

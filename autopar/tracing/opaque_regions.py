@@ -136,7 +136,7 @@ class Regions:
             state = dict(module.named_parameters()), dict(module.named_buffers())
             draft, inputs = _draft(MODULE, path, args, kwargs, state)
             draft = replace(draft, is_loss=not path and self.gives_loss)
-            values = () if path else self._examples_for(original, args, kwargs)
+            values = () if path else self._examples_for(original, kwargs)
             examined = self._known_or_examined(path, draft, inputs, partial(self._examine_module, original, values))
             assert examined is not None
             region, output = examined
@@ -147,9 +147,7 @@ class Regions:
             return result
         return pytree.tree_map_only(torch.Tensor, partial(_mean_loss, region, inputs), result)
 
-    def _examples_for(
-        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[torch.Tensor | None, ...]:
+    def _examples_for(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> tuple[torch.Tensor | None, ...]:
         """Return the values of the tensors among the arguments of a call of the whole model; None for those without values."""
         names = arguments(model.forward, self.examples)[0]
         given = ([self.examples[name] for name in names], {key: self.examples[key] for key in kwargs})

@@ -27,10 +27,8 @@ from autopar.tracing.failures import FAILURES
 from autopar.tracing.modes import in_double
 from autopar.tracing.side_effects import state_of
 
-_TOLERANCE = {torch.float64: 1e-9}
-"""Differences up to this part of the largest element count as rounding."""
-_COARSE = 1e-4
-"""The tolerance of other dtypes, in which the code rounds more coarsely."""
+_TOLERANCE, _COARSE = 1e-9, 1e-4
+"""Differences up to this part of the largest element count as rounding, in float64 and in other dtypes."""
 
 Call = Callable[..., Any]
 """The code of a region: ``call(state, args, kwargs)``."""
@@ -73,17 +71,12 @@ class Subject:
 
     def wide(self) -> Subject:
         """Return the subject in float64."""
-
-        def widened(x: Tensor) -> Tensor:
-            return x.double() if x.is_floating_point() else x
-
         inputs = (replace(s, dtype=torch.float64) if s.dtype.is_floating_point else s for s in self.inputs)
-        return replace(
-            self,
-            inputs=tuple(inputs),
-            parameters=tuple(map(widened, self.parameters)),
-            buffers=tuple(map(widened, self.buffers)),
+        parameters, buffers = (
+            tuple(x.double() if x.is_floating_point() else x for x in group)
+            for group in (self.parameters, self.buffers)
         )
+        return replace(self, inputs=tuple(inputs), parameters=parameters, buffers=buffers)
 
     def draw(self, number: int, dims: Sequence[int | None] | None = None) -> list[Tensor]:
         """Return random inputs, the same for the same ``number``.
@@ -177,8 +170,8 @@ def are_close(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
             if not torch.equal(a, b):
                 return False
             continue
-        size = float(b.abs().max()) if b.numel() else 0.0
-        if b.numel() and not float((a - b).abs().max()) <= _TOLERANCE.get(b.dtype, _COARSE) * max(size, 1e-6):
+        tolerance = _TOLERANCE if b.dtype == torch.float64 else _COARSE
+        if b.numel() and not float((a - b).abs().max()) <= tolerance * max(float(b.abs().max()), 1e-6):
             return False
     return True
 

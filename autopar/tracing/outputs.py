@@ -11,6 +11,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import torch
 from torch import fx
@@ -24,18 +25,10 @@ from autopar.tracing.builder import Builder, Value
 from autopar.tracing.program_ends import Kept, grad_region_of
 from autopar.tracing.side_effects import writes
 
+Calls: TypeAlias = tuple[dict[str, Op], list[Argument]]
+"""The calls of an exported program by the names of their nodes, in order, and its outputs besides the loss and the new values of buffers.
 
-@dataclass(slots=True)
-class Calls:
-    """The calls of an exported program.
-
-    Attributes:
-        ops: The calls by the names of their nodes, in order. The names of their operands are names of nodes too.
-        leaves: The outputs of the program besides the loss and the new values of buffers.
-    """
-
-    ops: dict[str, Op] = field(default_factory=dict)
-    leaves: tuple[Argument, ...] = ()
+The names of operands are names of nodes too."""
 
 
 def num_loss_outputs(program: torch.export.ExportedProgram) -> int:
@@ -56,11 +49,10 @@ def needed_nodes(program: torch.export.ExportedProgram) -> set[str]:
 
 
 def calls_of(program: torch.export.ExportedProgram) -> Calls:
-    """Return all calls of a program, including those of its regions."""
-    calls = Calls()
+    """Return all calls of a program, including those of its regions, and its outputs."""
+    calls: dict[str, Op] = {}
     outputs = _read(calls, program.graph_module, "", {})
-    calls.leaves = tuple(outputs[num_loss_outputs(program) :])
-    return calls
+    return calls, outputs[num_loss_outputs(program) :]
 
 
 def cut(program: torch.export.ExportedProgram) -> None:
@@ -76,7 +68,7 @@ def cut(program: torch.export.ExportedProgram) -> None:
     program.graph.eliminate_dead_code()
 
 
-def _read(calls: Calls, module: fx.GraphModule, prefix: str, aliases: dict[str, Argument]) -> list[Argument]:
+def _read(calls: dict[str, Op], module: fx.GraphModule, prefix: str, aliases: dict[str, Argument]) -> list[Argument]:
     """Add the calls of a module to ``calls`` and return its outputs.
 
     Args:
@@ -86,41 +78,31 @@ def _read(calls: Calls, module: fx.GraphModule, prefix: str, aliases: dict[str, 
         aliases: The values of nodes that are not calls with a name of their own: the placeholders of a region at first. The items
             of tuples and the outputs of inner regions are added.
     """
+
+    def argument(value: object) -> Argument:
+        """Return an argument of a node with references in place of other nodes."""
+        if isinstance(value, fx.Node):
+            return aliases.get(value.name, Ref(prefix + value.name))
+        return tuple(map(argument, value)) if isinstance(value, list | tuple) else value  # type: ignore[return-value]
+
     for node in module.graph.nodes:
         if node.op == "output":
-            return [_argument(value, prefix, aliases) for value in node.args[0]]
-        elif node.op == "call_function" and node.target is operator.getitem:
-            source, index = _argument(node.args[0], prefix, aliases), node.args[1]
+            return [argument(value) for value in node.args[0]]
+        if node.op != "call_function":
+            continue
+        name, target = prefix + node.name, node.target
+        if target is operator.getitem:
+            source, index = argument(node.args[0]), node.args[1]
             aliases[node.name] = source[index] if isinstance(source, tuple) else Ref(prefix + node.args[0].name, index)
-        elif node.op == "call_function":
-            _read_call(calls, module, prefix, aliases, node)
+        elif (region := grad_region_of(node, module)) is not None:
+            placeholders = [n.name for n in region[0].graph.nodes if n.op == "placeholder"]
+            inner_aliases = dict(zip(placeholders, map(argument, node.args[2:]), strict=False))
+            aliases[node.name] = tuple(_read(calls, region[0], f"{name}.", inner_aliases))
+        elif (specs := _specs(node.meta.get("val"))) and isinstance(target, torch._ops.OpOverload):
+            kwargs = tuple((key, argument(value)) for key, value in node.kwargs.items() if key != "device")
+            op = Op(name=name, target=str(target), args=tuple(map(argument, node.args)), kwargs=kwargs, outputs=specs)
+            calls[name] = without_dropout(op)
     return []
-
-
-def _read_call(calls: Calls, module: fx.GraphModule, prefix: str, aliases: dict[str, Argument], node: fx.Node) -> None:
-    """Add one call, or all calls of the region that it runs."""
-    name, target = prefix + node.name, node.target
-    if (region := grad_region_of(node, module)) is not None:
-        placeholders = [n.name for n in region[0].graph.nodes if n.op == "placeholder"]
-        operands = [_argument(value, prefix, aliases) for value in node.args[2:]]
-        inner_aliases = dict(zip(placeholders, operands, strict=False))
-        aliases[node.name] = tuple(_read(calls, region[0], f"{name}.", inner_aliases))
-        return
-    specs = _specs(node.meta.get("val"))
-    if specs and isinstance(target, torch._ops.OpOverload):
-        kwargs = tuple((key, _argument(v, prefix, aliases)) for key, v in node.kwargs.items() if key != "device")
-        args = tuple(_argument(value, prefix, aliases) for value in node.args)
-        op = Op(name=name, target=str(target), args=args, kwargs=kwargs, outputs=specs)
-        calls.ops[name] = without_dropout(op)
-
-
-def _argument(value: object, prefix: str, aliases: Mapping[str, Argument]) -> Argument:
-    """Return an argument of a node with references in place of other nodes."""
-    if isinstance(value, fx.Node):
-        return aliases.get(value.name, Ref(prefix + value.name))
-    if isinstance(value, list | tuple):
-        return tuple(_argument(item, prefix, aliases) for item in value)
-    return value  # type: ignore[return-value]
 
 
 def _specs(value: object) -> tuple[TensorSpec, ...]:
@@ -144,13 +126,13 @@ def kept(
     Args:
         graph: The finished graph.
         builder: Has the specs and constants of the graph while it was built.
-        calls: The calls of the exported program.
+        calls: The calls and outputs of the exported program (:func:`calls_of`).
         returned: The outputs of forward.
         env: The values of the program's nodes while the graph was built.
         declared: All parameters and buffers of the model under their names in the builder.
     """
-    search = _Search(graph, builder, calls, env, {leaf.name: leaf for leaf in declared})
-    leaves = [search.leaf(name, value) for name, value in zip(returned.names, calls.leaves, strict=True)]
+    search = _Search(graph, builder, calls[0], env, {leaf.name: leaf for leaf in declared})
+    leaves = [search.leaf(name, value) for name, value in zip(returned.names, calls[1], strict=True)]
     reads = defaultdict(frozenset, {leaf.name: frozenset({leaf.name}) for leaf in graph.inputs})
     for op in (*graph.prelude, *graph.ops, *search.ops.values()):
         reads[op.name] = frozenset().union(*(reads[ref.name] for ref in op.operands))
@@ -202,7 +184,7 @@ def rows_restored(outputs: Outputs, orders: Mapping[Ref, tuple[int, int, int]], 
             renamed[ref] = Ref(ops[-1].name)
 
     def after(readers: Sequence[Op]) -> tuple[Op, ...]:
-        return tuple(op.with_operands(tuple(renamed.get(ref, ref) for ref in op.operands)) for op in readers)
+        return tuple(op.renamed(renamed) for op in readers)
 
     if not renamed:
         return outputs
@@ -223,17 +205,14 @@ def _restoring(ref: Ref, spec: TensorSpec, order: tuple[int, int, int], samples:
     before, behind = spec.shape[:dim], spec.shape[dim + 1 :]
     split, swapped = (*before, samples, outer, inner, *behind), (*before, outer, samples, inner, *behind)
     shape = (*before, outer * samples * inner, *behind)
-    names = [f"output_{ref.name}_{ref.index}_{part}" for part in ("split", "swapped", "traced")]
-    spec = replace(spec, requires_grad=False)
-    calls: list[tuple[str, tuple[Argument, ...], tuple[int, ...]]] = [
-        ("aten.view.default", (ref, split), split),
-        ("aten.transpose.int", (Ref(names[0]), dim, dim + 1), swapped),
-        ("aten.reshape.default", (Ref(names[1]), shape), shape),
-    ]
-    return [
-        Op(name=name, target=target, args=args, outputs=(replace(spec, shape=sizes),))
-        for name, (target, args, sizes) in zip(names, calls, strict=True)
-    ]
+
+    def step(part: str, target: str, args: tuple[Argument, ...], sizes: tuple[int, ...]) -> Op:
+        outputs = (replace(spec, shape=sizes, requires_grad=False),)
+        return Op(name=f"output_{ref.name}_{ref.index}_{part}", target=target, args=args, outputs=outputs)
+
+    view = step("split", "aten.view.default", (ref, split), split)
+    transposed = step("swapped", "aten.transpose.int", (Ref(view.name), dim, dim + 1), swapped)
+    return [view, transposed, step("traced", "aten.reshape.default", (Ref(transposed.name), shape), shape)]
 
 
 def counts_samples(outputs: Outputs) -> bool:
@@ -269,7 +248,7 @@ class _Search:
 
     graph: Graph
     builder: Builder
-    calls: Calls
+    calls: Mapping[str, Op]
     env: Mapping[str, Value]
     declared: Mapping[str, Parameter | Buffer]
     taps: dict[Ref, None] = field(default_factory=dict)
@@ -302,7 +281,7 @@ class _Search:
             return built
         if built is not None and any(leaf.name == built.name for leaf in self.graph.inputs):
             return built
-        op = self.calls.ops.get(ref.name)
+        op = self.calls.get(ref.name)
         if op is not None:
             return self._resolve_call(op, ref)
         leaf = self._leaf(ref)

@@ -21,7 +21,7 @@ from autopar.graph.graph import Buffer, Input, Mutation, Parameter, Ref, TensorS
 from autopar.tracing.builder import Builder, Value
 from autopar.tracing.convert import WRAPPER
 from autopar.tracing.failures import source_of
-from autopar.tracing.side_effects import root_of, writes
+from autopar.tracing.side_effects import graph_modules, root_of, writes
 
 
 def declare(
@@ -286,8 +286,8 @@ def detach_in_no_grad(program: torch.export.ExportedProgram) -> None:
         for spec in program.graph_signature.input_specs
         if spec.kind == InputKind.PARAMETER
     }
-    for module in program.graph_module.modules():
-        for node in list(module.graph.nodes) if isinstance(module, fx.GraphModule) else ():
+    for module in graph_modules(program):
+        for node in list(module.graph.nodes):
             # In eval mode or with p=0 a dropout returns its argument itself. torch's decomposition returns a copy.
             if node.target in _DROPOUTS and not (node.args[1] and node.args[2]):
                 node.replace_all_uses_with(node.args[0])

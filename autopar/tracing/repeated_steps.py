@@ -196,32 +196,28 @@ def check(
                 is_settled = number == 1 and watch.numbers == before and not watch.reads_earlier_constants
                 if random_state == initial and (number == _PASSES - 1 or is_settled):
                     break
-    except _OutsideError as error:
-        place, line = user_line(error, model)
-        raise TraceError(
-            "Forward reads a parameter outside of the model, which no plan trains",
-            where=place,
-            got=str(error) + (f" at `{line}`" if line else ""),
-            fix="Make its module a part of the model (an nn.ModuleList for several), or read it under torch.no_grad()",
-        ) from error
-    except _StepError as error:
-        states.append(memory.state_of(model))
-        place, line = user_line(error, model)
-        attributes = sorted({name for a, b in pairwise(states) for name in memory.changed(a, b)})
-        reason = str(error) + (f" at `{line}`" if line else "")
-        reason += f"; forward sets {', '.join(attributes[:3])}" if attributes else ""
-        raise TraceError(
-            "A second step does not run, as the first has left something in the model",
-            where=place,
-            got=reason,
-            fix="Keep what changes in a buffer (register_buffer), draw random numbers with torch, pass it as an "
-            "input, or leave it out",
-        ) from error
+    except (_OutsideError, _StepError) as error:
+        raise _refused(error, model, [*states, memory.state_of(model)]) from error
     except (*FAILURES, AutoparError):
         return (), ()
     finally:
         _set_random_state(random_state)
     return _notes(model, states), calls
+
+
+def _refused(error: _OutsideError | _StepError, model: torch.nn.Module, states: list[memory.State]) -> TraceError:
+    """Return the error for a model that has raised ``error``; ``states`` are those of its attributes after each pass."""
+    place, line = user_line(error, model)
+    reason = str(error) + (f" at `{line}`" if line else "")
+    if isinstance(error, _OutsideError):
+        problem = "Forward reads a parameter outside of the model, which no plan trains"
+        fix = "Make its module a part of the model (an nn.ModuleList for several), or read it under torch.no_grad()"
+    else:
+        attributes = sorted({name for a, b in pairwise(states) for name in memory.changed(a, b)})
+        reason += f"; forward sets {', '.join(attributes[:3])}" if attributes else ""
+        problem = "A second step does not run, as the first has left something in the model"
+        fix = "Keep what changes in a buffer (register_buffer), draw random numbers with torch, pass it as an input, or leave it out"
+    return TraceError(problem, where=place, got=reason, fix=fix)
 
 
 def calls_of(

@@ -13,7 +13,7 @@ import operator
 import threading
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -89,9 +89,8 @@ def gradients_in_forward_refused() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def casts_that_change_nothing() -> Iterator[None]:
-    """Enter a context in which ``module.to(...)`` returns a module that needs no cast as it is, because fake parameters cannot be replaced."""
+def casts_that_change_nothing() -> AbstractContextManager[object]:
+    """Return a context in which ``module.to(...)`` returns a module that needs no cast as it is, because fake parameters cannot be replaced."""
     usual = torch.nn.Module.to
 
     def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
@@ -103,37 +102,21 @@ def casts_that_change_nothing() -> Iterator[None]:
         )
         return self if fits and memory_format is None else usual(self, *args, **kwargs)
 
-    with mock.patch.object(torch.nn.Module, "to", to):
-        yield
+    return mock.patch.object(torch.nn.Module, "to", to)
 
 
-@contextmanager
-def masks_not_asked() -> Iterator[None]:
+def masks_not_asked() -> AbstractContextManager[object]:
     """While tracing, torch's transformers take a mask as it is given: they ask its values whether it is causal, to hint at a faster kernel."""
 
     def hint(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
         return is_causal is True
 
-    with mock.patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", hint):
-        yield
+    return mock.patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", hint)
 
 
-@contextmanager
-def inference_as_no_grad() -> Iterator[None]:
-    """Enter a context in which ``torch.inference_mode`` acts as ``torch.no_grad``, because an export records only the latter."""
-
-    def enter(self: Any) -> None:
-        self._autopar_before = torch.is_grad_enabled()
-        torch.set_grad_enabled(not self.mode)
-
-    def leave(self: Any, *_: object) -> None:
-        torch.set_grad_enabled(self._autopar_before)
-
-    with (
-        mock.patch.object(torch.inference_mode, "__enter__", enter),
-        mock.patch.object(torch.inference_mode, "__exit__", leave),
-    ):
-        yield
+def inference_as_no_grad() -> AbstractContextManager[object]:
+    """Return a context in which ``torch.inference_mode`` acts as ``torch.no_grad``, because an export records only the latter."""
+    return mock.patch.object(torch._C, "_InferenceMode", lambda on: torch.no_grad() if on else torch.enable_grad())
 
 
 @contextmanager
@@ -190,27 +173,24 @@ class ParametersKept(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name, attribute = getattr(func, "__name__", ""), getattr(func, "__self__", None)
+        problem, is_parameter = "", bool(args) and isinstance(args[0], torch.nn.Parameter)
         if name.endswith("_") and not name.endswith("__") and any(args[0] is x for x in self._data if args):
-            raise TraceError(
-                f"Forward changes a parameter by .data.{name}",
-                fix="Use what the call returns where the parameter is read, or call it after optimizer.step()",
-            )
-        if name == "__set__" and attribute is torch.Tensor.data:
-            raise TraceError(
-                "Forward assigns to .data of a tensor, which a trace would lose",
-                fix="Write to a buffer by copy_(...) under torch.no_grad(), and to a parameter after optimizer.step()",
-            )
-        if name == "requires_grad_" or (name == "__set__" and attribute is torch.Tensor.requires_grad):
+            problem = f"Forward changes a parameter by .data.{name}"
+            fix = "Use what the call returns where the parameter is read, or call it after optimizer.step()"
+        elif name == "__set__" and attribute is torch.Tensor.data:
+            problem = "Forward assigns to .data of a tensor, which a trace would lose"
+            fix = "Write to a buffer by copy_(...) under torch.no_grad(), and to a parameter after optimizer.step()"
+        elif name == "requires_grad_" or (name == "__set__" and attribute is torch.Tensor.requires_grad):
             wanted = (*args[1:], *(kwargs or {}).values(), True)[0]
-            if isinstance(args[0], torch.nn.Parameter) and args[0].requires_grad != wanted:
-                raise TraceError(
-                    "Forward changes requires_grad of a parameter, which a trace would lose",
-                    fix="Set it before training, or call that part by torch.func.functional_call with detached parameters",
-                )
+            if is_parameter and args[0].requires_grad != wanted:
+                problem = "Forward changes requires_grad of a parameter, which a trace would lose"
+                fix = "Set it before training, or call that part by torch.func.functional_call with detached parameters"
+        if problem:
+            raise TraceError(problem, fix=fix)
         if attribute is not torch.Tensor.data or name != "__get__":
             return func(*args, **dict(kwargs or {}))
         detached = args[0].detach()
-        if isinstance(args[0], torch.nn.Parameter):
+        if is_parameter:
             self._data.append(detached)
         return detached
 
@@ -233,11 +213,15 @@ def return_writes(program: torch.export.ExportedProgram) -> None:
     Raises:
         TraceError: the written tensor is read by another name that torch's decompositions do not know to share its memory.
     """
-    for module in program.graph_module.modules():
-        if isinstance(module, fx.GraphModule):
-            _return_in(module.graph)
-            if module is not program.graph_module:  # a region without gradients is called by its generated code
-                module.recompile()
+    for module in graph_modules(program):
+        _return_in(module.graph)
+        if module is not program.graph_module:  # a region without gradients is called by its generated code
+            module.recompile()
+
+
+def graph_modules(program: torch.export.ExportedProgram) -> list[fx.GraphModule]:
+    """Return the graph module of a program and those of its regions."""
+    return [module for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
 
 
 def _return_in(graph: fx.Graph) -> None:

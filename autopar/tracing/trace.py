@@ -386,7 +386,7 @@ def _export(
             limit_each_sample(program, batch_size, branches.clamps)
             detach_in_no_grad(program)
             side_effects.return_writes(program)
-            if needs_decomposition(program.graph_module, needed_nodes(program)):
+            if needs_decomposition(program, needed_nodes(program)):
                 program = program.run_decompositions({})
             calls = calls_of(program)
             cut(program)

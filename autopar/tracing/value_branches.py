@@ -33,6 +33,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
 from autopar.tracing.failures import PACKAGE_FOLDER, TORCH_FOLDER, source_of
+from autopar.tracing.side_effects import graph_modules
 from autopar.util.formatting import some
 
 _CHECKED = tuple(str(Path(TORCH_FOLDER) / part) for part in ("nn", "distributions"))
@@ -325,9 +326,7 @@ def limit_each_sample(program: torch.export.ExportedProgram, batch_size: int, li
         batch_size: the number of samples in the traced batch.
         lines: receives the lines of the changed calls, as ``file.py:12``.
     """
-    for module in program.graph_module.modules():
-        if not isinstance(module, fx.GraphModule):
-            continue
+    for module in graph_modules(program):
         for node in list(module.graph.nodes):
             flags = node.args[0] if node.target in (_aten.any.default, _aten.all.default) else None
             if not isinstance(flags, fx.Node) or flags.target not in _TESTS:

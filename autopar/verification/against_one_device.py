@@ -104,7 +104,11 @@ def verify(  # noqa: PLR0913  keywords of the public call
         VerificationError: fp64 is wanted, and the model has other operators in float64; or results differ, and one device does not give the
             same loss twice either.
     """
-    _check_size(plan)
+    if plan.mesh.world_size > MAX_RANKS:
+        raise UsageError(
+            f"The plan has {plan.mesh.world_size} ranks, and verify starts at most {MAX_RANKS} processes on this machine",
+            fix="Verify a smaller plan of the same kind: a MODEL with --cluster cpu:1x4 and pins",
+        )
     drawing = frozenset(op.module for op in graph.ops if draws_values(op) and op.module)
     compared = Compared(subject, loss_fn, drawing=drawing)
     graph = in_dtype(_without_dropout(graph), getattr(torch, plan.precision.compute), torch.float32)
@@ -127,15 +131,6 @@ def verify(  # noqa: PLR0913  keywords of the public call
             thorough=find == "always",
         )
     return replace(report, bisection=bisection)
-
-
-def _check_size(plan: Plan) -> None:
-    """Raise an error if the plan has too many ranks."""
-    if plan.mesh.world_size > MAX_RANKS:
-        raise UsageError(
-            f"The plan has {plan.mesh.world_size} ranks, and verify starts at most {MAX_RANKS} processes on this machine",
-            fix="Verify a smaller plan of the same kind: a MODEL with --cluster cpu:1x4 and pins",
-        )
 
 
 def _nudge(model: nn.Module, seed: int) -> None:
@@ -249,15 +244,12 @@ class _Run:
             losses = [loss_with(self.draws, 0, model, batch).item() for model in models]
         if abs(losses[0] - losses[1]) > LOSS_TOLERANCE / 10 * abs(losses[0]):
             first, second = (dict(model.named_parameters()) for model in models)
+            problem = f"One device gives two losses for one batch: {losses[0]!r} and {losses[1]!r}"
+            fix = "Turn off what draws random numbers besides dropout modules: dropout that forward makes, noise that it adds"
             if name := next((name for name in first if not torch.equal(first[name], second[name])), None):
-                raise VerificationError(
-                    f"The function that builds the model gives other weights each time: '{name}'",
-                    fix="Seed in that function what draws them (random, numpy or another generator); torch's generator is seeded",
-                )
-            raise VerificationError(
-                f"One device gives two losses for one batch: {losses[0]!r} and {losses[1]!r}",
-                fix="Turn off what draws random numbers besides dropout modules: dropout that forward makes, noise that it adds",
-            )
+                problem = f"The function that builds the model gives other weights each time: '{name}'"
+                fix = "Seed in that function what draws them (random, numpy or another generator); torch's generator is seeded"
+            raise VerificationError(problem, fix=fix)
 
     def _reference(self, subject: Compared, *, nudge: int | None = None) -> Trained:
         """Return the results of one device. With a seed ``nudge`` its parameters are moved first."""

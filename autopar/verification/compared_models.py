@@ -152,9 +152,8 @@ class _Parametrized(pickle.Pickler):
         if not isinstance(value, nn.Module) or not parametrize.is_parametrized(value):
             return NotImplemented
         kind = parametrize.type_before_parametrizations(value)
-        state = vars(value) | {
-            "_load_state_dict_pre_hooks": OrderedDict()
-        }  # weight_norm has one, a function in a function
+        # weight_norm has such a hook, a function in a function
+        state = vars(value) | {"_load_state_dict_pre_hooks": OrderedDict()}
         return kind.__new__, (kind,), state, None, None, _set
 
 
@@ -179,22 +178,18 @@ def build_module(source: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     """
     if isinstance(source, nn.Module):
         return source
-    if not callable(source):
-        raise UsageError(
-            f"A {type(source).__name__} is no model",
-            expected="a torch.nn.Module, or a function without arguments that returns one",
-            fix="Give the model that trains on one device",
-        )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = source()
-    if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"The function {getattr(source, '__name__', source)} returns a {type(model).__name__}",
-            expected="a torch.nn.Module",
-            fix="Return the model that trains on one device",
-        )
-    return model
+    problem = f"A {type(source).__name__} is no model"
+    expected = "a torch.nn.Module, or a function without arguments that returns one"
+    fix = "Give the model that trains on one device"
+    if callable(source):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model: object = source()
+        if isinstance(model, nn.Module):
+            return model
+        problem = f"The function {getattr(source, '__name__', source)} returns a {type(model).__name__}"
+        expected, fix = "a torch.nn.Module", "Return the model that trains on one device"
+    raise UsageError(problem, expected=expected, fix=fix)
 
 
 def user_model(

@@ -23,7 +23,7 @@ from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.weights import ModelWeights
 from autopar.runtime.world import World
 from autopar.verification.rank_pool import WorkerPool
-from autopar.verification.record import OneDevice, Tape, Watch, attach
+from autopar.verification.record import PRELUDE, OneDevice, Tape, Watch, attach
 from autopar.verification.reference import Subject, adamw, widened
 from autopar.verification.slices import TOLERANCE, Mismatch, largest
 from autopar.verification.walk import Spot, Trail
@@ -246,20 +246,20 @@ _REPORT = "report it with this text and the plan file (`autopar show PLAN` print
 
 def _difference(trail: Trail, spot: Spot, step: int) -> Difference:
     """Return the difference at a spot of the graph."""
-    fields: dict[str, Any] = {"step": step + 1, "mismatch": spot.mismatch}
-    fields["what"], fields["while_right"] = trail.words(spot)
-    if spot.place >= 0:
-        block = trail.local.blocks[spot.place]
-        fields |= {"block": block.index, "label": block.label, "stage": trail.stage_of(block.index)}
-    if spot.op is not None:
-        fields |= _operator(trail, spot.op)
-    return Difference(**fields, remedy=_remedy(trail, spot))
+    what, right = trail.words(spot)
+    fields, remedy = _place(trail, spot.place, spot.op), _remedy(trail, spot)
+    return Difference(step=step + 1, what=what, while_right=right, mismatch=spot.mismatch, remedy=remedy, **fields)
 
 
-def _operator(trail: Trail, op: Op) -> dict[str, Any]:
-    """Return the fields of a difference that describe its operator."""
-    fields = {"op": op.name, "target": op.target, "module": op.module, "source": op.source}
-    return {**fields, "strategies": trail.strategies(op), "reads": trail.reads(op), "makes": trail.makes(op)}
+def _place(trail: Trail, place: int, op: Op | None) -> dict[str, Any]:
+    """Return the fields of a difference that describe its block (``place`` is its index or ``PRELUDE``) and its operator."""
+    fields: dict[str, Any] = {}
+    if place != PRELUDE:
+        fields |= {"block": place, "label": trail.local.blocks[place].label, "stage": trail.stage_of(place)}
+    if op is not None:
+        fields |= {"op": op.name, "target": op.target, "module": op.module, "source": op.source}
+        fields |= {"strategies": trail.strategies(op), "reads": trail.reads(op), "makes": trail.makes(op)}
+    return fields
 
 
 def _remedy(trail: Trail, spot: Spot) -> str:
@@ -267,7 +267,9 @@ def _remedy(trail: Trail, spot: Spot) -> str:
     if spot.op is None:
         return _REPORT
     axes = [axis for axis, _ in trail.strategies(spot.op) if axis in ("cp", "tp")]
-    parameters = [trail.local.parameter(r.name) for r in trail.operands(spot.op) if trail.local.is_parameter(r)]
+    parameters = [
+        trail.local.parameter(r.name) for r in map(trail.origin, spot.op.operands) if trail.local.is_parameter(r)
+    ]
     pins = [f"--pin '{p.fqn}=tp:I'" for p in parameters if "tp" in axes][:1]
     pins += [f"--pin {axis}=1" for axis in axes]
     if "cp" in axes and "attention" in spot.op.target:
@@ -277,18 +279,14 @@ def _remedy(trail: Trail, spot: Spot) -> str:
 
 def _of_sum(trail: Trail, name: str, mismatch: Mismatch, step: int) -> Difference:
     """Return the difference in a parameter's gradient whose summands are right on all ranks: their sum is wrong."""
-    readers = trail.readers(name)
+    reader = next(iter(trail.readers(name)), None)
     axes = trail.sum_axes(name)
-    fields: dict[str, Any] = {}
-    if readers:
-        index = trail.local.block_of(readers[0].name)
-        fields = {"block": index, "label": trail.local.blocks[index].label, "stage": trail.stage_of(index)}
-        fields |= _operator(trail, readers[0])
+    place = PRELUDE if reader is None else trail.local.block_of(reader.name)
     return Difference(
         step=step + 1,
         what=f"the sum of the gradient of parameter {name} (over {', '.join(axes) or 'micro-batches'})",
         while_right="every operator passes back the right gradient on every rank in every micro-batch",
         mismatch=mismatch,
         remedy=f"{_REPORT}; until then another --pin zero=N or dp_replicate=N sums in another way",
-        **fields,
+        **_place(trail, place, reader),
     )

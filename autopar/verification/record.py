@@ -6,9 +6,8 @@ operator reads an alias of each operand, so that the gradient that it passes bac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -18,7 +17,7 @@ from autopar.graph.graph import Graph, Op, Ref, map_refs
 from autopar.graph.interpreter import function_of, leaves
 from autopar.lower.emit import SEED
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.step.stage import BlockModule, StageModule
+from autopar.runtime.step.stage import StageModule
 
 PRELUDE = -1
 """The place of the prelude, where blocks have their index."""
@@ -107,49 +106,42 @@ def _keep(table: dict[Any, Tensor], key: Any) -> Callable[[Tensor], None]:
 def attach(parallel: ParallelModel, watch: Watch) -> Tape:
     """Record the next training step of this rank on the returned tape."""
     tape = Tape(watch=watch)
-    for sums in parallel._program.sums:
-        sums.module.forward = partial(_run_sums, sums.module, count(), tape)
-    indices = {stage.index: [block.index for block in stage.blocks] for stage in parallel._program.stages}
+    for sums in parallel._program.sums:  # as part of the prelude
+        _record(sums.module, PRELUDE, tape, count().__next__)
+    programs = {stage.index: stage for stage in parallel._program.stages}
     for stage in parallel._assembly.stages:
-        _StageRecorder(stage, indices[stage.index], tape)
+        _record_stage(stage, [block.index for block in programs[stage.index].blocks], tape)
     return tape
 
 
-def _run_sums(module: fx.GraphModule, micro_batches: Iterator[int], tape: Tape, *values: Tensor) -> Any:
-    """Run the code of sums over the global batch, recorded as part of the prelude."""
-    return _Recorder(module, tape, PRELUDE, next(micro_batches)).run(*values)
+def _record_stage(stage: StageModule, indices: Sequence[int], tape: Tape) -> None:
+    """Record a stage's prelude and blocks where its forward runs them. Recompute in backward is not recorded."""
+    numbers, running, usual = count(), list[int](), stage.forward  # the micro-batch that runs, if one does
 
-
-class _StageRecorder:
-    """Wraps the forward of a stage and of its blocks to record them. Recompute in backward is not recorded."""
-
-    def __init__(self, stage: StageModule, indices: list[int], tape: Tape) -> None:
-        self.tape, self.count = tape, count()
-        self.micro_batch: int | None = None
-        stage.forward = partial(self.stage, stage.forward)  # type: ignore[method-assign]
-        if isinstance(stage.prelude, fx.GraphModule):
-            self.replace(stage.prelude, PRELUDE)
-        for index, block in zip(indices, stage.blocks, strict=True):
-            assert isinstance(block, BlockModule)
-            self.replace(block.body, index)
-
-    def replace(self, module: fx.GraphModule, place: int) -> None:
-        """Wrap the forward of the module of one place."""
-        module.forward = partial(self.body, module, module.forward, place)
-
-    def stage(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the stage's forward as the next micro-batch."""
-        self.micro_batch = next(self.count)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        running.append(next(numbers))
         try:
-            return forward(*args, **kwargs)
+            return usual(*args, **kwargs)
         finally:
-            self.micro_batch = None
+            running.clear()
 
-    def body(self, module: fx.GraphModule, forward: Callable[..., Any], place: int, *values: Any) -> Any:
-        """Run one place, recorded in forward; ``micro_batch`` is None in backward, when recompute calls it."""
-        if self.micro_batch is None:
-            return forward(*values)
-        return _Recorder(module, self.tape, place, self.micro_batch).run(*values)
+    stage.forward = forward  # type: ignore[method-assign]
+    bodies = [(index, block.body) for index, block in zip(indices, stage.blocks, strict=True)]
+    if isinstance(stage.prelude, fx.GraphModule):
+        bodies.append((PRELUDE, stage.prelude))
+    for place, module in bodies:
+        _record(module, place, tape, lambda: running[0] if running else None)
+
+
+def _record(module: fx.GraphModule, place: int, tape: Tape, micro_batch: Callable[[], int | None]) -> None:
+    """Record the module of one place at each run for which ``micro_batch`` returns a number."""
+    usual = module.forward
+
+    def forward(*values: Any) -> Any:
+        number = micro_batch()
+        return usual(*values) if number is None else _Recorder(module, tape, place, number).run(*values)
+
+    module.forward = forward
 
 
 class _Recorder(fx.Interpreter):

@@ -197,9 +197,8 @@ def give_draws(program: Program, rank: int, draws: Sequence[Sequence[Tensor]], p
         places: the place of each operator's random numbers among those of a step.
     """
     split = Split.of(program.mesh, program.plan.num_micro_batches, program.graph)
-    period = (
-        program.plan.num_micro_batches + 1
-    )  # each step has so many streams, of which the micro-batches take the first ones
+    # each step has so many streams, of which the micro-batches take the first ones
+    period = program.plan.num_micro_batches + 1
 
     def part_for(node: fx.Node) -> Callable[..., Tensor]:
         place, layout, dtype = places[node.meta["op"]], node.meta["types"], node.meta["spec"].dtype
@@ -259,13 +258,8 @@ def errors(rank: int, found: Trained, reference: Trained, precision: Precision =
     The error of a loss is relative to the loss, or to :data:`LOSS_FLOOR` of what one tensor's gradients say it may change by where this is
     more: the loss of a policy gradient whose advantages sum to zero is nothing but rounding.
     """
-    change = max(
-        (
-            float((gradient * reference["parameters"][name]).abs().sum())
-            for name, gradient in reference["gradients"].items()
-        ),
-        default=0.0,
-    )
+    products = (gradient * reference["parameters"][name] for name, gradient in reference["gradients"].items())
+    change = max((float(product.abs().sum()) for product in products), default=0.0)
     losses = zip(found["losses"], reference["losses"], strict=True)
     gradient_name, gradient = worst(found["gradients"], reference["gradients"])
     parameter_name, parameter = worst(found["parameters"], reference["parameters"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import le
 from typing import TYPE_CHECKING, Any
 
 from torch.utils import _pytree as pytree
@@ -32,9 +33,10 @@ DOUBLE_TENSOR_TOLERANCE = 1e-9
 Rounding in fp64 is 1e-16. The errors of a tensor of nothing but rounding are relative to 1e-6 of the largest one (see :func:`~autopar.verification.reference.worst`), so
 that its rounding counts as 1e-10, and as a few times that after sums in another order."""
 _TOLERANCES = {
-    "fp32": (LOSS_TOLERANCE, TENSOR_TOLERANCE),
-    "fp64": (DOUBLE_LOSS_TOLERANCE, DOUBLE_TENSOR_TOLERANCE),
+    "fp32": (LOSS_TOLERANCE, TENSOR_TOLERANCE, TENSOR_TOLERANCE),
+    "fp64": (DOUBLE_LOSS_TOLERANCE, DOUBLE_TENSOR_TOLERANCE, DOUBLE_TENSOR_TOLERANCE),
 }
+"""The tolerance of each of :attr:`RankErrors.errors`, by precision."""
 AMPLIFIED = 10.0
 """Factor by which a plan's error in fp32 may exceed that of one device (fp32 against fp64) and still count as rounding."""
 NUDGES = 16
@@ -68,20 +70,24 @@ class RankErrors:
     precision: str = "fp32"
 
     @property
-    def tolerances(self) -> tuple[float, float]:
-        """The tolerance of losses, and that of gradients and parameters."""
+    def errors(self) -> tuple[float, float, float]:
+        """The largest error of a loss, of a gradient and of a parameter."""
+        return self.loss, self.gradient, self.parameter
+
+    @property
+    def tolerances(self) -> tuple[float, float, float]:
+        """The tolerances of losses, gradients and parameters."""
         return _TOLERANCES[self.precision]
 
     @property
     def passed(self) -> bool:
         """Whether all errors are within the tolerances."""
-        loss, tensor = self.tolerances
-        return self.loss <= loss and max(self.gradient, self.parameter) <= tensor
+        return all(map(le, self.errors, self.tolerances))
 
     @property
     def error(self) -> float:
         """The largest of the three errors."""
-        return max(self.loss, self.gradient, self.parameter)
+        return max(self.errors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,17 +137,9 @@ class Confirmation:
 
     def explains(self, rows: Sequence[RankErrors]) -> bool:
         """Return whether one device has errors in fp32 as large as those in ``rows``, up to :data:`AMPLIFIED`."""
-        one_device = self.one_device
-        return all(
-            error <= max(limit, AMPLIFIED * rounding)
-            for row in rows
-            for error, rounding, limit in zip(
-                (row.loss, row.gradient, row.parameter),
-                (one_device.loss, one_device.gradient, one_device.parameter),
-                (LOSS_TOLERANCE, TENSOR_TOLERANCE, TENSOR_TOLERANCE),
-                strict=True,
-            )
-        )
+        rounding = self.one_device.errors
+        limits = [max(limit, AMPLIFIED * r) for limit, r in zip(_TOLERANCES["fp32"], rounding, strict=True)]
+        return all(all(map(le, row.errors, limits)) for row in rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,25 +212,18 @@ class VerifyReport:
         """
         if self.passed:
             return
-        for row in self.rows:
-            if row.loss > row.tolerances[0]:
-                raise VerificationError(
-                    f"The loss differs from one device by {row.loss:.2e}, more than {row.tolerances[0]:g}",
-                    where=self._place(row),
-                    got=f"{row.losses} for {self.reference_losses}",
-                    fix=_WRONG,
-                )
-        worst = max(self.rows, key=lambda row: max(row.gradient, row.parameter))
-        for what, error, name in (
-            ("gradients of the first step", worst.gradient, worst.gradient_name),
-            (f"parameters after {self.steps} AdamW steps", worst.parameter, worst.parameter_name),
-        ):
-            if error > worst.tolerances[1]:
-                raise VerificationError(
-                    f"{what} differ from one device by {error:.2e} (in {name}), more than {worst.tolerances[1]:g}",
-                    where=self._place(worst),
-                    fix=_WRONG,
-                )
+        loss_limit, limit, _ = self.rows[0].tolerances
+        worst = next((row for row in self.rows if row.loss > loss_limit), None)
+        if worst is not None:
+            problem = f"The loss differs from one device by {worst.loss:.2e}, more than {loss_limit:g}"
+            got = f"{worst.losses} for {self.reference_losses}"
+        else:
+            worst, got = max(self.rows, key=lambda row: max(row.gradient, row.parameter)), ""
+            what, error, name = "gradients of the first step", worst.gradient, worst.gradient_name
+            if error <= limit:
+                what, error, name = f"parameters after {self.steps} AdamW steps", worst.parameter, worst.parameter_name
+            problem = f"{what} differ from one device by {error:.2e} (in {name}), more than {limit:g}"
+        raise VerificationError(problem, where=self._place(worst), got=got, fix=_WRONG)
 
     def _place(self, row: RankErrors) -> str:
         """Return the rank, with the first operator that differs if it is known."""
@@ -265,13 +256,12 @@ def render_report(report: VerifyReport) -> str:
         if double.rows and double.rows != report.rows:
             lines.append("the same plan in float64, against one device in float64")
             lines.append(plain_table(head, [_cells(row) for row in double.rows], left=_LEFT, width=120))
-        moved = (
-            f": the most in {1 + len(double.nudged)} runs, its parameters moved by a rounding" if double.nudged else ""
-        )
         kinds = "float64" if double.rows == report.rows else "float32 against float64"
-        lines.append(f"one device alone, {kinds}{moved}")
+        if double.nudged:
+            kinds += f": the most in {1 + len(double.nudged)} runs, its parameters moved by a rounding"
+        lines.append(f"one device alone, {kinds}")
         lines.append(plain_table(head[1:-1], [_cells(double.one_device)[1:-1]], left=_LEFT, width=120))
-    loss, tensor = report.rows[0].tolerances
+    loss, tensor, _ = report.rows[0].tolerances
     lines.append(f"{report.verdict} (allowed: loss {loss:g}, gradients and parameters {tensor:g})")
     if report.bisection is not None:
         lines += ["", *_bisection(report.bisection, report.passed)]
@@ -312,13 +302,10 @@ def _bisection(bisection: Bisection, passed: bool) -> list[str]:
 
 def _difference(first: Difference) -> list[str]:
     """Return the first difference as lines with a name and a text each."""
-    at = f"block {first.block} ({first.label or '-'}), stage {first.stage}" if first.block is not None else "no block"
-    rows = [
-        (
-            "first difference",
-            f"step {first.step}, {at}" if first.op or first.block is not None else f"step {first.step}",
-        )
-    ]
+    at = ", no block" if first.op else ""
+    if first.block is not None:
+        at = f", block {first.block} ({first.label or '-'}), stage {first.stage}"
+    rows = [("first difference", f"step {first.step}{at}")]
     if first.op:
         code = ", ".join(part for part in (first.module, first.source) if part)
         rows.append(("operator", f"{first.op}: {first.target}{f' ({code})' if code else ''}"))

@@ -7,7 +7,7 @@ those that its readers pass back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from autopar.graph.graph import Block, Graph, Layout, Op, Ref
-from autopar.lower.emit import layout_of, use_layout
+from autopar.lower.emit import read_layout
 from autopar.lower.read_plan import local_graph_and_typings, whole_graph
 from autopar.plan.mesh import DATA_AXES, R
 from autopar.plan.plan import Plan
-from autopar.rules.apply import BATCH
+from autopar.rules.local_calls import layout_of
 from autopar.verification.record import PRELUDE, Tape, Watch
 from autopar.verification.slices import Mismatch, Split, gradient_layout, largest, text
 
@@ -78,7 +78,7 @@ class Trail:
         """
         outputs = frozenset(ref for block in self.local.blocks for ref in self.local.block_outputs(block))
         origins = frozenset(self.origin(ref) for ref in outputs)
-        prelude = frozenset(ref for op in self.local.prelude for ref in _outputs(op))
+        prelude = frozenset(ref for op in self.local.prelude for ref in op.refs)
         places = frozenset((PRELUDE, *range(len(self.local.blocks))))
         local = self._edges(self.local, outputs, self.local.blocks)
         whole = self._edges(self.whole, origins, self.whole.blocks)
@@ -90,7 +90,7 @@ class Trail:
         def watch(graph: Graph) -> Watch:
             ops = graph.block_ops(graph.blocks[index])
             edges = frozenset((op.name, position) for op in ops for position in range(len(op.operands)))
-            return Watch(values=frozenset(ref for op in ops for ref in _outputs(op)), edges=edges)
+            return Watch(values=frozenset(ref for op in ops for ref in op.refs), edges=edges)
 
         return replace(watch(self.local), places=frozenset((index,))), watch(self.whole)
 
@@ -168,13 +168,6 @@ class Trail:
         walk = _Walk(self, tapes, reference, values)
         return walk.forward(masked=True) or walk.backward() or walk.forward(masked=False)
 
-    def layout(self, ref: Ref) -> Layout:
-        """Return the types of a value where operators read it."""
-        if self.local.is_parameter(ref):
-            return use_layout(self.local.parameter(ref.name))
-        types = layout_of(self.local, ref)
-        return tuple((axis, R if axis == BATCH else kind) for axis, kind in types) if ref in self.local.sums else types
-
     # --- texts
 
     def words(self, spot: Spot) -> tuple[str, str]:
@@ -182,9 +175,8 @@ class Trail:
         local, ref = self.local, spot.ref
         match spot.kind:
             case "value":
-                return "the value that it makes" + (
-                    f" (output {ref.index})" if ref.index else ""
-                ), "what it reads agrees"
+                output = f" (output {ref.index})" if ref.index else ""
+                return f"the value that it makes{output}", "what it reads agrees"
             case "passed":
                 to = f"parameter {local.parameter(ref.name).key}" if local.is_parameter(ref) else str(ref)
                 return f"the gradient that it passes back to {to}", "all values and the gradient of what it makes agree"
@@ -203,26 +195,22 @@ class Trail:
         strategies = [(t.axis, t.strategies[op.name].name) for t in self.typings if op.name in t.strategies]
         if self.is_change(op) and op.layouts:
             axis, kind = op.layouts[0][-1]
-            before = dict(self.layout(op.operands[0])).get(axis, R)
+            before = dict(read_layout(self.local, op.operands[0])).get(axis, R)
             strategies.append((axis, f"change of type {before} to {kind}"))
         return tuple(strategies)
 
     def reads(self, op: Op) -> tuple[str, ...]:
         """Return the operands with their local shapes and types."""
-        return tuple(self._described(ref, self.layout(ref)) for ref in op.operands)
+        return tuple(self._described(ref, read_layout(self.local, ref)) for ref in op.operands)
 
     def makes(self, op: Op) -> tuple[str, ...]:
         """Return the outputs with their local shapes and types."""
-        return tuple(self._described(ref, layout_of(self.local, ref)) for ref in _outputs(op))
+        return tuple(self._described(ref, layout_of(self.local, ref)) for ref in op.refs)
 
     def _described(self, ref: Ref, layout: Layout) -> str:
         """Return the name of a value, its local shape and its types."""
         name = self.local.parameter(ref.name).key if self.local.is_parameter(ref) else str(ref)
         return f"{name} {list(self.local.spec(ref).shape)} {text(layout)}"
-
-    def operands(self, op: Op) -> tuple[Ref, ...]:
-        """Return the operands of an operator as values of the traced graph."""
-        return tuple(self.origin(ref) for ref in op.operands)
 
     def readers(self, fqn: str) -> tuple[Op, ...]:
         """Return the operators that read a model parameter."""
@@ -268,7 +256,7 @@ class _Walk:
                 if (mismatch := self._read(place, ref)) is not None:
                     return Spot(kind="read", place=place, ref=ref, op=None, mismatch=mismatch)
             for op in self._ops(place):
-                for ref in _outputs(op):
+                for ref in op.refs:
                     if ref in self.watch.values and (mismatch := self._value(place, op, ref, masked)) is not None:
                         return Spot(kind="value", place=place, ref=ref, op=op, mismatch=mismatch)
         return None
@@ -277,7 +265,7 @@ class _Walk:
         """Return the first wrong gradient, from the loss on."""
         for place in sorted(self.watch.places - {PRELUDE}, reverse=True):
             for op in reversed(self._ops(place)):
-                for ref in _outputs(op):
+                for ref in op.refs:
                     if ref in self.watch.values and (mismatch := self._arrived(place, ref)) is not None:
                         return Spot(kind="arrived", place=place, ref=ref, op=op, mismatch=mismatch)
                 for position, ref in enumerate(op.operands):
@@ -294,7 +282,8 @@ class _Walk:
     def _read(self, place: int, ref: Ref) -> Mismatch | None:
         """Compare a leaf or a value of another place, as it was read."""
         pieces = self._present(place, lambda tape, number: tape.reads.get((place, ref, number)))
-        layout = self.local.parameter(ref.name).layout if self.local.is_parameter(ref) else self.trail.layout(ref)
+        is_parameter = self.local.is_parameter(ref)
+        layout = self.local.parameter(ref.name).layout if is_parameter else read_layout(self.local, ref)
         whole = self.values[self.trail.origin(ref)]
         return self._order(ref).compare(pieces, whole, layout)
 
@@ -319,7 +308,7 @@ class _Walk:
         whole = self.trail.passed(op, position, self.reference)
         pieces = self._all(place, lambda tape, number: tape.edges.get((op.name, position, number)))
         ref = op.operands[position]
-        return self._gradient(pieces, whole, self.trail.layout(ref), self._order(ref))
+        return self._gradient(pieces, whole, read_layout(self.local, ref), self._order(ref))
 
     def _order(self, ref: Ref) -> Split:
         """Return how ``ref`` is distributed: parameters are never in zig-zag order."""
@@ -341,11 +330,6 @@ class _Walk:
     def _present(self, place: int, get: Callable[[Tape, int], Tensor | None]) -> dict[tuple[int, int], Tensor | None]:
         """Return the records of a place that are there."""
         return {at: piece for at, piece in self._all(place, get).items() if piece is not None}
-
-
-def _outputs(op: Op) -> Iterator[Ref]:
-    """Return the outputs of an operator."""
-    return (Ref(op.name, index) for index in range(len(op.outputs)))
 
 
 def _or_zeros(gradient: Tensor | None, graph: Graph, ref: Ref) -> Tensor | None:

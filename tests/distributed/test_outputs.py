@@ -9,10 +9,10 @@ from torch import Tensor
 
 from autopar import api
 from autopar.graph.graph import Graph
-from autopar.lower.emit import layout_of
 from autopar.lower.program import lower
 from autopar.models.resolve import resolve_model
 from autopar.plan.plan import Plan
+from autopar.rules.local_calls import layout_of
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
 from tests.support.clusters import two_kinds

@@ -84,6 +84,19 @@ def test_bags_of_different_lengths_keep_their_offsets(mode: str) -> None:
     assert any(op.target == "autopar.embedding_bag_ragged" for op in same_as_the_model(model, batch).ops)
 
 
+def test_bags_without_an_index_of_padding_count_all_ids() -> None:
+    def of_rows(self: Any, ids: Tensor) -> Tensor:
+        made, *_ = torch.embedding_bag(self.table.weight, ids.flatten(), torch.arange(0, ids.numel(), 6), False, 0)
+        return made.square().mean()
+
+    (op,) = [
+        op
+        for op in same_as_the_model(model_of(of_rows, table=nn.Embedding(32, 8)), {"ids": _IDS}).ops
+        if "bag" in op.target
+    ]
+    assert op.args[4] == -1
+
+
 def test_gradients_of_sparse_embeddings_are_dense_and_a_note_says_so() -> None:
     def of_tables(**options: bool) -> nn.Module:
         parts = {"rows": nn.Embedding(32, 8, **options), "bags": nn.EmbeddingBag(32, 8, **options)}

@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autopar.errors import InternalError, UsageError
 from autopar.graph.graph import Layout, TensorSpec
 from autopar.lower.check_sums import check_program
-from autopar.lower.emit import MICRO_BATCH_WEIGHT, SEED, SHARE, TARGETS, layout_of, str_name
+from autopar.lower.emit import MICRO_BATCH_WEIGHT, SEED, SHARE, TARGETS, str_name
 from autopar.lower.program import Program
 from autopar.ops import collectives, plain, seeded
 from autopar.ops import sequence as sequence_ops
@@ -44,7 +44,7 @@ from autopar.ops import sharded as sharded_ops
 from autopar.ops.opaque import opaque
 from autopar.plan.mesh import DATA_AXES, MESH_AXES, Mesh, Type
 from autopar.rules.apply import BATCH
-from autopar.rules.local_calls import SPREAD
+from autopar.rules.local_calls import SPREAD, layout_of
 
 GLOBAL = frozenset(
     {

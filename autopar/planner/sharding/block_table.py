@@ -189,7 +189,7 @@ class AxisCosts:
             costs.append(known_costs[key])
         if not saved:
             return costs
-        place_of: dict[Ref, tuple[bool, int]] = {Ref(op.name, i): (False, i) for i in range(len(op.outputs))}
+        place_of: dict[Ref, tuple[bool, int]] = {ref: (False, ref.index) for ref in op.refs}
         place_of |= {self._root(ref): (True, i) for i, ref in enumerate(op.operands)}  # True: an operand
         saved_places = [(self.graph.spec(ref).num_bytes, *place_of[ref]) for ref in saved]
         return [

@@ -120,10 +120,7 @@ def solve_batch(compact: Compact) -> Typing:
         RuleError: an operator, which the error names, mixes samples otherwise, or the loss is no sum over samples.
     """
     key = solve_batch, compact.alike, rules.default_table().version
-    if key not in compact.graph.passes:
-        compact.graph.passes[key] = _batch_typing(compact, Fraction(compact.graph.batch_size))
-    typing: Typing = compact.graph.passes[key]
-    return typing
+    return compact.graph.once(key, lambda: _batch_typing(compact, Fraction(compact.graph.batch_size)))
 
 
 def samples_apart(graph: Graph) -> None:
@@ -329,7 +326,7 @@ class SequenceSplit:
     def __call__(self, op: Op, offered: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
         allowed = tuple(s for s in offered if self._allows(op, s))
         split = tuple(s for s in allowed if any(t.is_split for t in (*s.inputs, *s.outputs)))
-        values = (*op.operands, *(Ref(op.name, i) for i in range(len(op.outputs))))
+        values = (*op.operands, *op.refs)
         has_samples = any((type_ := self._batch_type(ref)) is not None and type_.is_split for ref in values)
         return split if split and has_samples else allowed
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import torch
 
@@ -171,8 +171,7 @@ def _broadcast(builder: Builder, call: Call) -> Value:
 
 def _repeat(builder: Builder, call: Call) -> Value:
     """Emit a repetition of dims of size 1 as an expansion, such as that of a parameter to all samples of the batch."""
-    source, repeats = call.args
-    assert isinstance(source, Ref) and isinstance(repeats, tuple)
+    source, repeats = call.bound().values()
     shape = builder.shape(source)
     padded = (1,) * (len(repeats) - len(shape)) + shape
     if any(times != 1 and size != 1 for times, size in zip(repeats, padded, strict=True)):
@@ -194,16 +193,15 @@ def _copies(builder: Builder, call: Call, source: Ref) -> Ref:
 def _slice(builder: Builder, call: Call) -> Value:
     given = call.bound()
     source, dim = _source_and_dim(builder, call)
-    bounds = slice(*(cast("int | None", given[key]) for key in ("start", "end", "step")))
+    bounds = slice(given["start"], given["end"], given["step"])
     start, stop, step = bounds.indices(builder.shape(source)[dim])
     return slice_of(builder, call, source, dim, start, max(start, stop), step)
 
 
 def _source_and_dim(builder: Builder, call: Call) -> tuple[Ref, int]:
     """Return the first tensor of a call and its argument ``dim``, made non-negative."""
-    source, dim = call.operands[0], call.bound()["dim"]
-    assert isinstance(dim, int)
-    return source, dim % len(builder.shape(source))
+    source = call.operands[0]
+    return source, call.bound()["dim"] % len(builder.shape(source))
 
 
 def slice_of(builder: Builder, call: Call, source: Ref, dim: int, start: int, stop: int, step: int = 1) -> Ref:
@@ -223,9 +221,7 @@ def slice_of(builder: Builder, call: Call, source: Ref, dim: int, start: int, st
 
 def _select(builder: Builder, call: Call) -> Value:
     source, dim = _source_and_dim(builder, call)
-    index = call.bound()["index"]
-    assert isinstance(index, int)
-    return _selected(builder, call, source, dim, index % builder.shape(source)[dim])
+    return _selected(builder, call, source, dim, call.bound()["index"] % builder.shape(source)[dim])
 
 
 def _selected(builder: Builder, call: Call, source: Ref, dim: int, index: int) -> Ref:
@@ -274,7 +270,6 @@ def _cat(builder: Builder, call: Call) -> Value:
     """Concatenate the tensors that are not empty. Those of ``x.unbind()`` are a view of ``x``."""
     given = call.bound()
     tensors, dim = given["tensors"], given["dim"]
-    assert isinstance(tensors, tuple) and isinstance(dim, int)
     whole = _unbound(builder, tensors)
     if dim == 0 and whole is not None and builder.specs[whole].dtype == call.spec.dtype:
         return view_to(builder, call, whole, call.spec.shape)
@@ -357,9 +352,8 @@ def _affine_grid(builder: Builder, call: Call) -> Value:
     """Emit the places that an affine map ``theta`` [samples, d, d + 1] takes a grid to as a product with the places of the grid."""
     given = call.bound()
     theta, size, align = given["theta"], given["size"], given["align_corners"]
-    assert isinstance(theta, Ref) and isinstance(size, tuple) and isinstance(align, bool)
     dims = len(size) - 2
-    sizes = [1, *cast("tuple[int, ...]", size)[1:]]
+    sizes = [1, *size[1:]]
     identity = torch.eye(dims, dims + 1, dtype=torch.promote_types(call.spec.dtype, torch.float32))
     with torch._C.DisableTorchFunction():
         places = torch.nn.functional.affine_grid(identity[None], sizes, align).reshape(-1, dims)

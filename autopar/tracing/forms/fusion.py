@@ -90,7 +90,7 @@ def cut_parameters(builder: Builder, parameters: tuple[Parameter, ...], roots: f
         renamed |= {Ref(name): Ref(parts[span].name) for name, span in spans.items()}
     if renamed:
         remaining = [op for op in builder.ops if Ref(op.name) not in renamed]
-        builder.ops = [op.with_operands(tuple(renamed.get(ref, ref) for ref in op.operands)) for op in remaining]
+        builder.ops = [op.renamed(renamed) for op in remaining]
         builder.producers = {op.name: op for op in builder.ops}
     return tuple(result)
 
@@ -235,27 +235,16 @@ def _part(builder: Builder, parameter: Parameter, dim: int, start: int, stop: in
 
 def _ordered(builder: Builder, linear: Op, leaf: _Leaf) -> list[Op]:
     """Return the operators that compute the value of ``leaf.op``, under its name, from the linear of its part."""
-    ops: list[Op] = []
-    source, spec = Ref(linear.name), linear.spec
-    sizes = linear.spec.shape
-    order = [label for label in leaf.order if label is not None]
-    order += [label for label in range(len(sizes)) if label not in order]  # dims of size 1 that a view removed
-    if order != sorted(order):
-        spec = replace(spec, shape=tuple(sizes[label] for label in order))
-        ops.append(
-            replace(
-                leaf.op,
-                name=builder.unique(f"{leaf.op.name}_order"),
-                target="aten.permute.default",
-                args=(source, tuple(order)),
-                kwargs=(),
-                outputs=(spec,),
-            )
-        )
-        source = Ref(ops[-1].name)
-        builder.specs[source] = ops[-1].spec
-    ops.append(replace(leaf.op, target="aten.view.default", args=(source, leaf.op.spec.shape), kwargs=()))
-    return ops
+    sizes, kept = linear.spec.shape, [label for label in leaf.order if label is not None]
+    order = (*kept, *(label for label in range(len(sizes)) if label not in kept))  # dims of size 1 that a view removed
+    view = replace(leaf.op, target="aten.view.default", args=(Ref(linear.name), leaf.op.spec.shape), kwargs=())
+    if order == tuple(range(len(sizes))):
+        return [view]
+    name, spec = builder.unique(f"{leaf.op.name}_order"), replace(linear.spec, shape=tuple(sizes[d] for d in order))
+    builder.specs[Ref(name)] = spec
+    args = (Ref(linear.name), order)
+    permuted = replace(view, name=name, target="aten.permute.default", args=args, outputs=(spec,))
+    return [permuted, view.with_operands((Ref(name),))]
 
 
 _X = "x"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 from string import ascii_letters
+from typing import Any
 
 import torch
 
@@ -52,7 +53,6 @@ def _weight_norm(builder: Builder, call: Call) -> Value:
     """Emit the weight ``v * (g / |v|)``, in which the norm is over all dims but ``dim``. The norm itself must not be read."""
     given = call.bound()
     direction, length, dim = given["v"], given["g"], given["dim"]
-    assert isinstance(direction, Ref) and isinstance(length, Ref) and isinstance(dim, int)
     rank = len(builder.shape(direction))
     others = tuple(d for d in range(rank) if d != dim % rank)
     norm = builder.make(call, "aten.linalg_vector_norm.default", direction, 2, others, True, name="norm")
@@ -63,8 +63,7 @@ def _weight_norm(builder: Builder, call: Call) -> Value:
 
 def _einsum(builder: Builder, call: Call) -> Value:
     """Emit an einsum with letters in place of an ellipsis, if the ellipsis stands for the same dims in all operands."""
-    equation, operands, *_ = call.args
-    assert isinstance(equation, str) and isinstance(operands, tuple)
+    equation, operands, *_ = call.bound().values()
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     shapes = [builder.shape(ref) for ref in operands]
@@ -127,18 +126,17 @@ def _attention(builder: Builder, call: Call) -> Value:
 
 def _index(builder: Builder, call: Call) -> Value:
     """Emit ``x[i, j, ...]`` as a view if each index is the range of its dim, broadcast along a separate dim of the result in order."""
-    source, indices = call.args
-    assert isinstance(source, Ref) and isinstance(indices, tuple)
+    source, indices = call.bound().values()
+    if (chosen := _rows_of_each(builder, call, source, indices)) is not None:
+        # rows of each sample, x[arange(n), i], are a gather along dim 1, whose samples are independent
+        return view_to(builder, call, builder.make(call, "aten.gather.default", source, *chosen), call.spec.shape)
     shape = builder.shape(source)
     values = [builder.values.get(index) if isinstance(index, Ref) else None for index in indices]
-    if (gathered := _gathered(builder, call, source, indices)) is not None:
-        return gathered
     rank = len(call.spec.shape) - (len(shape) - len(indices))
     dims: list[int] = []
     for size, value in zip(shape, values, strict=False):
-        if value is None or value.dtype == torch.bool or value.numel() != size or size == 1:
-            return generic(builder, call)
-        if not torch.equal(value.flatten(), torch.arange(size)):
+        is_numbers = value is not None and value.dtype != torch.bool and value.numel() == size != 1
+        if value is None or not is_numbers or not torch.equal(value.flatten(), torch.arange(size)):
             return generic(builder, call)
         lead = rank - value.dim()
         dims.append(lead + next(d for d, n in enumerate(value.shape) if n > 1))
@@ -147,19 +145,10 @@ def _index(builder: Builder, call: Call) -> Value:
     return view_to(builder, call, source, call.spec.shape)
 
 
-def _gathered(builder: Builder, call: Call, source: Ref, indices: tuple[Argument, ...]) -> Ref | None:
-    """Return ``x[arange(n), i]``, which picks rows of each sample, as a gather along dim 1, whose samples are independent."""
-    chosen = _rows_of_each(builder, call, source, indices)
-    if chosen is None:
-        return None
-    return view_to(builder, call, builder.make(call, "aten.gather.default", source, *chosen), call.spec.shape)
-
-
 def _put_in_each(builder: Builder, call: Call) -> Value:
     """Write ``x[arange(n), i] = value``, into rows of each sample, as a scatter along dim 1, whose samples are independent."""
     given = call.bound()
     source, indices, value = given["self"], given["indices"], given["values"]
-    assert isinstance(source, Ref) and isinstance(indices, tuple) and isinstance(value, Ref)
     chosen = None if given["accumulate"] else _rows_of_each(builder, call, source, indices)
     if chosen is None:
         return _put_where(builder, call)
@@ -175,7 +164,6 @@ def _put_where(builder: Builder, call: Call) -> Value:
     """Write ``x[mask] = value`` as a choice between ``value`` and ``x`` where all places get the same value, else by sample if it can be."""
     given = call.bound()
     source, indices, value = given["self"], given["indices"], given["values"]
-    assert isinstance(source, Ref) and isinstance(indices, tuple) and isinstance(value, Ref)
     masks = [index for index in indices if isinstance(index, Ref)]
     if given["accumulate"] or len(masks) != 1 or builder.specs[masks[0]].dtype != torch.bool:
         return generic(builder, call)
@@ -205,10 +193,8 @@ def _rows_of_each(builder: Builder, call: Call, source: Ref, indices: tuple[Argu
     rank = len(spec.shape)
     for number, (ref, size) in enumerate(zip(refs[:dim], shape, strict=False)):
         value = builder.values.get(ref)
-        if value is None or value.dim() > rank:
-            return None
         column = torch.arange(size).view(*(1,) * number, size, *(1,) * (rank - number - 1))
-        if not torch.equal(value.view(*(1,) * (rank - value.dim()), *value.shape), column):
+        if value is None or value.dim() > rank or not torch.equal(value[(None,) * (rank - value.dim())], column):
             return None
     if _broadcast_shape(builder, indices) != spec.shape:
         return None
@@ -247,22 +233,15 @@ def _batch_norm(builder: Builder, call: Call) -> Value:
     New running statistics are outputs of the operator. The statistics that torch returns for its backward must not be read.
     """
     given = call.bound()
-    if given.get("training") is not True:
+    if not given["training"]:
         return generic(builder, call)
-    running = (given.get("running_mean"), given.get("running_var"))
-    if all(isinstance(ref, Ref) for ref in running):
+    if "running_mean" in given:
         specs = [spec for spec in (call.outputs[0], *call.outputs[3:]) if spec is not None]
         assert len(specs) == 3, call.target
-        args: tuple[Argument, ...] = (
-            given["input"],
-            *running,
-            given["weight"],
-            given["bias"],
-            given["momentum"],
-            given["eps"],
+        args = tuple(
+            given[key] for key in ("input", "running_mean", "running_var", "weight", "bias", "momentum", "eps")
         )
-        normalized = builder.emit(call, "autopar.batch_norm_running", args, *specs)
-        builder.stop_gradient(normalized, 1, 2)
+        normalized = builder.emit(call, "autopar.batch_norm_running", args, *specs, detached=(1, 2))
         return (normalized, None, None, Ref(normalized.name, 1), Ref(normalized.name, 2))
     args = (given["input"], given["weight"], given["bias"], given["eps"])
     return (builder.emit(call, "autopar.batch_norm", args, call.spec), *(None,) * (len(call.outputs) - 1))
@@ -290,47 +269,31 @@ def _recurrent(builder: Builder, call: Call) -> Value:
     """
     given = call.bound()
     num_layers, dropout = given["num_layers"], given["dropout"]
-    assert isinstance(num_layers, int) and isinstance(dropout, float)
     states = given["hx"] if isinstance(given["hx"], tuple) else (given["hx"],)
-    call = _with_state_shapes(builder, call, states)
+    # final states have the shapes of the initial ones; an export of torch 2.11 gives them another rank
+    call = replace(call, outputs=(call.spec, *(builder.specs[state] for state in states)))
     if not (dropout and given["train"] and num_layers > 1):
         return generic(builder, replace(call, args=tuple((given | {"dropout": 0.0}).values()), kwargs={}))
     x, parameters = given["input"], given["params"]
-    assert isinstance(x, Ref) and isinstance(parameters, tuple)
     directions, num_weights = 2 if given["bidirectional"] else 1, len(parameters) // num_layers
     final_states: list[list[Ref]] = [[] for _ in states]
     for layer in range(num_layers):
         first = layer * directions
-        initial = [state for state in states if isinstance(state, Ref)]
-        slices = tuple(slice_of(builder, call, state, 0, first, first + directions) for state in initial)
-        specs = [builder.specs[ref] for ref in slices]
-        weights = parameters[layer * num_weights : (layer + 1) * num_weights]
-        args = (
-            x,
-            slices if len(slices) > 1 else slices[0],
-            weights,
-            given["has_biases"],
-            1,
-            0.0,
-            True,
-            directions == 2,
-        )
-        x = builder.emit(call, call.target, (*args, given["batch_first"]), call.spec, *specs)
+        initial = tuple(slice_of(builder, call, state, 0, first, first + directions) for state in states)
+        own: dict[str, Any] = {
+            "input": x,
+            "hx": initial if len(initial) > 1 else initial[0],
+            "params": parameters[layer * num_weights : (layer + 1) * num_weights],
+            "num_layers": 1,
+            "dropout": 0.0,
+        }
+        args = tuple((given | own).values())
+        x = builder.emit(call, call.target, args, call.spec, *(builder.specs[ref] for ref in initial))
         for i, finals in enumerate(final_states):
             finals.append(Ref(x.name, i + 1))
         if layer < num_layers - 1:
             x = _dropped_out(builder, call, x, dropout)
     return (x, *(builder.make(call, "aten.cat.default", tuple(finals), 0) for finals in final_states))
-
-
-def _with_state_shapes(builder: Builder, call: Call, states: tuple[Argument, ...]) -> Call:
-    """Return the call with the shapes of its initial states for its final ones, which an export of torch 2.11 gives another rank."""
-    specs = [
-        None if spec is None else replace(spec, shape=builder.shape(state))
-        for spec, state in zip(call.outputs[1:], states, strict=True)
-        if isinstance(state, Ref)
-    ]
-    return replace(call, outputs=(call.outputs[0], *specs))
 
 
 def _embedding(builder: Builder, call: Call) -> Value:
@@ -353,24 +316,22 @@ def _bags(builder: Builder, call: Call) -> Value:
     """Emit an embedding bag. Bags of one length become the rows of a matrix of ids, [bags, length]; others keep their offsets."""
     given = call.bound()
     weight, ids, offsets, weights = (given[key] for key in ("weight", "indices", "offsets", "per_sample_weights"))
-    mode, padding = given["mode"], given["padding_idx"]
-    assert isinstance(weight, Ref) and isinstance(ids, Ref) and isinstance(offsets, Ref) and isinstance(mode, int)
-    rows = builder.shape(weight)[0]
+    padding = given.get("padding_idx")
     if given["sparse"]:
         _note_dense(builder)
     # This overload counts a negative padding index from the end. In the others it means that there is none.
-    if call.target == "aten.embedding_bag.padding_idx":
-        padding = padding % rows if isinstance(padding, int) else -1
-    literals = (_MODES[mode], -1 if padding is None else padding, given["scale_grad_by_freq"])
+    if call.target == "aten.embedding_bag.padding_idx" and padding is not None:
+        padding %= builder.shape(weight)[0]
+    literals = (_MODES[given["mode"]], -1 if padding is None else padding, given["scale_grad_by_freq"])
     length = _bag_length(builder, offsets, builder.shape(ids)[0], call.spec.shape[0])
     if length:
         shape = (call.spec.shape[0], length)
         id_weights = view_to(builder, call, weights, shape) if isinstance(weights, Ref) else None
-        args: tuple[Argument, ...] = (weight, view_to(builder, call, ids, shape), id_weights, *literals)
+        args = (weight, view_to(builder, call, ids, shape), id_weights, *literals)
         bags = builder.emit(call, "autopar.embedding_bag", args, call.spec)
     else:
-        args = (weight, ids, offsets, weights, *literals, given["include_last_offset"])
-        bags = builder.emit(call, "autopar.embedding_bag_ragged", args, call.spec)
+        ragged = (weight, ids, offsets, weights, *literals, given["include_last_offset"])
+        bags = builder.emit(call, "autopar.embedding_bag_ragged", ragged, call.spec)
     return (bags, *(None for _ in call.outputs[1:]))
 
 

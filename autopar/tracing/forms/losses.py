@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,32 +22,31 @@ from autopar.tracing.forms.basic import Handler, cast_to, expanded, generic, vie
 _NONE, _MEAN, _SUM = 0, 1, 2
 """The values of the argument ``reduction`` in torch's operators."""
 
-_HALVES = (torch.float16, torch.bfloat16)
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which losses of ``dtype`` are added up: half precision is too coarse for sums over tokens."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _cross_entropy(builder: Builder, call: Call) -> Value:
     """Handle cross_entropy_loss with class indices or with class probabilities as targets."""
     given = call.bound()
-    target = given["target"]
-    assert isinstance(target, Ref)
-    if builder.specs[target].dtype.is_floating_point:
+    if builder.specs[given["target"]].dtype.is_floating_point:
         return _soft(builder, call, _in_one_dtype(builder, call).bound())
     if given["reduction"] == _NONE:
         return generic(builder, _in_one_dtype(builder, call))
     return _of_classes(builder, call, given)
 
 
-def _of_classes(builder: Builder, call: Call, given: dict[str, Argument]) -> Ref:
+def _of_classes(builder: Builder, call: Call, given: dict[str, Any]) -> Ref:
     """Emit the sum or mean of cross entropies with class indices; ``given`` has the arguments of cross_entropy_loss in order."""
-    if isinstance(given["weight"], Ref):
-        return _weighted(builder, call, given)
-    return _token_loss(builder, call, given)
+    emit = _token_loss if given["weight"] is None else _weighted
+    return emit(builder, call, given)
 
 
-def _soft(builder: Builder, call: Call, given: dict[str, Argument]) -> Value:
+def _soft(builder: Builder, call: Call, given: dict[str, Any]) -> Value:
     """Emit a cross entropy with class probabilities as targets: the log_softmax weighted by these. A mean is over the rows."""
     logits, target, weight, smoothing = (given[key] for key in ("self", "target", "weight", "label_smoothing"))
-    assert isinstance(logits, Ref) and isinstance(target, Ref) and isinstance(smoothing, float)
     shape = builder.shape(logits)
     dim = min(1, len(shape) - 1)
     if smoothing:
@@ -69,20 +68,18 @@ def _reduced(builder: Builder, call: Call, losses: Ref) -> Ref:
     return builder.make(call, reduction, losses, name="loss")
 
 
-def _weighted(builder: Builder, call: Call, given: dict[str, Argument]) -> Ref:
+def _weighted(builder: Builder, call: Call, given: dict[str, Any]) -> Ref:
     """Emit a cross entropy with class weights: the weighted sum, which a mean divides by the sum of the weights of its targets.
 
     It is computed in the dtype of the logits, or in float32 if that is float16 or bfloat16. The weights are often a float32 buffer,
     and sums over tokens are never computed in half precision, as in the case without weights.
     """
-    logits, target, weight = given["self"], given["target"], given["weight"]
-    assert isinstance(logits, Ref) and isinstance(target, Ref) and isinstance(weight, Ref)
-    dtype = builder.specs[logits].dtype
-    dtype = torch.float32 if dtype in _HALVES else dtype
-    weight = cast_to(builder, call, weight, dtype)
-    given = given | {"self": cast_to(builder, call, logits, dtype), "weight": weight}
-    values = tuple(_SUM if name == "reduction" else value for name, value in given.items())
-    total = builder.emit(call, "aten.cross_entropy_loss.default", values, TensorSpec(shape=(), dtype=dtype))
+    logits, target = given["self"], given["target"]
+    dtype = _wide(builder.specs[logits].dtype)
+    weight = cast_to(builder, call, given["weight"], dtype)
+    summed = given | {"self": cast_to(builder, call, logits, dtype), "weight": weight, "reduction": _SUM}
+    spec = TensorSpec(shape=(), dtype=dtype)
+    total = builder.emit(call, "aten.cross_entropy_loss.default", tuple(summed.values()), spec)
     if given["reduction"] == _SUM:
         return total
     valid = builder.make(call, "aten.ne.Scalar", target, given["ignore_index"], name="valid")
@@ -99,11 +96,9 @@ def _weighted(builder: Builder, call: Call, given: dict[str, Argument]) -> Ref:
 def _in_one_dtype(builder: Builder, call: Call) -> Call:
     """Return the call with the class weights in the dtype of its input, which torch's kernels require but fake tensors do not."""
     given = call.bound()
-    source, weight = given["self"], given["weight"]
-    assert isinstance(source, Ref)
-    if not isinstance(weight, Ref):
+    if given["weight"] is None:
         return call
-    weight = cast_to(builder, call, weight, builder.specs[source].dtype)
+    weight = cast_to(builder, call, given["weight"], builder.specs[given["self"]].dtype)
     return replace(call, args=tuple((given | {"weight": weight}).values()), kwargs={})
 
 
@@ -111,15 +106,13 @@ def _nll(builder: Builder, call: Call) -> Value:
     """Handle nll_loss: of a log_softmax it is the cross entropy of the operand of the log_softmax, else a mean or sum of losses."""
     given = call.bound()
     source, target, ignore = given["self"], given["target"], given["ignore_index"]
-    assert isinstance(source, Ref) and isinstance(target, Ref)
     logits = _logits(builder, call, source)
     if given["reduction"] == _NONE or (logits is None and given["weight"] is not None):
         return generic(builder, _in_one_dtype(builder, call))
     if logits is not None:
         loss = _of_classes(builder, call, given | {"self": logits, "label_smoothing": 0.0})
     else:
-        wide = torch.float32 if call.spec.dtype in _HALVES else call.spec.dtype
-        losses = cast_to(builder, call, source, wide), target, None, _NONE, ignore
+        losses = cast_to(builder, call, source, _wide(call.spec.dtype)), target, None, _NONE, ignore
         each = builder.make(call, "aten.nll_loss_nd.default", *losses, name="each_loss")
         total = builder.make(call, "aten.sum.default", each, name="loss")
         loss = total if given["reduction"] == _SUM else _of_valid(builder, call, total, target, ignore)
@@ -137,21 +130,18 @@ def _logits(builder: Builder, call: Call, source: Ref) -> Ref | None:
         if builder.shape(inner)[-1] != shape[-1]:
             return None
         producer, dim = builder.producers.get(inner.name), len(builder.shape(inner)) - 1
-    if producer is None or producer.target not in ("aten.log_softmax.int", "aten._log_softmax.default"):
-        return None
-    if producer.args[1] != dim:
+    names = ("aten.log_softmax.int", "aten._log_softmax.default")
+    if producer is None or producer.target not in names or producer.args[1] != dim:
         return None
     return view_to(builder, call, producer.operands[0], shape) if is_flat else producer.operands[0]
 
 
-def _token_loss(builder: Builder, call: Call, given: dict[str, Argument]) -> Ref:
+def _token_loss(builder: Builder, call: Call, given: dict[str, Any]) -> Ref:
     """Emit a cross entropy without class weights: ``autopar.cross_entropy_sum``, which a mean divides by the count of valid targets."""
-    logits, target, ignore, smoothing = (given[key] for key in ("self", "target", "ignore_index", "label_smoothing"))
-    assert isinstance(logits, Ref) and isinstance(target, Ref)
-    logits, target = _unflattened(builder, *_classes_last(builder, call, logits, target))
-    is_half = call.spec.dtype in _HALVES
-    scalar = TensorSpec(shape=(), dtype=torch.float32 if is_half else call.spec.dtype)
-    total = builder.emit(call, "autopar.cross_entropy_sum", (logits, target, ignore, smoothing), scalar)
+    target, ignore = given["target"], given["ignore_index"]
+    logits, target = _unflattened(builder, _classes_last(builder, call, given["self"]), target)
+    scalar = TensorSpec(shape=(), dtype=_wide(call.spec.dtype))
+    total = builder.emit(call, "autopar.cross_entropy_sum", (logits, target, ignore, given["label_smoothing"]), scalar)
     return total if given["reduction"] == _SUM else _of_valid(builder, call, total, target, ignore)
 
 
@@ -163,19 +153,20 @@ def _of_valid(builder: Builder, call: Call, total: Ref, target: Ref, ignore: Arg
     return builder.make(call, "aten.div.Tensor", total, number, name="loss")
 
 
-def _classes_last(builder: Builder, call: Call, logits: Ref, target: Ref) -> tuple[Ref, Ref]:
-    """Return logits ``[N, C, d...]`` as ``[N, d..., C]``, and the unchanged target."""
-    shape = builder.shape(logits)
-    if len(shape) <= 2:
-        return logits, target
-    order = (0, *range(2, len(shape)), 1)
-    spec = TensorSpec(shape=tuple(shape[d] for d in order), dtype=builder.specs[logits].dtype)
+def _classes_last(builder: Builder, call: Call, logits: Ref) -> Ref:
+    """Return logits ``[N, C, d...]`` as ``[N, d..., C]``."""
+    rank = len(builder.shape(logits))
+    if rank <= 2:
+        return logits
     producer = builder.producers.get(logits.name)
-    if producer is not None and producer.target == "aten.transpose.int" and len(shape) == 3:
-        inner = producer.operands[0]
-        if sorted((producer.args[1], producer.args[2])) == [1, 2]:  # type: ignore[type-var]
-            return inner, target
-    return builder.emit(call, "aten.permute.default", (logits, order), spec, name="classes_last"), target
+    if (
+        rank == 3
+        and producer is not None
+        and producer.target == "aten.transpose.int"
+        and {*producer.args[1:]} == {1, 2}
+    ):
+        return producer.operands[0]
+    return builder.make(call, "aten.permute.default", logits, (0, *range(2, rank), 1), name="classes_last")
 
 
 def _unflattened(builder: Builder, logits: Ref, target: Ref) -> tuple[Ref, Ref]:
@@ -299,11 +290,11 @@ def _add(builder: Builder, call: Call) -> Value:
 def _scatter_add(builder: Builder, call: Call) -> Value:
     """Emit scatter_add into zeros as ``autopar.scatter_sum``, to which each part of the source contributes a partial sum."""
     given = call.bound()
-    zeros, index, source, dim = given["self"], given["index"], given["src"], given["dim"]
-    if not _is_zero(builder, zeros) or not isinstance(dim, int) or not call.spec.shape:
-        return generic(builder, call)
     shape = call.spec.shape
-    return builder.emit(call, "autopar.scatter_sum", (index, source, dim % len(shape), shape), call.spec)
+    if not _is_zero(builder, given["self"]) or not shape:
+        return generic(builder, call)
+    args = (given["index"], given["src"], given["dim"] % len(shape), shape)
+    return builder.emit(call, "autopar.scatter_sum", args, call.spec)
 
 
 def _masked_scatter(builder: Builder, call: Call) -> Value:
