@@ -71,11 +71,6 @@ def header(named: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], about: Map
     return len(text).to_bytes(8, "little") + text
 
 
-def in_order(parts: Sequence[Part]) -> list[Part]:
-    """Return the parts in the order of a file: large element sizes first, so that all are aligned."""
-    return sorted(parts, key=lambda part: (-part.value.element_size(), part.name))
-
-
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
     """Enter the context of a new file, which is synced to disk at the end.
@@ -95,7 +90,8 @@ def write(path: Path, parts: Sequence[Part], about: Mapping[str, str]) -> tuple[
     Raises:
         OSError: it cannot be written.
     """
-    parts = in_order(parts)
+    # large element sizes first, so that all are aligned
+    parts = sorted(parts, key=lambda part: (-part.value.element_size(), part.name))
     head = header([(part.name, part.value.dtype, part.shape) for part in parts], about)
     entries: dict[str, Entry] = {}
     with new_file(path) as file:
