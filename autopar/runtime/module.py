@@ -11,7 +11,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ from autopar.tracing import side_effects as memory
 from autopar.util.formatting import some
 
 _LOGGER = logging.getLogger("autopar")
+
+_Tensor = TypeVar("_Tensor", bound=Tensor)
 
 _OFTEN, _SELDOM = 8, 32
 """The first 8 steps are all checked, later ones one in 32: comparing the attributes of a large model takes milliseconds."""
@@ -165,10 +167,7 @@ class PlannedModule(nn.Module):
         Raises:
             AttributeError: the rank has none of that name.
         """
-        parameter = self._parameters.get(target)
-        if parameter is None:
-            raise _not_here(target, self._parameters)
-        return parameter
+        return _registered(target, self._parameters)
 
     def get_buffer(self, target: str) -> Tensor:
         """Return a buffer that steps change, by its name in ``named_buffers()``.
@@ -176,10 +175,7 @@ class PlannedModule(nn.Module):
         Raises:
             AttributeError: the rank has none of that name.
         """
-        buffer = self._buffers.get(target)
-        if buffer is None:
-            raise _not_here(target, self._buffers)
-        return buffer
+        return _registered(target, self._buffers)
 
     # --- where it is
 
@@ -323,8 +319,11 @@ class PlannedModule(nn.Module):
         )
 
 
-def _not_here(name: str, tensors: Mapping[str, object]) -> AttributeError:
-    return AttributeError(f"This rank has no {name!r}. It has {some(list(tensors)) or 'none'}")
+def _registered(name: str, tensors: Mapping[str, _Tensor | None]) -> _Tensor:
+    value = tensors.get(name)
+    if value is None:
+        raise AttributeError(f"This rank has no {name!r}. It has {some(list(tensors)) or 'none'}")
+    return value
 
 
 class _Named:

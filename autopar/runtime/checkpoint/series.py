@@ -63,7 +63,7 @@ class Checkpointed:
     def peers(self) -> Peers:
         """All ranks, for saves and loads; their group is made for the first one."""
         if self._peers is None:
-            self._peers = Peers(self._world.checkpoint_group())
+            self._peers = Peers(self._world.meeting_group(least=DISKS))
         return self._peers
 
     def save(
