@@ -96,9 +96,8 @@ class Expressed:
         """
         layouts = self._layouts_of(run, site, profile)
         split = LayoutKey(micro_batch_size=run.micro_batch, cp=run.cp, tp=run.tp)
-        by_kind = {}
-        for typed in layouts.typed(split, num_micro_batches=8, in_flight=1):
-            by_kind[typed.kind] = layouts.price(typed)
+        typings = layouts.typed(split, num_micro_batches=8, in_flight=1)
+        by_kind = {typed.kind: layouts.price(typed) for typed in typings}
         return tuple(_structure(layouts, option, run, site) for option in by_kind.values())
 
     def _layouts_of(self, run: Run, site: Site, profile: MachineProfile) -> Layouts:
