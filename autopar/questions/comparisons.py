@@ -228,7 +228,7 @@ class Study:
     measured: str = ""
     unsure: tuple[str, ...] = ()
     cluster: str
-    scale: tuple[tuple[str, float], ...]
+    scale: dict[str, float] = field(default_factory=dict)
     global_batch_size: int = field(metadata={"key": "global_batch"})
     sequence: int
     precision: str
@@ -278,20 +278,13 @@ def load_study(name: str) -> Study:
         raise UsageError.unknown("study", name, shipped, fix="or give the path of a .toml file")
     path = Path(name) if name.endswith(".toml") else shipped[name]
     table = Table.load(path)
-    model, scale = table.table("model"), []
-    if table.has("scale"):
-        factors = table.table("scale")
-        for key in factors.names():
-            if key not in SCALES:
-                raise UsageError.unknown("number of a cluster", key, SCALES, where=factors.place(key))
-            scale.append((key, factors.number(key)))
-    study = table.record(
-        Study,
-        name=path.stem,
-        scale=tuple(scale),
-        model=model.text("spec") if model.has("spec") else _sizes(model, table.integer("sequence")),
-    )
+    model = table.table("model")
+    sizes = model.text("spec") if model.has("spec") else _sizes(model, table.integer("sequence"))
+    study = table.record(Study, name=path.stem, model=sizes)
     model.finish()
+    for key in study.scale:
+        if key not in SCALES:
+            raise UsageError.unknown("number of a cluster", key, SCALES, where=table.table("scale").place(key))
     return study
 
 
@@ -305,7 +298,7 @@ def _sizes(table: Table, sequence: int) -> tuple[Sizes, int]:
 
 def cluster_of(study: Study) -> Cluster:
     """Return the study's cluster."""
-    return scaled(Cluster.parse(study.cluster), dict(study.scale))
+    return scaled(Cluster.parse(study.cluster), study.scale)
 
 
 def graph_of(study: Study) -> Graph:
