@@ -29,6 +29,7 @@ from autopar.measure.job_of_ranks import check_output, start_ranks, torchrun_job
 from autopar.util.files import data_files
 
 if TYPE_CHECKING:
+    from autopar.measure.collective_times import LinkJob
     from autopar.measure.profiles import Profiling
     from autopar.planner.search import Progress
 
@@ -118,14 +119,9 @@ def links(
     check_output(output)
     with progress("timing collectives") as advance:
         profiling = _profiling(output, advance, nics)
-        if not under_torchrun():
-            start_ranks(output, ranks, max_bytes=max_bytes, budget=budget, timeout=collective_timeout, nics=nics)
-            summary: dict[str, Any] | None = profiling.kept_links()
-        else:
-            with torchrun_job(max_bytes, budget, collective_timeout) as job:
-                summary = profiling.links(job)
-    if summary is not None:
-        _print(summary, as_json)
+        job = _measure_links(profiling, ranks, max_bytes, budget, collective_timeout)
+    if job is None or job.rank == 0:
+        _print(profiling.kept_links(), as_json)
 
 
 @app.command("all")
@@ -153,21 +149,27 @@ def everything(
             cluster = parse_cluster(str(output))
             return calls_of(plan_options.model, request, cluster, sequence=sequence, advance=advance)
 
-        if not under_torchrun():
-            start_ranks(links.output, ranks, max_bytes=max_bytes, budget=budget, timeout=collective_timeout, nics=nics)
+        job = _measure_links(links, ranks, max_bytes, budget, collective_timeout)
+        is_first = job is None or job.rank == 0
+        if is_first:
             profiling.cluster()
-            operators_found = device.operators(device.machine(), calls)
-        else:
-            with torchrun_job(max_bytes, budget, collective_timeout) as job:
-                links.links(job)
-            if job.rank == 0:
-                profiling.cluster()
-            machine = device.machine() if job.rank == 0 else None
-            operators_found = device.operators(machine, calls, store=job.store, rank=job.rank, world=job.world)
+        operators_found = device.operators(device.machine() if is_first else None, calls, job)
         if operators_found is None:
             return
         summary = {**links.kept_links(), **operators_found, "cluster": str(output)}
     _print(summary, plan_options.as_json)
+
+
+def _measure_links(
+    profiling: Profiling, ranks: int | None, max_bytes: int, budget: float, timeout: float
+) -> LinkJob | None:
+    """Measure and write links: as a rank of torchrun, whose job is returned, or on ranks of this machine that are started here."""
+    if not under_torchrun():
+        start_ranks(profiling.output, ranks, max_bytes=max_bytes, budget=budget, timeout=timeout, nics=profiling.nics)
+        return None
+    with torchrun_job(max_bytes, budget, timeout) as job:
+        profiling.links(job)
+    return job
 
 
 def _profiling(output: Path, advance: Progress, nics: int | None = None) -> Profiling:

@@ -67,17 +67,12 @@ class Structure:
     Attributes:
         works: work of each block of the compact graph.
         members: how many blocks of the model each stands for.
-        block_flops: FLOPs of products of each block for a sample, forward and backward.
+        flops_per_sample: FLOPs of products of the whole model for a sample, forward and backward.
     """
 
     works: tuple[BlockWork, ...]
     members: tuple[int, ...]
-    block_flops: tuple[float, ...]
-
-    @property
-    def flops_per_sample(self) -> float:
-        """FLOPs of products of the whole model for a sample, forward and backward."""
-        return sum(flops * count for flops, count in zip(self.block_flops, self.members, strict=True))
+    flops_per_sample: float
 
 
 class Expressed:
@@ -173,8 +168,9 @@ def _structure(layouts: Layouts, option: PricedLayout, run: Run, site: Site) -> 
         works = tuple(filled(work, graph) for work in works)
     compact = layouts.compact
     members = scaled([len(m) for m in compact.members], run.layers)
-    flops = tuple(flops_of_block(compact.graph, b, kind) for b in compact.graph.blocks)
-    return Structure(works=works, members=members, block_flops=flops)
+    blocks = zip(compact.graph.blocks, members, strict=True)
+    flops = sum(flops_of_block(compact.graph, block, kind) * count for block, count in blocks)
+    return Structure(works=works, members=members, flops_per_sample=flops)
 
 
 def kernels_of(site: Site, run: Run) -> ForeignKernels | None:
