@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils import _pytree as pytree
 
 from autopar.measure import timers as measure
 from autopar.ops import collectives
@@ -61,7 +62,8 @@ def _in_rounds(measure_once: Callable[[], dict[str, Any]], has_time: Callable[[f
     end, rounds = time.monotonic() + BUDGET_S, [measure_once()]
     while len(rounds) < ROUNDS and has_time(end):
         rounds.append(measure_once())
-    return dict(_medians(rounds))
+    medians: dict[str, Any] = pytree.tree_map(lambda *numbers: statistics.median(numbers), *rounds)
+    return medians
 
 
 def _has_time(end: float) -> bool:
@@ -248,16 +250,6 @@ DELAYS_OF_SMALL_ALL_REDUCE = 5  # with 2 ranks: profiles/links/gloo.toml, 1 + 2 
 
 _HAS_TF32 = (8, 0)
 """The compute capability from which GPUs have TF32 and bfloat16 (NVIDIA A100 white paper); older ones emulate bfloat16."""
-
-
-def _medians(trees: Sequence[Any]) -> Any:
-    """Return the median of each number over trees of equal structure."""
-    first = trees[0]
-    if isinstance(first, dict):
-        return {key: _medians([tree[key] for tree in trees]) for key in first}
-    if isinstance(first, list | tuple):
-        return [_medians(items) for items in zip(*trees, strict=True)]
-    return statistics.median(trees)
 
 
 def measure_device(device: torch.device) -> dict[str, Any]:
