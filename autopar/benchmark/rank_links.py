@@ -52,7 +52,7 @@ class LinkTask:
     collective_timeout_s: float = 120.0
 
     def run(self) -> dict[str, dict[str, Any]]:
-        """Measure on this rank of the process group; rank 0 returns ``links``: crowding, sets of groups and points."""
+        """Measure on this rank of the process group; rank 0 returns ``links``: crowding, and the fields of ``LinkPoints``."""
         before = pace()
         job = _BetweenWork(
             dist.distributed_c10d._get_default_store(),
@@ -72,15 +72,7 @@ class LinkTask:
         crowding, layers_s = (statistics.mean(pair) for pair in zip(before, pace(), strict=True))
         if points is None:
             return {}
-        return {
-            "links": {
-                "crowding": crowding,
-                "layers_s": layers_s,
-                "sets": as_table(points.sets),
-                "points": points.points,
-                "failed": points.failed,
-            }
-        }
+        return {"links": {"crowding": crowding, "layers_s": layers_s, **as_table(points)}}
 
 
 class _BetweenWork(LinkJob):
