@@ -98,18 +98,9 @@ def render_front(points: Sequence[Point]) -> str:
 
 def front_summary(points: Sequence[Point]) -> dict[str, Any]:
     """Return a front as JSON values."""
-    return {
-        "front": [
-            {
-                "cluster": point.cluster,
-                "num_devices": point.num_devices,
-                "head_room": point.head_room,
-                "cost": point.cost,
-                "plan": plan_summary(point.plan),
-            }
-            for point in points
-        ]
-    }
+    names = ("cluster", "num_devices", "head_room", "cost")
+    rows = [{name: getattr(point, name) for name in names} | {"plan": plan_summary(point.plan)} for point in points]
+    return {"front": rows}
 
 
 def _is_choice(path: str) -> bool:

@@ -171,16 +171,15 @@ def undominated(points: Sequence[Point], objectives: Sequence[Objective]) -> tup
 
     A point dominates another one if it is nowhere worse and somewhere better. Of equal points the first is returned.
     """
-    values = [point.values(objectives) for point in points]
-    kept = [
-        point
-        for i, point in enumerate(points)
-        if not any(
-            all(a <= b for a, b in zip(other, values[i], strict=True)) and (other != values[i] or j < i)
-            for j, other in enumerate(values)
-            if j != i
-        )
-    ]
+    firsts: dict[tuple[float, ...], Point] = {}
+    for point in points:
+        firsts.setdefault(point.values(objectives), point)
+
+    def is_dominated(values: tuple[float, ...]) -> bool:
+        others = (other for other in firsts if other != values)
+        return any(all(a <= b for a, b in zip(other, values, strict=True)) for other in others)
+
+    kept = (point for values, point in firsts.items() if not is_dominated(values))
     return tuple(sorted(kept, key=lambda point: point.plan.predicted.step_time_s))
 
 

@@ -125,25 +125,19 @@ def _check_parts(par: Any, optimizer: Any, batches: Any, scheduler: Any, checkpo
     """
     check_model(par, "fit")
     steps = callable(getattr(scheduler, "step", None)) and not isinstance(scheduler, ReduceLROnPlateau)
-    wrong = (
-        (not hasattr(optimizer, "param_groups"), "optimizer", optimizer, "Give one of torch.optim"),
-        (not hasattr(batches, "__iter__"), "batches", batches, "Give par.dataloader(dataset), or a list of batches"),
+    for name, given, is_right, fix in (
+        ("optimizer", optimizer, hasattr(optimizer, "param_groups"), "Give one of torch.optim"),
+        ("batches", batches, hasattr(batches, "__iter__"), "Give par.dataloader(dataset), or a list of batches"),
         (
-            not (scheduler is None or steps),
             "scheduler",
             scheduler,
+            scheduler is None or steps,
             "Give one whose step() takes nothing, or step it in on_step",
         ),
-        (
-            not isinstance(checkpoints, Checkpoints | None),
-            "checkpoints",
-            checkpoints,
-            "Give autopar.Checkpoints('folder')",
-        ),
-        (not (on_step is None or callable(on_step)), "on_step", on_step, "Give a function of a StepDone"),
-    )
-    for is_wrong, name, given, fix in wrong:
-        if is_wrong:
+        ("checkpoints", checkpoints, isinstance(checkpoints, Checkpoints | None), "Give autopar.Checkpoints('folder')"),
+        ("on_step", on_step, on_step is None or callable(on_step), "Give a function of a StepDone"),
+    ):
+        if not is_right:
             raise UsageError(f"The {name} of fit is a {type(given).__name__}", fix=fix)
     par._checkpointed.check_optimizer(optimizer)
 

@@ -27,18 +27,9 @@ from autopar.planner.layouts.layout import LayoutKey, PricedLayout
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.tracing.trace import trace
+from autopar.validate import practice
 from autopar.validate.foreign_kernels import PRACTICES, ForeignKernels, filled
-from autopar.validate.practice import (
-    PLAIN,
-    ForeignRuntime,
-    Site,
-    as_megatron,
-    attention_core,
-    cheap,
-    cluster_of,
-    regathered,
-    second_products,
-)
+from autopar.validate.practice import PLAIN, ForeignRuntime, Site
 from autopar.validate.runs import Run
 
 TRACED_LAYERS = 4
@@ -108,11 +99,11 @@ class Expressed:
             space = replace(load_space("default"), price_ratios=(0.0,))
             self._layouts[key] = Layouts(
                 _graph_of(sizes),
-                CostModel(cluster_of(one_stage, profile, site), PRECISIONS[run.precision], "adamw"),
+                CostModel(practice.cluster_of(one_stage, profile, site), PRECISIONS[run.precision], "adamw"),
                 global_batch_size=run.global_batch,
                 pins=Pins.parse(()),
                 space=space,
-                narrow=partial(as_megatron, run.seq, split_rows, whole_vocabulary=whole_vocabulary),
+                narrow=partial(practice.as_megatron, run.seq, split_rows, whole_vocabulary=whole_vocabulary),
             )
         return self._layouts[key]
 
@@ -127,20 +118,14 @@ def _graph_of(sizes: Sizes) -> Graph:
 def sizes_of(run: Run, site: Site = PLAIN) -> Sizes:
     """Return the sizes and choices of a run that determine its graph."""
     padded = PADDED_VOCABULARY * run.tp if run.tp * run.pp > 1 else 1
+    as_stated = ("family", "hidden", "ffn", "heads", "kv_heads", "attention")
+    practices = ("autocast", "dropout", "plain_scores", "operator_chains")
     return Sizes(
-        family=run.family,
-        hidden=run.hidden,
-        ffn=run.ffn,
-        heads=run.heads,
-        kv_heads=run.kv_heads,
+        **{name: getattr(run, name) for name in as_stated},
+        **{name: name in site.practices for name in practices},
         vocabulary=-(-run.vocab // padded) * padded,
         sequence=run.seq,
-        attention=run.attention,
         dtype=PRECISIONS[run.precision].compute,
-        autocast="autocast" in site.practices,
-        dropout="dropout" in site.practices,
-        plain_scores="plain_scores" in site.practices,
-        operator_chains="operator_chains" in site.practices,
     )
 
 
@@ -153,12 +138,12 @@ def precision_of(run: Run, site: Site = PLAIN) -> Precision:
 def _structure(layouts: Layouts, option: PricedLayout, run: Run, site: Site) -> Structure:
     """Return the work of a layout's blocks, with the site's kernels and recompute."""
     graph, kind = layouts.local_graph(option), layouts.model.device.kernel_kind
-    again: list[Callable[[Op], bool]] = [regathered] if "regathers" in site.practices else []
+    again: list[Callable[[Op], bool]] = [practice.regathered] if "regathers" in site.practices else []
     if run.recompute == "selective":
         by_operator = run.attention == "flash" and "recomputes_attention" not in site.practices
-        again.append(cheap if by_operator else attention_core)
+        again.append(practice.cheap if by_operator else practice.attention_core)
         if "recomputes_products" in site.practices:
-            seconds = second_products(graph)
+            seconds = practice.second_products(graph)
             again.append(lambda op: op.name in seconds)
     kernels = kernels_of(site, run)
     works = tuple(
