@@ -124,16 +124,12 @@ def _check_parts(par: Any, optimizer: Any, batches: Any, scheduler: Any, checkpo
         UsageError: one of them is of another kind, or the optimizer is of another model.
     """
     check_model(par, "fit")
-    steps = callable(getattr(scheduler, "step", None)) and not isinstance(scheduler, ReduceLROnPlateau)
+    has_step = callable(getattr(scheduler, "step", None)) and not isinstance(scheduler, ReduceLROnPlateau)
+    steps_alone = scheduler is None or has_step
     for name, given, is_right, fix in (
         ("optimizer", optimizer, hasattr(optimizer, "param_groups"), "Give one of torch.optim"),
         ("batches", batches, hasattr(batches, "__iter__"), "Give par.dataloader(dataset), or a list of batches"),
-        (
-            "scheduler",
-            scheduler,
-            scheduler is None or steps,
-            "Give one whose step() takes nothing, or step it in on_step",
-        ),
+        ("scheduler", scheduler, steps_alone, "Give one whose step() takes nothing, or step it in on_step"),
         ("checkpoints", checkpoints, isinstance(checkpoints, Checkpoints | None), "Give autopar.Checkpoints('folder')"),
         ("on_step", on_step, on_step is None or callable(on_step), "Give a function of a StepDone"),
     ):

@@ -141,16 +141,12 @@ def read(folder: Path) -> tuple[Index, str]:
     try:
         data = path.read_bytes()
     except OSError as error:
-        is_of_torch = (folder / _TORCH_INDEX).exists()
-        raise CheckpointError(
-            f"Cannot read the checkpoint {folder}",
-            got=f"{_TORCH_INDEX}, which torch.distributed.checkpoint writes"
-            if is_of_torch
-            else f"{NAME}: {reason(error)}",
-            fix='Read it by torch.distributed.checkpoint.load({"model": par}, checkpoint_id=DIR), then call par.save(...)'
-            if is_of_torch
-            else "Name a folder that par.save(...) wrote, on a file system that all nodes share",
-        ) from error
+        got = f"{NAME}: {reason(error)}"
+        fix = "Name a folder that par.save(...) wrote, on a file system that all nodes share"
+        if (folder / _TORCH_INDEX).exists():
+            got = f"{_TORCH_INDEX}, which torch.distributed.checkpoint writes"
+            fix = 'Read it by torch.distributed.checkpoint.load({"model": par}, checkpoint_id=DIR), then call par.save(...)'
+        raise CheckpointError(f"Cannot read the checkpoint {folder}", got=got, fix=fix) from error
     head, text = data[:_HEAD_BYTES], data[_HEAD_BYTES:]
     digest = hashlib.sha256(text).hexdigest()
     if head != _HEAD % digest.encode():
