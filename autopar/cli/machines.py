@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import platform
 import sys
 from collections.abc import Iterator
-from dataclasses import MISSING, asdict, dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,9 +19,7 @@ from autopar.cli.options import (
     PlanOptions,
     cache_dir,
     parse_cluster,
-    print_json,
     print_result,
-    print_text,
     progress,
     takes_plan_options,
     warn,
@@ -70,7 +69,7 @@ Nics = Annotated[int | None, typer.Option(min=1, metavar="N", help="Network card
 
 MEASURED: dict[str, Any] = {
     "without": ("optimizer", "max_step_time"),
-    "defaults": {"global_batch": None, "output": MISSING},
+    "defaults": {"global_batch": None, "output": inspect.Parameter.empty},
     "global_batch": Batch,
     "output": Output,
 }
@@ -262,14 +261,14 @@ def doctor(as_json: Json = False) -> None:
     """Report the capabilities of this machine and of torch; exits with 1 if something that autopar needs is missing."""
     checks = [*_machine(), *_packages(), *_torch(), *_data(cache_dir())]
     healthy = all(check.ok for check in checks if check.needed)
-    if as_json:
-        print_json({"ok": healthy, "checks": [asdict(check) for check in checks]})
-    else:
-        width = max(len(check.name) for check in checks)
-        for check in checks:
-            word = "ok" if check.ok else "missing" if check.needed else "absent"
-            remedy = "" if check.ok or not check.remedy else f"; {check.remedy}"
-            print_text(f"{word:<8} {check.name:<{width}}  {check.found}{remedy}")
-        print_text("\neverything that autopar needs is here" if healthy else "\nautopar cannot run here: see 'missing'")
+    width = max(len(check.name) for check in checks)
+    lines = []
+    for check in checks:
+        word = "ok" if check.ok else "missing" if check.needed else "absent"
+        remedy = "" if check.ok or not check.remedy else f"; {check.remedy}"
+        lines.append(f"{word:<8} {check.name:<{width}}  {check.found}{remedy}")
+    lines += ["", "everything that autopar needs is here" if healthy else "autopar cannot run here: see 'missing'"]
+    summary = {"ok": healthy, "checks": [asdict(check) for check in checks]}
+    print_result(as_json, lambda: summary, lambda: "\n".join(lines))
     if not healthy:
         raise typer.Exit(1)

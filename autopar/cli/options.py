@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from typer.core import TyperCommand
@@ -24,17 +24,12 @@ if TYPE_CHECKING:
     from autopar.hardware.cluster import Cluster
 
 
-def print_json(value: object) -> None:
-    """Print one JSON object on stdout."""
-    (_results.get() or sys.stdout).write(json.dumps(value, indent=2, allow_nan=False) + "\n")
-
-
 _results: ContextVar[TextIO | None] = ContextVar("results", default=None)
 
 
 @contextmanager
 def json_alone() -> Iterator[None]:
-    """Send all output of the body, that of child processes too, to stderr; only :func:`print_json` writes to stdout."""
+    """Send all output of the body, that of child processes too, to stderr; only :func:`print_result` writes to stdout."""
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as results, redirect_stdout(sys.stderr):
         token = _results.set(results)
@@ -46,17 +41,12 @@ def json_alone() -> Iterator[None]:
             os.dup2(results.fileno(), 1)
 
 
-def print_text(text: str) -> None:
-    """Print a text on stdout."""
-    sys.stdout.write(text.rstrip("\n") + "\n")
-
-
 def print_result(as_json: bool, summary: Callable[[], object], text: Callable[[], str]) -> None:
     """Print the result of a command, as JSON or as text; the other form is not computed."""
     if as_json:
-        print_json(summary())
+        (_results.get() or sys.stdout).write(json.dumps(summary(), indent=2, allow_nan=False) + "\n")
     else:
-        print_text(text())
+        sys.stdout.write(text().rstrip("\n") + "\n")
 
 
 def warn(text: str) -> None:
@@ -232,25 +222,19 @@ def takes_plan_options(
 
     Args:
         without: options that the command does not have.
-        defaults: other defaults, by name; ``dataclasses.MISSING`` for an option that must be given.
+        defaults: other defaults, by name; ``inspect.Parameter.empty`` for an option that must be given.
         otherwise: annotations of options with another meaning, by name.
     """
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    default_of: dict[str, Any] = {option.name: option.default for option in fields(PlanOptions)} | dict(defaults or {})
-    left_out: dict[str, Any] = {name: None if default_of[name] is MISSING else default_of[name] for name in without}
+    keyword, required = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
+    default_of, shared, left_out = dict(defaults or {}), dict[str, inspect.Parameter](), dict[str, Any]()
+    for name, option in inspect.signature(PlanOptions, eval_str=True).parameters.items():
+        default = default_of.get(name, option.default)
+        if name in without:
+            left_out[name] = None if default is required else default
+        else:
+            shared[name] = option.replace(annotation=otherwise.get(name, option.annotation), default=default)
 
     def with_options(verb: Verb) -> Verb:
-        hints = get_type_hints(PlanOptions, include_extras=True) | otherwise
-        shared = {
-            name: inspect.Parameter(
-                name,
-                keyword,
-                annotation=hints[name],
-                default=inspect.Parameter.empty if default is MISSING else default,
-            )
-            for name, default in default_of.items()
-            if name not in without
-        }
         _, *others = inspect.signature(verb, eval_str=True).parameters.values()
 
         @wraps(verb)

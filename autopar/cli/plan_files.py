@@ -16,9 +16,7 @@ from autopar.cli.options import (
     Pin,
     Sequence_,
     parse_cluster,
-    print_json,
     print_result,
-    print_text,
     progress,
     refuse_beside,
     split_pins,
@@ -49,10 +47,8 @@ def show(
         from autopar.report.pictures import perfetto_trace
 
         write_report(perfetto, json.dumps(perfetto_trace(plan)) + "\n")
-    if as_json:
-        print_json(plan_summary(plan))
-    elif html is None and perfetto is None:
-        print_text(render_plan(plan))
+    if as_json or (html is None and perfetto is None):
+        print_result(as_json, lambda: plan_summary(plan), lambda: render_plan(plan))
 
 
 def compare(

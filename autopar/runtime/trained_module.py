@@ -152,7 +152,7 @@ class TrainedModule(PlannedModule):
         """Return the loss of a batch, as :meth:`train_step` takes it, without gradients and as in ``eval()``; all ranks call it.
 
         Dropout is off, batch norms read their running statistics, and what only training does is left out
-        (:mod:`autopar.tracing.in_eval`). Random numbers that ``eval()`` draws as well are new at each evaluation. checks.Parameters, gradients,
+        (:mod:`autopar.tracing.in_eval`). Random numbers that ``eval()`` draws as well are new at each evaluation. Parameters, gradients,
         buffers and counters do not change. Opaque regions, which run as written, are in ``eval()``.
 
         Raises:
