@@ -104,6 +104,10 @@ class ModelOutputs:
 
     Args:
         held: the rank's parameters, as operators of outputs may read some.
+
+    Attributes:
+        is_loss_alone: whether the model returns only its loss.
+        has_loss: whether the loss is part of what the model returns; it is not if ``loss_fn`` computes it.
     """
 
     def __init__(
@@ -122,19 +126,12 @@ class ModelOutputs:
         self._trained: dict[Ref, tuple[str, torch.dtype]] = {}
         self._told: set[str] = set()
         self._join = Join(program, world)
+        self.is_loss_alone = self.has_loss = True
         if self._outputs is not None:
+            self.is_loss_alone = self._outputs.structure.kind == "loss"
+            self.has_loss = any(place.kind == "loss" for place in self._outputs.structure.all())
             self._find_taps(self._outputs)
             self._store_constants(self._outputs, weights)
-
-    @property
-    def is_loss_alone(self) -> bool:
-        """Whether the model returns only its loss."""
-        return self._outputs is None or self._outputs.structure.kind == "loss"
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether the loss is part of what the model returns; it is not if ``loss_fn`` computes it."""
-        return self._outputs is None or any(place.kind == "loss" for place in self._outputs.structure.all())
 
     def _find_taps(self, outputs: Outputs) -> None:
         graph = self._program.graph

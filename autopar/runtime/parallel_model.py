@@ -64,7 +64,7 @@ class ParallelModel(TrainedModule):
     @property
     def original_model(self) -> nn.Module | None:
         """The model that was given to ``autopar.parallelize``, while it exists; it has the config and the signature of forward."""
-        return self._original.model
+        return self._original.model()
 
     # --- parameters
 

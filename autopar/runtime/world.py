@@ -101,6 +101,7 @@ class World:
 
     Attributes:
         mesh, rank: the plan's mesh, and this process's rank in it.
+        data_index: the index of this rank's part of the global batch.
         device: the device of this rank's tensors.
         device_mesh: torch's mesh, with dims ``pp, dp_replicate, dp_shard, cp, tp``.
         expert_mesh: the same ranks with dims ``pp, ep_outer, ep_data, cp, tp``; None if no data ranks are borrowed for experts.
@@ -123,7 +124,7 @@ class World:
         _forget_meshes()
         self.mesh, self.rank = mesh, dist.get_rank()
         self._job: dist.ProcessGroup | None = dist.group.WORLD
-        self.coordinate = mesh.coordinate(self.rank)
+        self.coordinate, self.data_index = mesh.coordinate(self.rank), mesh.data_index(self.rank)
         self.device = local_device(device_type)
         self.device_mesh: DeviceMesh = init_device_mesh(device_type, mesh.degrees, mesh_dim_names=MESH_AXES)
         self.expert_mesh: DeviceMesh | None = None
@@ -156,11 +157,6 @@ class World:
                 + (", and another one has begun" if dist.is_initialized() else ""),
                 fix="Call save(...) before destroy_process_group(), and parallelize(...) and load(...) after init_process_group()",
             )
-
-    @property
-    def data_index(self) -> int:
-        """The index of this rank's part of the global batch."""
-        return self.mesh.data_index(self.rank)
 
     def axis_group(self, axes: Iterable[str]) -> dist.ProcessGroup | None:
         """Return the group of ranks that differ from this one only on ``axes``; None if this is the only one.
