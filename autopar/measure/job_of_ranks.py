@@ -181,9 +181,8 @@ def group_sets(nodes: Sequence[int]) -> tuple[GroupSet, ...]:
             sets += _with_alone("node", "contiguous", chunks, 1, size)
             if size < width and width % size == 0:
                 stride = width // size
-                sets += _with_alone("node", "strided", [r[i::stride] for r in members for i in range(stride)], 1, size)[
-                    :1
-                ]
+                strided = [ranks[i::stride] for ranks in members for i in range(stride)]
+                sets += _with_alone("node", "strided", strided, 1, size)[:1]
     if len(members) > 1:
         for size in _sizes(width):
             across = [

@@ -104,12 +104,6 @@ def chunk_rows(shape: Sequence[int], itemsize: int) -> int:
     return max(min(rows, CHUNK_BYTES // row), 1)
 
 
-def num_chunks(shape: Sequence[int], itemsize: int) -> int:
-    """Return the number of chunks of a box."""
-    rows, each = shape[0] if shape else 1, chunk_rows(shape, itemsize)
-    return (rows + each - 1) // each if prod(shape) else 0
-
-
 def encode(index: Index) -> bytes:
     """Return the bytes of ``checkpoint.json``."""
     names = {name: number for number, name in enumerate(index.files)}
@@ -207,7 +201,8 @@ def _check_piece(name: str, entry: Entry, piece: Piece, files: Mapping[str, File
     offset, shape, itemsize = piece.offset, piece.shape, entry.dtype.itemsize
     _check_counts(name, piece.start, *offset, *shape, *piece.sums)
     _check(all(o + s <= whole for o, s, whole in zip(offset, shape, entry.shape, strict=True)), name)
-    _check(len(piece.sums) == num_chunks(shape, itemsize), name)
+    num_chunks = -(-(shape or (1,))[0] // chunk_rows(shape, itemsize)) if prod(shape) else 0
+    _check(len(piece.sums) == num_chunks, name)
     _check(piece.start + prod(shape) * itemsize <= files[piece.file].num_bytes, name)
 
 
