@@ -8,20 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from autopar.cli.options import (
-    Json,
-    Model,
-    ModelOfPlan,
-    Opaque,
-    Pin,
-    Sequence_,
-    parse_cluster,
-    print_result,
-    progress,
-    refuse_beside,
-    split_pins,
-    write_report,
-)
+from autopar.cli.options import Json, Model, ModelOfPlan, Opaque, Pin, Tokens, parse_cluster, refuse_beside, split_pins
+from autopar.cli.output import print_result, progress, write_report
 from autopar.errors import UsageError
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file, written by 'autopar search -o FILE'.")]
@@ -123,7 +111,7 @@ def verify(
     cluster: VerifiedCluster = None,
     pin: Pin = None,
     global_batch: VerifiedBatch = None,
-    seq: Sequence_ = None,
+    seq: Tokens = None,
     opaque: Opaque = None,
     model: ModelOfPlan = None,
     steps: Steps = 3,
@@ -172,7 +160,7 @@ def verify(
 
 def trace(
     model: Model,
-    seq: Sequence_ = None,
+    seq: Tokens = None,
     batch: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Samples in the traced batch; 2 if not given.")
     ] = None,
