@@ -79,16 +79,9 @@ def run(
     from autopar.plan.plan import Plan
     from autopar.runtime.job import start_script
 
-    raise typer.Exit(
-        start_script(
-            Plan.load(plan_file),
-            plan_file,
-            [script, *context.args],
-            nodes=nodes,
-            rendezvous=rendezvous,
-            max_restarts=max_restarts,
-        )
-    )
+    plan, words = Plan.load(plan_file), [script, *context.args]
+    code = start_script(plan, plan_file, words, nodes=nodes, rendezvous=rendezvous, max_restarts=max_restarts)
+    raise typer.Exit(code)
 
 
 Target = Annotated[str, typer.Argument(metavar="PLAN|MODEL", help="A plan file, or a MODEL as in search.")]

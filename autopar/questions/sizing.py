@@ -309,13 +309,9 @@ def longest_sequence(ask: Ask, *, step: int) -> Answer:
     Raises:
         InfeasibleError: ``step`` tokens have no plan.
     """
+    most, limit = max(MAX_SEQUENCE // step, 1), f"no longer ones than {MAX_SEQUENCE:,} are tried"
     return _largest(
-        ask,
-        lambda n: replace(ask, sequence=n * step),
-        "tokens",
-        lambda n: n * step,
-        most=max(MAX_SEQUENCE // step, 1),
-        limit=f"no longer ones than {MAX_SEQUENCE:,} are tried",
+        ask, lambda n: replace(ask, sequence=n * step), "tokens", lambda n: n * step, most=most, limit=limit
     )
 
 

@@ -194,26 +194,14 @@ def render_graph(graph: Graph) -> str:
     ]
     head += [f"  tied        {name} = {', '.join(aliases)}" for name, aliases in summary["tied"].items()]
     head += [f"  input       {n} {tuple(i['shape'])} {i['dtype']}" for n, i in summary["inputs"].items()]
-    blocks = plain_table(
-        ("blocks", "count", "operators", "parameters", "FLOPs a sample"),
-        [
-            (
-                ranges(block["labels"]),
-                str(block["count"]),
-                str(block["operators"]),
-                f"{block['parameters']:,}",
-                flops(block["flops_per_sample"]),
-            )
-            for block in summary["blocks"]
-        ],
-        left=("blocks",),
-    )
+    rows = []
+    for block in summary["blocks"]:
+        counts = str(block["count"]), str(block["operators"]), f"{block['parameters']:,}"
+        rows.append((ranges(block["labels"]), *counts, flops(block["flops_per_sample"])))
+    blocks = plain_table(("blocks", "count", "operators", "parameters", "FLOPs a sample"), rows, left=("blocks",))
     shown = list(summary["operators"].items())
-    operators = plain_table(
-        ("operator", "count", "rule"),
-        [(target, str(number), "yes" if has_rule(target) else "no") for target, number in shown[:_SHOWN_OPERATORS]],
-        left=("operator", "rule"),
-    )
+    kinds = [(target, str(number), "yes" if has_rule(target) else "no") for target, number in shown[:_SHOWN_OPERATORS]]
+    operators = plain_table(("operator", "count", "rule"), kinds, left=("operator", "rule"))
     if len(shown) > _SHOWN_OPERATORS:
         operators += f"\n  and {len(shown) - _SHOWN_OPERATORS} more kinds: see --json"
     rules = "Every operator has a rule."

@@ -223,7 +223,8 @@ class _Loop:
         if self.max_norm is not None or (self.on_non_finite != "ignore" and self.scaler is None):
             norm = par.grad_norm()
         loss = sum(value.item() for value in losses) / self.accumulate
-        is_skipped = self._is_to_skip(loss, None if norm is None else norm.item())
+        grad_norm = None if norm is None else norm.item()
+        is_skipped = self._is_to_skip(loss, grad_norm)
         if norm is not None and self.max_norm is not None and not is_skipped:
             clip(par._assembly.held, norm, self.max_norm)
         rate = float(optimizer.param_groups[0]["lr"]) if optimizer.param_groups else 0.0
@@ -238,13 +239,7 @@ class _Loop:
         if self.scheduler is not None and not is_skipped:
             self.scheduler.step()
         self.step += 1
-        return StepDone(
-            step=self.step,
-            loss=loss,
-            grad_norm=None if norm is None else norm.item(),
-            learning_rate=rate,
-            is_skipped=is_skipped,
-        )
+        return StepDone(step=self.step, loss=loss, grad_norm=grad_norm, learning_rate=rate, is_skipped=is_skipped)
 
     def _is_to_skip(self, loss: float, norm: float | None) -> bool:
         """Return whether to leave parameters unchanged. The answer is the same on all ranks, as the loss and the norm are.

@@ -158,12 +158,8 @@ class ParallelModel(TrainedModule):
         check_places(path=path)
         with self._calls.at_once("save_pretrained"):
             self._parameter_checks.check_memory()
-            export = Export(
-                tensors=self._whole_tensors(),
-                untrained=self._untrained,
-                facts=self._facts,
-                peers=self._checkpointed.peers,
-            )
+            tensors, peers = self._whole_tensors(), self._checkpointed.peers
+            export = Export(tensors=tensors, untrained=self._untrained, facts=self._facts, peers=peers)
             export.save(path, max_shard_size)
 
     def load(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any
 
 from autopar.cost.blocks.block_cost import BlockCost, Message
 from autopar.cost.blocks.block_work import BlockWork, block_work, price_block
@@ -118,11 +119,11 @@ def _graph_of(sizes: Sizes) -> Graph:
 def sizes_of(run: Run, site: Site = PLAIN) -> Sizes:
     """Return the sizes and choices of a run that determine its graph."""
     padded = PADDED_VOCABULARY * run.tp if run.tp * run.pp > 1 else 1
-    as_stated = ("family", "hidden", "ffn", "heads", "kv_heads", "attention")
+    names = ("family", "hidden", "ffn", "heads", "kv_heads", "attention")
+    as_stated: dict[str, Any] = {name: getattr(run, name) for name in names}
     practices = ("autocast", "dropout", "plain_scores", "operator_chains")
     return Sizes(
-        **{name: getattr(run, name) for name in as_stated},
-        **{name: name in site.practices for name in practices},
+        **as_stated | {name: name in site.practices for name in practices},
         vocabulary=-(-run.vocab // padded) * padded,
         sequence=run.seq,
         dtype=PRECISIONS[run.precision].compute,
