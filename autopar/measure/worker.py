@@ -46,7 +46,13 @@ _KERNELS_OF_ADAMW = 9  # autopar.cost.step.memory: operators of AdamW for one pa
 def measure_overheads() -> dict[str, float]:
     """Return all overheads of the host by the field names of :class:`autopar.hardware.device.Overheads`."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    return _in_rounds(lambda: _measured_once(mesh), _has_time)
+
+    def measured_once() -> dict[str, float]:
+        """Return one round of measurements."""
+        own = {"sharded_launch_s": sharded_launch_s(mesh), "collective_s": collective_s(mesh)}
+        return own | action_times(mesh) | unit_times(mesh)
+
+    return _in_rounds(measured_once, _has_time)
 
 
 def _in_rounds(measure_once: Callable[[], dict[str, Any]], has_time: Callable[[float], bool]) -> dict[str, Any]:
@@ -71,16 +77,6 @@ def _has_time(end: float) -> bool:
     verdict = torch.tensor(float(time.monotonic() < end))
     dist.broadcast(verdict, src=0)
     return bool(verdict)
-
-
-def _measured_once(mesh: DeviceMesh) -> dict[str, float]:
-    """Return one round of measurements of the overheads."""
-    return {
-        "sharded_launch_s": sharded_launch_s(mesh),
-        "collective_s": collective_s(mesh),
-        **action_times(mesh),
-        **unit_times(mesh),
-    }
 
 
 def sharded_launch_s(mesh: DeviceMesh) -> float:

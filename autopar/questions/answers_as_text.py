@@ -126,11 +126,7 @@ def _cells(plan: Plan | None, missing: str = "none within the limits") -> tuple[
     if plan is None:
         return ("-", "-", missing)
     predicted = plan.predicted
-    return (
-        seconds(predicted.step_time_s),
-        num_bytes(predicted.peak_memory_bytes),
-        short_text(plan),
-    )
+    return seconds(predicted.step_time_s), num_bytes(predicted.peak_memory_bytes), short_text(plan)
 
 
 # --- studies: autopar's plan next to the published layout

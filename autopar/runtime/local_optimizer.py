@@ -153,10 +153,7 @@ class LocalSteps:
         self._threads = threads
         self._undo = ExitStack()
         self._open: tuple[Optimizer, list[list[Tensor]], Any] | None = None
-        self._hooks = (
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
-        )
+        self._hooks = register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)
 
     def remove(self) -> None:
         """Remove the hooks from torch."""

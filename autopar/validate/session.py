@@ -128,10 +128,8 @@ class Session:
     def keeping(self, structures: Mapping[int, tuple[Structure, ...]]) -> Session:
         """Return a session of some runs, which are given by index with their layouts."""
         session = copy(self)
-        session.runs, session.sites = (
-            tuple(self.runs[i] for i in structures),
-            tuple(self.sites[i] for i in structures),
-        )
+        session.runs = tuple(self.runs[i] for i in structures)
+        session.sites = tuple(self.sites[i] for i in structures)
         session.structures = tuple(structures.values())
         return session
 
