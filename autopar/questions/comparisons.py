@@ -59,18 +59,15 @@ def parse_sweep(text: str) -> tuple[str, tuple[float, ...]]:
     >>> parse_sweep("link.bandwidth=0.5,1,2")
     ('link.bandwidth', (0.5, 1.0, 2.0))
     """
-    name, equals, values = text.partition("=")
+    name, _, values = text.partition("=")
     try:
-        factors = tuple(float(value) for value in values.split(","))
-    except ValueError:
-        factors = ()
-    if not equals or not factors:
+        return name.strip(), tuple(float(value) for value in values.split(","))
+    except ValueError as error:
         raise UsageError(
             f"'{text}' is not of the form NAME=FACTOR,FACTOR,...",
             where="--scale",
             fix="Write for example link.bandwidth=0.5,1,2",
-        )
-    return name.strip(), factors
+        ) from error
 
 
 Objective = Literal["time", "memory", "devices", "price"]

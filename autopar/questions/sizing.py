@@ -218,19 +218,17 @@ def parse_prices(texts: Sequence[str]) -> dict[str, float]:
     """
     prices: dict[str, float] = {}
     for text in (part for entry in texts for part in entry.split(",")):
-        name, equals, value = text.partition("=")
+        name, _, value = text.partition("=")
         if name.strip() in prices:
             raise UsageError(f"The device in '{text}' has two prices", where="--price", fix="Leave one of them out")
         try:
             prices[name.strip()] = float(value)
-        except ValueError:
-            equals = ""
-        if not equals:
+        except ValueError as error:
             raise UsageError(
                 f"'{text}' is not of the form DEVICE=NUMBER",
                 where="--price",
                 fix="Write for example h100-sxm5-80gb=2.5",
-            )
+            ) from error
     return prices
 
 

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -244,7 +244,6 @@ def _caught(home: Any, names: Iterable[str], clock: Clock, groups: Mapping[str, 
 
     With ``waits`` it waits for results that are asynchronous.
     """
-    originals = {name: getattr(home, name) for name in names if hasattr(home, name)}
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -260,13 +259,12 @@ def _caught(home: Any, names: Iterable[str], clock: Clock, groups: Mapping[str, 
 
         return call
 
-    for name, function in originals.items():
-        setattr(home, name, timed(function))
-    try:
+    with ExitStack() as undo:
+        for name in filter(partial(hasattr, home), names):
+            function = getattr(home, name)
+            undo.callback(setattr, home, name, function)
+            setattr(home, name, timed(function))
         yield
-    finally:
-        for name, function in originals.items():
-            setattr(home, name, function)
 
 
 class _Memory:
