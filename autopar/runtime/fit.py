@@ -274,7 +274,9 @@ class _Loop:
         if self.step < self.next_agreement:
             return False
         step_time_s = (time.monotonic() - self.agreed_at) / max(self.step - self.agreed, 1)
-        is_any_asked, slowest_s = _largest(self.par, is_asked, step_time_s)
+        with self.par._calls.at_once("largest", meets=False):
+            of_ranks = self.par._checkpointed.peers.all_gather((is_asked, step_time_s))
+        is_any_asked, slowest_s = map(max, zip(*of_ranks, strict=True))
         self.agreed, self.agreed_at = self.step, time.monotonic()
         self.next_agreement = self.step + max(1, int(_AGREE_EVERY_S / max(slowest_s, 1e-3)))
         return bool(is_any_asked)
@@ -305,9 +307,3 @@ def _non_finite_gradients(par: ParallelModel) -> list[str]:
     with par._calls.at_once("non_finite_gradients"):
         of_ranks = par._checkpointed.peers.all_gather(here[:3])
     return sorted({name for names in of_ranks for name in names})
-
-
-def _largest(par: ParallelModel, *values: float) -> list[float]:
-    """Return for each number the largest of all ranks; all ranks call it."""
-    with par._calls.at_once("largest", meets=False):
-        return [max(of_ranks) for of_ranks in zip(*par._checkpointed.peers.all_gather(values), strict=True)]
