@@ -173,12 +173,8 @@ class Profiling:
         nodes = LinkPoints.load(links.with_suffix(".points.json")).job["nodes"]
         if not device.exists():
             write_toml(device, as_table(self.machine()))
-        group = {
-            "device": device.name,
-            "num_nodes": len(set(nodes)),
-            "devices_per_node": len(nodes) // len(set(nodes)),
-            **({"nics_per_node": self.nics} if self.nics else {}),
-        }
+        count, cards = len(set(nodes)), {"nics_per_node": self.nics} if self.nics else {}
+        group = {"device": device.name, "num_nodes": count, "devices_per_node": len(nodes) // count, **cards}
         data = {"name": self.output.stem, "links": links.name, "group": [group]}
         write_toml(self.output, data, comment="Written by 'autopar profile all'; use it as --cluster FILE.")
 

@@ -37,20 +37,10 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         "precision": plan.precision.name,
         "predicted": {**values["predicted"], "fits": plan.predicted.fits},
     }
-    return {name: value for name, value in (values | derived).items() if name not in _OF_FILES}
+    return {name: value for name, value in (values | derived).items() if name not in _IN_FILE}
 
 
-_OF_FILES = (
-    "prelude",
-    "layouts",
-    "blocks",
-    "padding",
-    "opaque",
-    "offload",
-    "bucket_bytes",
-    "vocab_multiple",
-    "version",
-)
+_IN_FILE = ("prelude", "layouts", "blocks", "padding", "opaque", "offload", "bucket_bytes", "vocab_multiple", "version")
 """Fields of a plan that only its file has."""
 
 _MAX_CHANGES = 40
@@ -134,12 +124,8 @@ def render_run(record: RunRecord) -> str:
 
 def run_summary(record: RunRecord) -> dict[str, Any]:
     """Return the same as JSON values."""
-    return {
-        **asdict(record),
-        "is_outside": record.is_outside,
-        "worst": record.worst.name,
-        "is_over_memory": record.is_over_memory,
-    }
+    verdict = {"is_outside": record.is_outside, "worst": record.worst.name, "is_over_memory": record.is_over_memory}
+    return asdict(record) | verdict
 
 
 # --- traced models

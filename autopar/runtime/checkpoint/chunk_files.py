@@ -60,12 +60,8 @@ def header(named: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], about: Map
     end = 0
     for name, dtype, shape in named:
         start, end = end, end + prod(shape) * dtype.itemsize
-        known = _NAMES.get(dtype)
-        entries[name] = {
-            "dtype": known or "U8",
-            "shape": shape if known else [end - start],
-            "data_offsets": [start, end],
-        }
+        kind, num_bytes = _NAMES.get(dtype), end - start
+        entries[name] = {"dtype": kind or "U8", "shape": shape if kind else [num_bytes], "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNED)
     return len(text).to_bytes(8, "little") + text
