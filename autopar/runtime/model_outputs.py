@@ -290,12 +290,8 @@ class ModelOutputs:
         names = {p.name for p in graph.parameters if p.fqn in fqns}
         parts = model_parts(graph, [h for h in self._held if h.name in names])
         whole = WholeTensors(parts, Peers(self._world.host_group()))
-        values = {fqn: whole.complete(fqn) for fqn in fqns}
-        return {
-            ref: value.to(self._world.device, dtype)
-            for ref, (fqn, dtype) in read.items()
-            if (value := values[fqn]) is not None
-        }
+        values = {fqn: value for fqn in fqns if (value := whole.complete(fqn)) is not None}
+        return {ref: values[fqn].to(self._world.device, dtype) for ref, (fqn, dtype) in read.items() if fqn in values}
 
     def _compute(self, outputs: Outputs, needed: Sequence[Op], samples: Samples, env: dict[Ref, Tensor]) -> None:
         if self._program.graph.exact and samples.total != outputs.batch_size:
