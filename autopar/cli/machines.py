@@ -6,7 +6,7 @@ import inspect
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -72,28 +72,31 @@ MEASURED: dict[str, Any] = {
 @takes_plan_options(**MEASURED)
 def ops(plan_options: PlanOptions) -> None:
     """Time every operator at every local shape that a search for MODEL can need; an interrupted measurement is continued."""
-    output, cluster = _output(plan_options), plan_options.cluster
-    check_output(output)
+    output = _output(plan_options)
     from autopar.hardware.describe import machine_of
-    from autopar.measure.profiles import calls_of
-    from autopar.request import Request
 
-    machine = machine_of(cluster, cache_dir=cache_dir())
-    request, sequence = Request(**plan_options.request), plan_options.seq
+    machine = machine_of(plan_options.cluster, cache_dir=cache_dir())
     with progress("timing operators") as advance:
-
-        def calls() -> list[str]:
-            return calls_of(plan_options.model, request, parse_cluster(cluster), sequence=sequence, advance=advance)
-
+        calls = _calls(plan_options, plan_options.cluster, advance)
         summary = _profiling(output, advance).operators(machine, calls)
     assert summary is not None
     _print(summary, plan_options.as_json)
 
 
 def _output(plan_options: PlanOptions) -> Path:
-    """Return the file of the profile."""
+    """Return the file of the profile, after a check that it can be written."""
     assert plan_options.output is not None
+    check_output(plan_options.output)
     return plan_options.output
+
+
+def _calls(plan_options: PlanOptions, cluster: str, advance: Progress) -> Callable[[], list[str]]:
+    """Return what lists the operators of a search on a cluster, whose file may be written later."""
+    from autopar.measure.profiles import calls_of
+    from autopar.request import Request
+
+    model, sequence, request = plan_options.model, plan_options.seq, Request(**plan_options.request)
+    return lambda: calls_of(model, request, parse_cluster(cluster), sequence=sequence, advance=advance)
 
 
 @app.command("links")
@@ -127,19 +130,9 @@ def everything(
 ) -> None:
     """Links, then operators of MODEL, and a cluster file that names both; under torchrun every rank takes part."""
     output = _output(plan_options)
-    check_output(output)
-    from autopar.measure.profiles import calls_of
-    from autopar.request import Request
-
-    request, sequence = Request(**plan_options.request), plan_options.seq
     with progress("timing collectives") as advance:
-        profiling = _profiling(output, advance, nics)
+        profiling, calls = _profiling(output, advance, nics), _calls(plan_options, str(output), advance)
         links, device = profiling.part("links"), profiling.part("device")
-
-        def calls() -> list[str]:
-            cluster = parse_cluster(str(output))
-            return calls_of(plan_options.model, request, cluster, sequence=sequence, advance=advance)
-
         job = _measure_links(links, ranks, max_bytes, budget, collective_timeout)
         is_first = job is None or job.rank == 0
         if is_first:
