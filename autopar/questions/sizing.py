@@ -71,7 +71,9 @@ class Ask(Request):
             self.progress(what, 0, 0)
 
 
-def tracer(model: str, *, precision: str, opaque: Sequence[str], cache_dir: Path) -> Callable[[int, int | None], Graph]:
+def tracer(
+    model: str, precision: str, opaque: Sequence[str], *, cache_dir: Path, advance: Progress
+) -> Callable[[int, int | None], Graph]:
     """Return a function that traces a MODEL once for each length, for :class:`Ask`.
 
     A graph whose samples depend on each other is traced once for each batch size too.
@@ -84,7 +86,7 @@ def tracer(model: str, *, precision: str, opaque: Sequence[str], cache_dir: Path
                 return graphs[key]
         graph = traced(
             model, sequence=tokens, precision=precision, opaque=opaque, global_batch_size=samples,
-            samples_apart=samples_apart, cache_dir=cache_dir,
+            samples_apart=samples_apart, cache_dir=cache_dir, advance=advance,
         )  # fmt: skip
         graphs[samples if graph.exact else None, tokens] = graph
         return graph
