@@ -250,12 +250,9 @@ def _caught(home: Any, names: Iterable[str], clock: Clock, groups: Mapping[str, 
         def call(*args: Any, **kwargs: Any) -> Any:
             arguments = (*args, *kwargs.values())
             group = next((g for g in arguments if isinstance(g, dist.ProcessGroup)), None)
-            clock.enter(run_log.DATA if group is None else groups.get(group.group_name, run_log.DATA))
-            try:
+            with clock.part(run_log.DATA if group is None else groups.get(group.group_name, run_log.DATA)):
                 result = function(*args, **kwargs)
                 return result.wait() if waits and isinstance(result, funcol.AsyncCollectiveTensor) else result
-            finally:
-                clock.leave()
 
         return call
 
