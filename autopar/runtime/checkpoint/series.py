@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -20,7 +21,7 @@ from autopar.plan.plan import Plan
 from autopar.runtime.checkpoint import checkpoint_index, contents
 from autopar.runtime.checkpoint.chunk_files import Folder
 from autopar.runtime.checkpoint.contents import RankContents, Settings, part_of
-from autopar.runtime.checkpoint.load import Loading, saved_state
+from autopar.runtime.checkpoint.load import Loading, saved_state, whole
 from autopar.runtime.checkpoint.write import Save, copied_to_host
 from autopar.runtime.checks import check_model
 from autopar.runtime.state_dict import State, Untrained
@@ -184,7 +185,7 @@ class Checkpointed:
                 try:
                     encoded = saved_state(loading.source.values, kind, *owner)
                     if encoded is not None:
-                        states[kind] = checkpoint_index.decode_state(encoded, loading.tensor)
+                        states[kind] = checkpoint_index.decode_state(encoded, partial(whole, loading.source))
                     elif kind in _WITH_METHODS:
                         raise PlanError(
                             f"The checkpoint has no state of a {kind}",
