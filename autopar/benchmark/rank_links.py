@@ -29,8 +29,9 @@ from autopar.util.toml import Table, as_table
 
 PACE_REPEATS, PACE_S = 15, 0.06
 """Repetitions of :func:`pace`, and seconds of computation in each."""
-WORK_S, BATCH_S = 1e-3, 10e-3
-"""Seconds of computation before each collective, and of one sample."""
+WORK_S = 1e-3
+"""Seconds of computation before each collective."""
+LIMITS = Limits(budget_s=25.0, collective_timeout_s=120.0, max_bytes=2**24, growth=8, batch_s=10e-3)
 KINDS = tuple(kind for kind in COLLECTIVES if kind != "broadcast")
 """The collectives that plans use."""
 
@@ -41,30 +42,20 @@ class LinkTask:
 
     Attributes:
         nodes: the node of each rank.
-        budget_s: seconds of all measurements; sizes that would take longer are left out.
-        max_bytes: size of the largest collective.
-        collective_timeout_s: time limit of one collective.
+        limits: of its time and of sizes; sizes that would take longer are left out.
     """
 
     nodes: tuple[int, ...]
-    budget_s: float = 25.0
-    max_bytes: int = 2**24
-    collective_timeout_s: float = 120.0
+    limits: Limits = LIMITS
 
     def run(self) -> dict[str, dict[str, Any]]:
-        """Measure on this rank of the process group; rank 0 returns ``links``: crowding, sets of groups and points."""
+        """Measure on this rank of the process group; rank 0 returns ``links``: crowding, and the fields of ``LinkPoints``."""
         before = pace()
         job = _BetweenWork(
             dist.distributed_c10d._get_default_store(),
             node=self.nodes[dist.get_rank()],
             device=torch.device("cpu"),
-            limits=Limits(
-                budget_s=self.budget_s,
-                collective_timeout_s=self.collective_timeout_s,
-                max_bytes=self.max_bytes,
-                growth=8,
-                batch_s=BATCH_S,
-            ),
+            limits=self.limits,
             collectives={kind: COLLECTIVES[kind] for kind in KINDS},
         )
         job.crowding = before[0]
@@ -72,15 +63,7 @@ class LinkTask:
         crowding, layers_s = (statistics.mean(pair) for pair in zip(before, pace(), strict=True))
         if points is None:
             return {}
-        return {
-            "links": {
-                "crowding": crowding,
-                "layers_s": layers_s,
-                "sets": as_table(points.sets),
-                "points": points.points,
-                "failed": points.failed,
-            }
-        }
+        return {"links": {"crowding": crowding, "layers_s": layers_s, **as_table(points)}}
 
 
 class _BetweenWork(LinkJob):

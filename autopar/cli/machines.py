@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import platform
 import sys
-from collections.abc import Iterator
-from dataclasses import MISSING, asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli.options import (
-    Json,
-    PlanOptions,
-    cache_dir,
-    parse_cluster,
-    print_json,
-    print_result,
-    print_text,
-    progress,
-    takes_plan_options,
-    warn,
-)
+from autopar.cli.options import Json, PlanOptions, parse_cluster, takes_plan_options
+from autopar.cli.output import cache_dir, print_result, progress, warn
 from autopar.measure.job_of_ranks import check_output, start_ranks, torchrun_job, under_torchrun
 from autopar.util.files import data_files
 
 if TYPE_CHECKING:
+    from autopar.measure.collective_times import LinkJob
     from autopar.measure.profiles import Profiling
     from autopar.planner.search import Progress
 
@@ -69,7 +61,7 @@ Nics = Annotated[int | None, typer.Option(min=1, metavar="N", help="Network card
 
 MEASURED: dict[str, Any] = {
     "without": ("optimizer", "max_step_time"),
-    "defaults": {"global_batch": None, "output": MISSING},
+    "defaults": {"global_batch": None, "output": inspect.Parameter.empty},
     "global_batch": Batch,
     "output": Output,
 }
@@ -80,28 +72,31 @@ MEASURED: dict[str, Any] = {
 @takes_plan_options(**MEASURED)
 def ops(plan_options: PlanOptions) -> None:
     """Time every operator at every local shape that a search for MODEL can need; an interrupted measurement is continued."""
-    output, cluster = _output(plan_options), plan_options.cluster
-    check_output(output)
+    output = _output(plan_options)
     from autopar.hardware.describe import machine_of
-    from autopar.measure.profiles import calls_of
-    from autopar.request import Request
 
-    machine = machine_of(cluster, cache_dir=cache_dir())
-    request, sequence = Request(**plan_options.request), plan_options.seq
+    machine = machine_of(plan_options.cluster, cache_dir=cache_dir())
     with progress("timing operators") as advance:
-
-        def calls() -> list[str]:
-            return calls_of(plan_options.model, request, parse_cluster(cluster), sequence=sequence, advance=advance)
-
+        calls = _calls(plan_options, plan_options.cluster, advance)
         summary = _profiling(output, advance).operators(machine, calls)
     assert summary is not None
     _print(summary, plan_options.as_json)
 
 
 def _output(plan_options: PlanOptions) -> Path:
-    """Return the file of the profile."""
+    """Return the file of the profile, after a check that it can be written."""
     assert plan_options.output is not None
+    check_output(plan_options.output)
     return plan_options.output
+
+
+def _calls(plan_options: PlanOptions, cluster: str, advance: Progress) -> Callable[[], list[str]]:
+    """Return what lists the operators of a search on a cluster, whose file may be written later."""
+    from autopar.measure.profiles import calls_of
+    from autopar.request import Request
+
+    model, sequence, request = plan_options.model, plan_options.seq, Request(**plan_options.request)
+    return lambda: calls_of(model, request, parse_cluster(cluster), sequence=sequence, advance=advance)
 
 
 @app.command("links")
@@ -118,14 +113,9 @@ def links(
     check_output(output)
     with progress("timing collectives") as advance:
         profiling = _profiling(output, advance, nics)
-        if not under_torchrun():
-            start_ranks(output, ranks, max_bytes=max_bytes, budget=budget, timeout=collective_timeout, nics=nics)
-            summary: dict[str, Any] | None = profiling.kept_links()
-        else:
-            with torchrun_job(max_bytes, budget, collective_timeout) as job:
-                summary = profiling.links(job)
-    if summary is not None:
-        _print(summary, as_json)
+        job = _measure_links(profiling, ranks, max_bytes, budget, collective_timeout)
+    if job is None or job.rank == 0:
+        _print(profiling.kept_links(), as_json)
 
 
 @app.command("all")
@@ -140,34 +130,30 @@ def everything(
 ) -> None:
     """Links, then operators of MODEL, and a cluster file that names both; under torchrun every rank takes part."""
     output = _output(plan_options)
-    check_output(output)
-    from autopar.measure.profiles import calls_of
-    from autopar.request import Request
-
-    request, sequence = Request(**plan_options.request), plan_options.seq
     with progress("timing collectives") as advance:
-        profiling = _profiling(output, advance, nics)
+        profiling, calls = _profiling(output, advance, nics), _calls(plan_options, str(output), advance)
         links, device = profiling.part("links"), profiling.part("device")
-
-        def calls() -> list[str]:
-            cluster = parse_cluster(str(output))
-            return calls_of(plan_options.model, request, cluster, sequence=sequence, advance=advance)
-
-        if not under_torchrun():
-            start_ranks(links.output, ranks, max_bytes=max_bytes, budget=budget, timeout=collective_timeout, nics=nics)
+        job = _measure_links(links, ranks, max_bytes, budget, collective_timeout)
+        is_first = job is None or job.rank == 0
+        if is_first:
             profiling.cluster()
-            operators_found = device.operators(device.machine(), calls)
-        else:
-            with torchrun_job(max_bytes, budget, collective_timeout) as job:
-                links.links(job)
-            if job.rank == 0:
-                profiling.cluster()
-            machine = device.machine() if job.rank == 0 else None
-            operators_found = device.operators(machine, calls, store=job.store, rank=job.rank, world=job.world)
+        operators_found = device.operators(device.machine() if is_first else None, calls, job)
         if operators_found is None:
             return
         summary = {**links.kept_links(), **operators_found, "cluster": str(output)}
     _print(summary, plan_options.as_json)
+
+
+def _measure_links(
+    profiling: Profiling, ranks: int | None, max_bytes: int, budget: float, timeout: float
+) -> LinkJob | None:
+    """Measure and write links: as a rank of torchrun, whose job is returned, or on ranks of this machine that are started here."""
+    if not under_torchrun():
+        start_ranks(profiling.output, ranks, max_bytes=max_bytes, budget=budget, timeout=timeout, nics=profiling.nics)
+        return None
+    with torchrun_job(max_bytes, budget, timeout) as job:
+        profiling.links(job)
+    return job
 
 
 def _profiling(output: Path, advance: Progress, nics: int | None = None) -> Profiling:
@@ -260,14 +246,14 @@ def doctor(as_json: Json = False) -> None:
     """Report the capabilities of this machine and of torch; exits with 1 if something that autopar needs is missing."""
     checks = [*_machine(), *_packages(), *_torch(), *_data(cache_dir())]
     healthy = all(check.ok for check in checks if check.needed)
-    if as_json:
-        print_json({"ok": healthy, "checks": [asdict(check) for check in checks]})
-    else:
-        width = max(len(check.name) for check in checks)
-        for check in checks:
-            word = "ok" if check.ok else "missing" if check.needed else "absent"
-            remedy = "" if check.ok or not check.remedy else f"; {check.remedy}"
-            print_text(f"{word:<8} {check.name:<{width}}  {check.found}{remedy}")
-        print_text("\neverything that autopar needs is here" if healthy else "\nautopar cannot run here: see 'missing'")
+    width = max(len(check.name) for check in checks)
+    lines = []
+    for check in checks:
+        word = "ok" if check.ok else "missing" if check.needed else "absent"
+        remedy = "" if check.ok or not check.remedy else f"; {check.remedy}"
+        lines.append(f"{word:<8} {check.name:<{width}}  {check.found}{remedy}")
+    lines += ["", "everything that autopar needs is here" if healthy else "autopar cannot run here: see 'missing'"]
+    summary = {"ok": healthy, "checks": [asdict(check) for check in checks]}
+    print_result(as_json, lambda: summary, lambda: "\n".join(lines))
     if not healthy:
         raise typer.Exit(1)

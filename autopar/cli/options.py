@@ -1,115 +1,23 @@
-"""Helpers of all commands: options and their conversion, output of results, progress, and environment variables (read only here)."""
+"""Options that commands have in common, and their conversion."""
 
 from __future__ import annotations
 
 import inspect
-import json
-import os
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
-from contextvars import ContextVar
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+from autopar.cli.output import cache_dir
 from autopar.errors import LONGEST_S, UsageError
-from autopar.util.files import default_cache_dir, read_text, write_text
+from autopar.util.files import read_text
 
 if TYPE_CHECKING:
     from autopar.hardware.cluster import Cluster
-
-
-def print_json(value: object) -> None:
-    """Print one JSON object on stdout."""
-    (_results.get() or sys.stdout).write(json.dumps(value, indent=2, allow_nan=False) + "\n")
-
-
-_results: ContextVar[TextIO | None] = ContextVar("results", default=None)
-
-
-@contextmanager
-def json_alone() -> Iterator[None]:
-    """Send all output of the body, that of child processes too, to stderr; only :func:`print_json` writes to stdout."""
-    sys.stdout.flush()
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as results, redirect_stdout(sys.stderr):
-        token = _results.set(results)
-        os.dup2(2, 1)
-        try:
-            yield
-        finally:
-            _results.reset(token)
-            os.dup2(results.fileno(), 1)
-
-
-def print_text(text: str) -> None:
-    """Print a text on stdout."""
-    sys.stdout.write(text.rstrip("\n") + "\n")
-
-
-def print_result(as_json: bool, summary: Callable[[], object], text: Callable[[], str]) -> None:
-    """Print the result of a command, as JSON or as text; the other form is not computed."""
-    if as_json:
-        print_json(summary())
-    else:
-        print_text(text())
-
-
-def warn(text: str) -> None:
-    """Print a remark on stderr."""
-    sys.stderr.write(f"{text}\n")
-
-
-def write_report(path: Path, text: str) -> None:
-    """Write a result to a file, and say so on stderr.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
-    write_text(path, text)
-    warn(f"wrote {path}")
-
-
-def cache_dir() -> Path | None:
-    """Return the folder with measurements of this machine, from ``AUTOPAR_CACHE``; None for the user's cache directory."""
-    value = os.environ.get("AUTOPAR_CACHE", "")
-    return Path(value).expanduser() if value else None
-
-
-def kept_dir() -> Path:
-    """Return the folder with measurements and graphs."""
-    return cache_dir() or default_cache_dir()
-
-
-@contextmanager
-def progress(text: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Show a progress bar on stderr while the body runs, if stderr is a terminal.
-
-    Yields:
-        ``advance(what, done, total)``; ``total`` is 0 while it is unknown.
-    """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(text, total=None)
-
-        def advance(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total or None)
-
-        yield advance
 
 
 Model = Annotated[
@@ -123,7 +31,7 @@ ClusterOption = Annotated[
     str, typer.Option(metavar="CLUSTER", help="DEVICE:NODESxPER_NODE (h100-sxm5-80gb:4x8), local or a TOML file.")
 ]
 GlobalBatch = Annotated[int, typer.Option(min=1, metavar="N", help="Samples of one optimizer step, over all ranks.")]
-Sequence_ = Annotated[
+Tokens = Annotated[
     int | None,
     typer.Option(min=1, max=2**26, metavar="N", help="Tokens of a sample; the length of the model if not given."),
 ]
@@ -167,7 +75,7 @@ class PlanOptions:
     model: Model
     cluster: ClusterOption
     global_batch: GlobalBatch
-    seq: Sequence_ = None
+    seq: Tokens = None
     precision: PrecisionOption = "fp32"
     optimizer: Optimizer = "adamw"
     pin: Pin = None
@@ -232,25 +140,19 @@ def takes_plan_options(
 
     Args:
         without: options that the command does not have.
-        defaults: other defaults, by name; ``dataclasses.MISSING`` for an option that must be given.
+        defaults: other defaults, by name; ``inspect.Parameter.empty`` for an option that must be given.
         otherwise: annotations of options with another meaning, by name.
     """
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    default_of: dict[str, Any] = {option.name: option.default for option in fields(PlanOptions)} | dict(defaults or {})
-    left_out: dict[str, Any] = {name: None if default_of[name] is MISSING else default_of[name] for name in without}
+    keyword, required = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
+    default_of, shared, left_out = dict(defaults or {}), dict[str, inspect.Parameter](), dict[str, Any]()
+    for name, option in inspect.signature(PlanOptions, eval_str=True).parameters.items():
+        default = default_of.get(name, option.default)
+        if name in without:
+            left_out[name] = None if default is required else default
+        else:
+            shared[name] = option.replace(annotation=otherwise.get(name, option.annotation), default=default)
 
     def with_options(verb: Verb) -> Verb:
-        hints = get_type_hints(PlanOptions, include_extras=True) | otherwise
-        shared = {
-            name: inspect.Parameter(
-                name,
-                keyword,
-                annotation=hints[name],
-                default=inspect.Parameter.empty if default is MISSING else default,
-            )
-            for name, default in default_of.items()
-            if name not in without
-        }
         _, *others = inspect.signature(verb, eval_str=True).parameters.values()
 
         @wraps(verb)
@@ -278,7 +180,7 @@ def refuse_beside(what: str, **options: object) -> None:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Return the cluster of ``--cluster``; measurements of this machine are in :func:`cache_dir`."""
+    """Return the cluster of ``--cluster``; measurements of this machine are in :func:`autopar.cli.output.cache_dir`."""
     from autopar.hardware.cluster import Cluster
 
     return Cluster.parse(text, cache_dir=cache_dir())

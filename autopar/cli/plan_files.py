@@ -8,22 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from autopar.cli.options import (
-    Json,
-    Model,
-    ModelOfPlan,
-    Opaque,
-    Pin,
-    Sequence_,
-    parse_cluster,
-    print_json,
-    print_result,
-    print_text,
-    progress,
-    refuse_beside,
-    split_pins,
-    write_report,
-)
+from autopar.cli.options import Json, Model, ModelOfPlan, Opaque, Pin, Tokens, parse_cluster, refuse_beside, split_pins
+from autopar.cli.output import print_result, progress, write_report
 from autopar.errors import UsageError
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file, written by 'autopar search -o FILE'.")]
@@ -49,10 +35,8 @@ def show(
         from autopar.report.pictures import perfetto_trace
 
         write_report(perfetto, json.dumps(perfetto_trace(plan)) + "\n")
-    if as_json:
-        print_json(plan_summary(plan))
-    elif html is None and perfetto is None:
-        print_text(render_plan(plan))
+    if as_json or (html is None and perfetto is None):
+        print_result(as_json, lambda: plan_summary(plan), lambda: render_plan(plan))
 
 
 def compare(
@@ -95,16 +79,9 @@ def run(
     from autopar.plan.plan import Plan
     from autopar.runtime.job import start_script
 
-    raise typer.Exit(
-        start_script(
-            Plan.load(plan_file),
-            plan_file,
-            [script, *context.args],
-            nodes=nodes,
-            rendezvous=rendezvous,
-            max_restarts=max_restarts,
-        )
-    )
+    plan, words = Plan.load(plan_file), [script, *context.args]
+    code = start_script(plan, plan_file, words, nodes=nodes, rendezvous=rendezvous, max_restarts=max_restarts)
+    raise typer.Exit(code)
 
 
 Target = Annotated[str, typer.Argument(metavar="PLAN|MODEL", help="A plan file, or a MODEL as in search.")]
@@ -127,7 +104,7 @@ def verify(
     cluster: VerifiedCluster = None,
     pin: Pin = None,
     global_batch: VerifiedBatch = None,
-    seq: Sequence_ = None,
+    seq: Tokens = None,
     opaque: Opaque = None,
     model: ModelOfPlan = None,
     steps: Steps = 3,
@@ -176,7 +153,7 @@ def verify(
 
 def trace(
     model: Model,
-    seq: Sequence_ = None,
+    seq: Tokens = None,
     batch: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Samples in the traced batch; 2 if not given.")
     ] = None,

@@ -14,15 +14,12 @@ from autopar.cli.options import (
     ModelOfPlan,
     PlanOptions,
     Space,
-    kept_dir,
     parse_cluster,
-    print_result,
-    progress,
     refuse_beside,
     split_pins,
     takes_plan_options,
-    warn,
 )
+from autopar.cli.output import kept_dir, print_result, progress, warn
 from autopar.errors import UsageError
 
 if TYPE_CHECKING:
@@ -44,19 +41,9 @@ def make_plan(verb: Literal["search", "estimate"], plan_options: PlanOptions, **
     request = plan_options.request | {"cluster": parse_cluster(plan_options.cluster)}
     with progress("reading the model") as advance:
         from autopar import api
-        from autopar.models.graph_for_plan import traced
-        from autopar.planner.sharding.input_axes import samples_apart
 
-        graph = traced(
-            plan_options.model,
-            sequence=plan_options.seq,
-            precision=plan_options.precision,
-            opaque=request["opaque"],
-            global_batch_size=plan_options.global_batch,
-            samples_apart=samples_apart,
-            cache_dir=kept_dir(),
-            advance=advance,
-        )
+        ask = _ask(advance, plan_options)
+        graph = ask.graph_at(ask.global_batch_size, ask.sequence)
         call: Callable[..., Plan] = api.search if verb == "search" else api.estimate
         return call(graph, **request, progress=advance, **options)
 
@@ -327,11 +314,11 @@ def _ask(advance: Callable[[str, int, int], None], options: PlanOptions) -> Ask:
     from autopar.planner.branch_and_bound.process_group import cores
     from autopar.questions.sizing import Ask, tracer
 
-    request = options.request
+    request, kept = options.request, kept_dir()
     return Ask(
         **request,
-        graph_at=tracer(options.model, precision=options.precision, opaque=request["opaque"], cache_dir=kept_dir()),
-        cache_dir=kept_dir(),
+        graph_at=tracer(options.model, options.precision, request["opaque"], cache_dir=kept, advance=advance),
+        cache_dir=kept,
         sequence=options.seq,
         max_step_time_s=options.max_step_time,
         progress=advance,

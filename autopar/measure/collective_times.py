@@ -266,12 +266,8 @@ class LinkJob:
         try:
             links = self._greeting(path)
             limit = min(self.limits.max_bytes, links.job.pop("room") // BUFFERS)
-            turns = [
-                (i, kind)
-                for i, s in enumerate(links.sets)
-                for kind in self.collectives
-                if kind != "send" or s.size == 2
-            ]
+            sets = enumerate(links.sets)
+            turns = [(i, kind) for i, s in sets for kind in self.collectives if kind != "send" or s.size == 2]
             end = time.monotonic() + self.limits.budget_s
             opened = -1
             for turn, (index, kind) in enumerate(turns):

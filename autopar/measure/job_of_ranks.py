@@ -45,30 +45,20 @@ def check_output(output: Path) -> None:
 
 @contextlib.contextmanager
 def torchrun_job(max_bytes: int, budget: float, timeout: float) -> Iterator[LinkJob]:
-    """Give this rank's part of the torchrun job, with a process group whose collectives have ``timeout`` seconds."""
-    from datetime import timedelta
-
+    """Give this rank's part of the torchrun job, whose process group ends with the context."""
     import torch.distributed as dist
-    from torch._C._distributed_c10d import PrefixStore
-    from torch.distributed.rendezvous import rendezvous
 
     from autopar.measure.collective_times import Limits, LinkJob
-    from autopar.runtime.job import fresh
+    from autopar.runtime.job import start, stop
 
     device = local_device()
-    store, rank, world = next(iter(rendezvous("env://", timeout=timedelta(seconds=GRACE_S))))
-    # a start after a failure finds the tasks and answers of the one before in the store of torchrun
-    store = fresh(PrefixStore("autopar", store), rank, world, timeout_s=GRACE_S)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, store=PrefixStore("group", store), rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
-    )
+    start(device.type, collective_timeout_s=max(timeout, GRACE_S))  # the groups that are measured have ``timeout``
     node = int(os.environ.get("GROUP_RANK", "0"))
     limits = Limits(budget_s=budget, collective_timeout_s=timeout, max_bytes=max_bytes)
     try:
-        yield LinkJob(store, node=node, device=device, limits=limits)
+        yield LinkJob(dist.distributed_c10d._get_default_store(), node=node, device=device, limits=limits)
     finally:
-        dist.destroy_process_group()
+        stop()
 
 
 def local_device(kind: str = "") -> torch.device:
@@ -191,9 +181,8 @@ def group_sets(nodes: Sequence[int]) -> tuple[GroupSet, ...]:
             sets += _with_alone("node", "contiguous", chunks, 1, size)
             if size < width and width % size == 0:
                 stride = width // size
-                sets += _with_alone("node", "strided", [r[i::stride] for r in members for i in range(stride)], 1, size)[
-                    :1
-                ]
+                strided = [ranks[i::stride] for ranks in members for i in range(stride)]
+                sets += _with_alone("node", "strided", strided, 1, size)[:1]
     if len(members) > 1:
         for size in _sizes(width):
             across = [

@@ -54,13 +54,7 @@ class Profiling:
     # --- operators
 
     def operators(
-        self,
-        machine: MachineProfile | None,
-        calls_of: Callable[[], list[str]],
-        *,
-        store: Store | None = None,
-        rank: int = 0,
-        world: int = 1,
+        self, machine: MachineProfile | None, calls_of: Callable[[], list[str]], job: LinkJob | None = None
     ) -> dict[str, Any] | None:
         """Time the operators that the file next to the output does not have, write the profile, and return a summary.
 
@@ -69,13 +63,14 @@ class Profiling:
         Args:
             machine: the profile of the machine; None on other ranks than 0, whose devices are assumed to be equal.
             calls_of: returns the operators; called on rank 0 alone.
-            store: a store of all ranks; None if there is one rank.
+            job: the ranks; None if there is one.
 
         Raises:
             UsageError: this machine has no device of the kind.
             AutoparError: no operator could be timed.
         """
-        device, store = device_of(machine), store or HashStore()
+        device = device_of(machine)
+        store, rank, world = (HashStore(), 0, 1) if job is None else (job.store, job.rank, job.world)
         path = self.output.with_suffix(".operators.json")
         file = OperatorFile(path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}.json"), identity())
         num_before = len(file.times)
@@ -132,14 +127,12 @@ class Profiling:
 
     # --- links
 
-    def links(self, job: LinkJob) -> dict[str, Any] | None:
-        """Measure links. Rank 0 fits them, writes them and returns a summary; the others return None."""
+    def links(self, job: LinkJob) -> None:
+        """Measure links. Rank 0 fits them and writes them."""
         path = self.output.with_suffix(".points.json")
         points = measure_links(job, path, progress=self.advance)
-        return None if points is None else self._links_written(points, path)
-
-    def _links_written(self, points: LinkPoints, path: Path) -> dict[str, Any]:
-        """Fit links to the points, write them, and return a summary."""
+        if points is None:
+            return
         from autopar.measure.link_fit import links_of
 
         where = f"measured {time.strftime('%Y-%m-%d')} on {len(points.job['nodes'])} ranks of {points.job['device']}, "
@@ -155,12 +148,22 @@ class Profiling:
         self.say(f"wrote {self.output} and {path.name}")
         for name, kind, size, why in points.failed:
             self.say(f"not measured: {name}, {kind} of {size} bytes: {why}")
-        return links_summary(self.output, fitted, points)
 
     def kept_links(self) -> dict[str, Any]:
-        """Return the summary of links that another process has written."""
-        points = LinkPoints.load(self.output.with_suffix(".points.json"))
-        return links_summary(self.output, Links.load(self.output), points)
+        """Return a summary of the links that were written."""
+        points, fitted = LinkPoints.load(self.output.with_suffix(".points.json")), Links.load(self.output)
+        tiers = {"intra_node": fitted.intra_node, "nic": fitted.nic}
+        return {
+            "links": str(self.output),
+            **{
+                name: {"latency_s": link.latency_s, "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s}
+                for name, link in tiers.items()
+            },
+            "collectives": len(fitted.measured),
+            "largest_residual": max(item.residual for item in fitted.measured),
+            "points": len(points.points),
+            "points_failed": len(points.failed),
+        }
 
     # --- both
 
@@ -170,12 +173,8 @@ class Profiling:
         nodes = LinkPoints.load(links.with_suffix(".points.json")).job["nodes"]
         if not device.exists():
             write_toml(device, as_table(self.machine()))
-        group = {
-            "device": device.name,
-            "num_nodes": len(set(nodes)),
-            "devices_per_node": len(nodes) // len(set(nodes)),
-            **({"nics_per_node": self.nics} if self.nics else {}),
-        }
+        count, cards = len(set(nodes)), {"nics_per_node": self.nics} if self.nics else {}
+        group = {"device": device.name, "num_nodes": count, "devices_per_node": len(nodes) // count, **cards}
         data = {"name": self.output.stem, "links": links.name, "group": [group]}
         write_toml(self.output, data, comment="Written by 'autopar profile all'; use it as --cluster FILE.")
 
@@ -218,19 +217,6 @@ def device_of(machine: MachineProfile | None) -> torch.device:
             fix="Run it on such a machine, or name a cluster of this one ('local')",
         )
     return local_device(kind)
-
-
-def links_summary(output: Path, fitted: Links, points: LinkPoints) -> dict[str, Any]:
-    """Return a summary of measured links."""
-    return {
-        "links": str(output),
-        "intra_node": {"latency_s": fitted.intra_node.latency_s, "bandwidth_bytes_per_s": fitted.intra_node.bandwidth_bytes_per_s},
-        "nic": {"latency_s": fitted.nic.latency_s, "bandwidth_bytes_per_s": fitted.nic.bandwidth_bytes_per_s},
-        "collectives": len(fitted.measured),
-        "largest_residual": max(item.residual for item in fitted.measured),
-        "points": len(points.points),
-        "points_failed": len(points.failed),
-    }  # fmt: skip
 
 
 def render(data: dict[str, Any]) -> str:

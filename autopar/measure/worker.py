@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils import _pytree as pytree
 
 from autopar.measure import timers as measure
 from autopar.ops import collectives
@@ -45,7 +46,13 @@ _KERNELS_OF_ADAMW = 9  # autopar.cost.step.memory: operators of AdamW for one pa
 def measure_overheads() -> dict[str, float]:
     """Return all overheads of the host by the field names of :class:`autopar.hardware.device.Overheads`."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    return _in_rounds(lambda: _measured_once(mesh), _has_time)
+
+    def measured_once() -> dict[str, float]:
+        """Return one round of measurements."""
+        own = {"sharded_launch_s": sharded_launch_s(mesh), "collective_s": collective_s(mesh)}
+        return own | action_times(mesh) | unit_times(mesh)
+
+    return _in_rounds(measured_once, _has_time)
 
 
 def _in_rounds(measure_once: Callable[[], dict[str, Any]], has_time: Callable[[float], bool]) -> dict[str, Any]:
@@ -61,7 +68,8 @@ def _in_rounds(measure_once: Callable[[], dict[str, Any]], has_time: Callable[[f
     end, rounds = time.monotonic() + BUDGET_S, [measure_once()]
     while len(rounds) < ROUNDS and has_time(end):
         rounds.append(measure_once())
-    return dict(_medians(rounds))
+    medians: dict[str, Any] = pytree.tree_map(lambda *numbers: statistics.median(numbers), *rounds)
+    return medians
 
 
 def _has_time(end: float) -> bool:
@@ -69,16 +77,6 @@ def _has_time(end: float) -> bool:
     verdict = torch.tensor(float(time.monotonic() < end))
     dist.broadcast(verdict, src=0)
     return bool(verdict)
-
-
-def _measured_once(mesh: DeviceMesh) -> dict[str, float]:
-    """Return one round of measurements of the overheads."""
-    return {
-        "sharded_launch_s": sharded_launch_s(mesh),
-        "collective_s": collective_s(mesh),
-        **action_times(mesh),
-        **unit_times(mesh),
-    }
 
 
 def sharded_launch_s(mesh: DeviceMesh) -> float:
@@ -244,16 +242,6 @@ DELAYS_OF_SMALL_ALL_REDUCE = 5  # with 2 ranks: profiles/links/gloo.toml, 1 + 2 
 
 _HAS_TF32 = (8, 0)
 """The compute capability from which GPUs have TF32 and bfloat16 (NVIDIA A100 white paper); older ones emulate bfloat16."""
-
-
-def _medians(trees: Sequence[Any]) -> Any:
-    """Return the median of each number over trees of equal structure."""
-    first = trees[0]
-    if isinstance(first, dict):
-        return {key: _medians([tree[key] for tree in trees]) for key in first}
-    if isinstance(first, list | tuple):
-        return [_medians(items) for items in zip(*trees, strict=True)]
-    return statistics.median(trees)
 
 
 def measure_device(device: torch.device) -> dict[str, Any]:

@@ -98,18 +98,9 @@ def render_front(points: Sequence[Point]) -> str:
 
 def front_summary(points: Sequence[Point]) -> dict[str, Any]:
     """Return a front as JSON values."""
-    return {
-        "front": [
-            {
-                "cluster": point.cluster,
-                "num_devices": point.num_devices,
-                "head_room": point.head_room,
-                "cost": point.cost,
-                "plan": plan_summary(point.plan),
-            }
-            for point in points
-        ]
-    }
+    names = ("cluster", "num_devices", "head_room", "cost")
+    rows = [{name: getattr(point, name) for name in names} | {"plan": plan_summary(point.plan)} for point in points]
+    return {"front": rows}
 
 
 def _is_choice(path: str) -> bool:
@@ -135,11 +126,7 @@ def _cells(plan: Plan | None, missing: str = "none within the limits") -> tuple[
     if plan is None:
         return ("-", "-", missing)
     predicted = plan.predicted
-    return (
-        seconds(predicted.step_time_s),
-        num_bytes(predicted.peak_memory_bytes),
-        short_text(plan),
-    )
+    return seconds(predicted.step_time_s), num_bytes(predicted.peak_memory_bytes), short_text(plan)
 
 
 # --- studies: autopar's plan next to the published layout

@@ -59,18 +59,15 @@ def parse_sweep(text: str) -> tuple[str, tuple[float, ...]]:
     >>> parse_sweep("link.bandwidth=0.5,1,2")
     ('link.bandwidth', (0.5, 1.0, 2.0))
     """
-    name, equals, values = text.partition("=")
+    name, _, values = text.partition("=")
     try:
-        factors = tuple(float(value) for value in values.split(","))
-    except ValueError:
-        factors = ()
-    if not equals or not factors:
+        return name.strip(), tuple(float(value) for value in values.split(","))
+    except ValueError as error:
         raise UsageError(
             f"'{text}' is not of the form NAME=FACTOR,FACTOR,...",
             where="--scale",
             fix="Write for example link.bandwidth=0.5,1,2",
-        )
-    return name.strip(), factors
+        ) from error
 
 
 Objective = Literal["time", "memory", "devices", "price"]
@@ -171,16 +168,15 @@ def undominated(points: Sequence[Point], objectives: Sequence[Objective]) -> tup
 
     A point dominates another one if it is nowhere worse and somewhere better. Of equal points the first is returned.
     """
-    values = [point.values(objectives) for point in points]
-    kept = [
-        point
-        for i, point in enumerate(points)
-        if not any(
-            all(a <= b for a, b in zip(other, values[i], strict=True)) and (other != values[i] or j < i)
-            for j, other in enumerate(values)
-            if j != i
-        )
-    ]
+    firsts: dict[tuple[float, ...], Point] = {}
+    for point in points:
+        firsts.setdefault(point.values(objectives), point)
+
+    def is_dominated(values: tuple[float, ...]) -> bool:
+        others = (other for other in firsts if other != values)
+        return any(all(a <= b for a, b in zip(other, values, strict=True)) for other in others)
+
+    kept = (point for values, point in firsts.items() if not is_dominated(values))
     return tuple(sorted(kept, key=lambda point: point.plan.predicted.step_time_s))
 
 
@@ -228,7 +224,7 @@ class Study:
     measured: str = ""
     unsure: tuple[str, ...] = ()
     cluster: str
-    scale: tuple[tuple[str, float], ...]
+    scale: dict[str, float] = field(default_factory=dict)
     global_batch_size: int = field(metadata={"key": "global_batch"})
     sequence: int
     precision: str
@@ -278,20 +274,13 @@ def load_study(name: str) -> Study:
         raise UsageError.unknown("study", name, shipped, fix="or give the path of a .toml file")
     path = Path(name) if name.endswith(".toml") else shipped[name]
     table = Table.load(path)
-    model, scale = table.table("model"), []
-    if table.has("scale"):
-        factors = table.table("scale")
-        for key in factors.names():
-            if key not in SCALES:
-                raise UsageError.unknown("number of a cluster", key, SCALES, where=factors.place(key))
-            scale.append((key, factors.number(key)))
-    study = table.record(
-        Study,
-        name=path.stem,
-        scale=tuple(scale),
-        model=model.text("spec") if model.has("spec") else _sizes(model, table.integer("sequence")),
-    )
+    model = table.table("model")
+    sizes = model.text("spec") if model.has("spec") else _sizes(model, table.integer("sequence"))
+    study = table.record(Study, name=path.stem, model=sizes)
     model.finish()
+    for key in study.scale:
+        if key not in SCALES:
+            raise UsageError.unknown("number of a cluster", key, SCALES, where=table.table("scale").place(key))
     return study
 
 
@@ -305,7 +294,7 @@ def _sizes(table: Table, sequence: int) -> tuple[Sizes, int]:
 
 def cluster_of(study: Study) -> Cluster:
     """Return the study's cluster."""
-    return scaled(Cluster.parse(study.cluster), dict(study.scale))
+    return scaled(Cluster.parse(study.cluster), study.scale)
 
 
 def graph_of(study: Study) -> Graph:

@@ -71,7 +71,9 @@ class Ask(Request):
             self.progress(what, 0, 0)
 
 
-def tracer(model: str, *, precision: str, opaque: Sequence[str], cache_dir: Path) -> Callable[[int, int | None], Graph]:
+def tracer(
+    model: str, precision: str, opaque: Sequence[str], *, cache_dir: Path, advance: Progress
+) -> Callable[[int, int | None], Graph]:
     """Return a function that traces a MODEL once for each length, for :class:`Ask`.
 
     A graph whose samples depend on each other is traced once for each batch size too.
@@ -84,7 +86,7 @@ def tracer(model: str, *, precision: str, opaque: Sequence[str], cache_dir: Path
                 return graphs[key]
         graph = traced(
             model, sequence=tokens, precision=precision, opaque=opaque, global_batch_size=samples,
-            samples_apart=samples_apart, cache_dir=cache_dir,
+            samples_apart=samples_apart, cache_dir=cache_dir, advance=advance,
         )  # fmt: skip
         graphs[samples if graph.exact else None, tokens] = graph
         return graph
@@ -218,19 +220,17 @@ def parse_prices(texts: Sequence[str]) -> dict[str, float]:
     """
     prices: dict[str, float] = {}
     for text in (part for entry in texts for part in entry.split(",")):
-        name, equals, value = text.partition("=")
+        name, _, value = text.partition("=")
         if name.strip() in prices:
             raise UsageError(f"The device in '{text}' has two prices", where="--price", fix="Leave one of them out")
         try:
             prices[name.strip()] = float(value)
-        except ValueError:
-            equals = ""
-        if not equals:
+        except ValueError as error:
             raise UsageError(
                 f"'{text}' is not of the form DEVICE=NUMBER",
                 where="--price",
                 fix="Write for example h100-sxm5-80gb=2.5",
-            )
+            ) from error
     return prices
 
 
@@ -309,13 +309,9 @@ def longest_sequence(ask: Ask, *, step: int) -> Answer:
     Raises:
         InfeasibleError: ``step`` tokens have no plan.
     """
+    most, limit = max(MAX_SEQUENCE // step, 1), f"no longer ones than {MAX_SEQUENCE:,} are tried"
     return _largest(
-        ask,
-        lambda n: replace(ask, sequence=n * step),
-        "tokens",
-        lambda n: n * step,
-        most=max(MAX_SEQUENCE // step, 1),
-        limit=f"no longer ones than {MAX_SEQUENCE:,} are tried",
+        ask, lambda n: replace(ask, sequence=n * step), "tokens", lambda n: n * step, most=most, limit=limit
     )
 
 

@@ -28,18 +28,21 @@ class Span:
     Attributes:
         pp_rank: the pipeline rank.
         kind: ``F``, ``B``, ``data parallel`` or ``optimizer``.
-        name: the name in pictures.
         start_s, end_s: its time in the step.
         stage, micro_batch: of ``F`` and ``B``; otherwise -1.
     """
 
     pp_rank: int
     kind: str
-    name: str
     start_s: float
     end_s: float
     stage: int = -1
     micro_batch: int = -1
+
+    @property
+    def name(self) -> str:
+        """The name in pictures."""
+        return self.kind if self.stage < 0 else f"{self.stage}{self.kind}{self.micro_batch}"
 
 
 def timeline(plan: Plan) -> list[Span]:
@@ -60,7 +63,7 @@ def timeline(plan: Plan) -> list[Span]:
         clock_s = max((span.end_s for span in spans if span.pp_rank == rank), default=0.0)
         for name, part_s in (("data parallel", breakdown.data_parallel_s), ("optimizer", breakdown.optimizer_s)):
             if part_s > 0:
-                spans.append(Span(pp_rank=rank, kind=name, name=name, start_s=clock_s, end_s=clock_s + part_s))
+                spans.append(Span(pp_rank=rank, kind=name, start_s=clock_s, end_s=clock_s + part_s))
                 clock_s += part_s
     return sorted(spans, key=lambda span: (span.start_s, span.pp_rank))
 
@@ -74,19 +77,10 @@ def _spans_of_pipeline(plan: Plan) -> list[Span]:
     columns = zip(actions.rank, actions.before, actions.need, actions.duration, strict=True)
     for i, (rank, before, need, duration) in enumerate(columns):
         stage, kind = duration // 3, "FBF"[duration % 3]
-        start_s, micro_batch = max(ends[before], ends[need]), next(numbers[stage, kind])
+        start_s, number = max(ends[before], ends[need]), next(numbers[stage, kind])
         ends[i] = start_s + plan.predicted.stage_times[stage][kind == "B"]
-        spans.append(
-            Span(
-                pp_rank=rank,
-                kind=kind,
-                name=f"{stage}{kind}{micro_batch}",
-                start_s=start_s,
-                end_s=ends[i],
-                stage=stage,
-                micro_batch=micro_batch,
-            )
-        )
+        span = Span(pp_rank=rank, kind=kind, start_s=start_s, end_s=ends[i], stage=stage, micro_batch=number)
+        spans.append(span)
     return spans
 
 
@@ -160,7 +154,7 @@ def render_html(plan: Plan) -> str:
 
 def _time(plan: Plan) -> str:
     parts = [(name, part_s, seconds(part_s)) for name, part_s in time_parts(plan.predicted.breakdown)]
-    return _bar(parts, plan.predicted.breakdown.total_s) + _legend(parts)
+    return _bar(parts, plan.predicted.breakdown.total_s)
 
 
 def _memory(plan: Plan) -> str:
@@ -176,7 +170,7 @@ def _memory(plan: Plan) -> str:
             who, devices = f"ranks {group.start}-{group.stop - 1}", group.device
         where = f" ({escape(devices)})" if plan.groups else ""
         text += f"<div>{who}{where}: {num_bytes(memory.total)} of {num_bytes(limit)}{verdict}"
-        text += _bar(parts, max(limit, memory.total)) + _legend(parts) + "</div>"
+        text += _bar(parts, max(limit, memory.total)) + "</div>"
     return text
 
 
@@ -209,20 +203,11 @@ def _pipeline(plan: Plan) -> str:
 
 
 def _bar(parts: Sequence[tuple[str, float, str]], total: float) -> str:
-    """Return parts of a total as a horizontal bar."""
-    pieces = "".join(
-        f'<div style="width:{100 * part / total:.3f}%;background:{colour}" title="{escape(name)}: {text}"></div>'
-        for (name, part, text), colour in zip(parts, _COLOURS, strict=False)
-        if total > 0 and part > 0
-    )
-    return f'<div class="bar">{pieces}</div>'
-
-
-def _legend(parts: Sequence[tuple[str, float, str]]) -> str:
-    """Return the colours, names and values of a bar's parts."""
-    items = "&ensp; ".join(
-        f'<span class="key" style="background:{colour}"></span>{escape(name)} {text}'
-        for (name, part, text), colour in zip(parts, _COLOURS, strict=False)
-        if part > 0
-    )
-    return f"<p>{items}</p>"
+    """Return parts of a total as a horizontal bar, with the colours, names and values below it."""
+    pieces, items = [], []
+    for (name, part, text), colour in zip(parts, _COLOURS, strict=False):
+        if part > 0:
+            title, width = escape(name), 100 * part / total
+            pieces.append(f'<div style="width:{width:.3f}%;background:{colour}" title="{title}: {text}"></div>')
+            items.append(f'<span class="key" style="background:{colour}"></span>{title} {text}')
+    return f'<div class="bar">{"".join(pieces)}</div><p>{"&ensp; ".join(items)}</p>'

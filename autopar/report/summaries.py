@@ -7,6 +7,7 @@ measurements of its run. A traced model is described by its parameters, FLOPs, r
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -36,20 +37,10 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         "precision": plan.precision.name,
         "predicted": {**values["predicted"], "fits": plan.predicted.fits},
     }
-    return {name: value for name, value in (values | derived).items() if name not in _OF_FILES}
+    return {name: value for name, value in (values | derived).items() if name not in _IN_FILE}
 
 
-_OF_FILES = (
-    "prelude",
-    "layouts",
-    "blocks",
-    "padding",
-    "opaque",
-    "offload",
-    "bucket_bytes",
-    "vocab_multiple",
-    "version",
-)
+_IN_FILE = ("prelude", "layouts", "blocks", "padding", "opaque", "offload", "bucket_bytes", "vocab_multiple", "version")
 """Fields of a plan that only its file has."""
 
 _MAX_CHANGES = 40
@@ -87,23 +78,23 @@ def _rows(before: Plan, after: Plan) -> list[tuple[str, str, str, str]]:
         ("cluster", before.cluster, after.cluster, ""),
         ("mesh", str(before.mesh), str(after.mesh), ""),
         *((name, left, right, "") for (name, left), (_, right) in zip(choices(before), choices(after), strict=True)),
-        ("step time", seconds(old.step_time_s), seconds(new.step_time_s), _change(old.step_time_s, new.step_time_s)),
+        _row("step time", old.step_time_s, new.step_time_s),
     ]
     for (name, left_s), (_, right_s) in zip(time_parts(old.breakdown), time_parts(new.breakdown), strict=True):
         if left_s or right_s:
-            rows.append((f"  {name}", seconds(left_s), seconds(right_s), _change(left_s, right_s)))
-    left, right = old.peak_memory_bytes, new.peak_memory_bytes
+            rows.append(_row(f"  {name}", left_s, right_s))
     rows += [
-        ("peak memory", num_bytes(left), num_bytes(right), _change(left, right)),
+        _row("peak memory", old.peak_memory_bytes, new.peak_memory_bytes, num_bytes),
         ("MFU", percent(old.mfu), percent(new.mfu), ""),
-        (
-            "tokens/s",
-            f"{old.tokens_per_s:,.0f}",
-            f"{new.tokens_per_s:,.0f}",
-            _change(old.tokens_per_s, new.tokens_per_s),
-        ),
+        _row("tokens/s", old.tokens_per_s, new.tokens_per_s, "{:,.0f}".format),
     ]
     return rows
+
+
+def _row(
+    name: str, before: float, after: float, shown: Callable[[float], str] = seconds, *, digits: int = 1
+) -> tuple[str, str, str, str]:
+    return name, shown(before), shown(after), _change(before, after, digits)
 
 
 def _change(before: float, after: float, digits: int = 1) -> str:
@@ -115,12 +106,9 @@ def _change(before: float, after: float, digits: int = 1) -> str:
 
 def render_run(record: RunRecord) -> str:
     """Return a table of predicted and measured times by category, and the verdict."""
-    rows = [_row("step", record.predicted_s, record.measured_s)]
-    rows += [
-        _row(f"  {part.name}", part.predicted_s, part.measured_s)
-        for part in record.parts
-        if part.predicted_s or part.measured_s
-    ]
+    times = [("step", record.predicted_s, record.measured_s)]
+    times += [(f"  {part.name}", part.predicted_s, part.measured_s) for part in record.parts]
+    rows = [_row(*time, digits=0) for time in times if any(time[1:])]
     peak = "not measured" if record.measured_bytes is None else num_bytes(record.measured_bytes)
     change = "" if record.measured_bytes is None else _change(record.predicted_bytes, record.measured_bytes, 0)
     rows.append((f"peak memory ({record.memory_kind})", num_bytes(record.predicted_bytes), peak, change))
@@ -136,16 +124,8 @@ def render_run(record: RunRecord) -> str:
 
 def run_summary(record: RunRecord) -> dict[str, Any]:
     """Return the same as JSON values."""
-    return {
-        **asdict(record),
-        "is_outside": record.is_outside,
-        "worst": record.worst.name,
-        "is_over_memory": record.is_over_memory,
-    }
-
-
-def _row(name: str, predicted_s: float, measured_s: float) -> tuple[str, str, str, str]:
-    return name, seconds(predicted_s), seconds(measured_s), _change(predicted_s, measured_s, 0)
+    verdict = {"is_outside": record.is_outside, "worst": record.worst.name, "is_over_memory": record.is_over_memory}
+    return asdict(record) | verdict
 
 
 # --- traced models
@@ -200,35 +180,20 @@ def render_graph(graph: Graph) -> str:
     ]
     head += [f"  tied        {name} = {', '.join(aliases)}" for name, aliases in summary["tied"].items()]
     head += [f"  input       {n} {tuple(i['shape'])} {i['dtype']}" for n, i in summary["inputs"].items()]
-    blocks = plain_table(
-        ("blocks", "count", "operators", "parameters", "FLOPs a sample"),
-        [
-            (
-                ranges(block["labels"]),
-                str(block["count"]),
-                str(block["operators"]),
-                f"{block['parameters']:,}",
-                flops(block["flops_per_sample"]),
-            )
-            for block in summary["blocks"]
-        ],
-        left=("blocks",),
-    )
+    rows = []
+    for block in summary["blocks"]:
+        counts = str(block["count"]), str(block["operators"]), f"{block['parameters']:,}"
+        rows.append((ranges(block["labels"]), *counts, flops(block["flops_per_sample"])))
+    blocks = plain_table(("blocks", "count", "operators", "parameters", "FLOPs a sample"), rows, left=("blocks",))
     shown = list(summary["operators"].items())
-    operators = plain_table(
-        ("operator", "count", "rule"),
-        [(target, str(number), "yes" if has_rule(target) else "no") for target, number in shown[:_SHOWN_OPERATORS]],
-        left=("operator", "rule"),
-    )
+    kinds = [(target, str(number), "yes" if has_rule(target) else "no") for target, number in shown[:_SHOWN_OPERATORS]]
+    operators = plain_table(("operator", "count", "rule"), kinds, left=("operator", "rule"))
     if len(shown) > _SHOWN_OPERATORS:
         operators += f"\n  and {len(shown) - _SHOWN_OPERATORS} more kinds: see --json"
-    missing = summary["operators_without_rule"]
-    rules = (
-        "Operators without a rule (replicated; add one with autopar.register_rule)\n"
-        + "\n".join(f"  {t}" for t in missing)
-        if missing
-        else "Every operator has a rule."
-    )
+    rules = "Every operator has a rule."
+    if missing := summary["operators_without_rule"]:
+        rules = "Operators without a rule (replicated; add one with autopar.register_rule)"
+        rules += "".join(f"\n  {target}" for target in missing)
     parts = ["\n".join(head), f"Blocks\n{blocks}", f"Operators\n{operators}", rules]
     if graph.notes:
         parts.append("Notes\n" + "\n".join(f"  - {note}" for note in graph.notes))

@@ -176,7 +176,7 @@ class _Assembler:
         self.plan = program.plan
         self.mesh = fsdp_mesh(self.plan, world.device_mesh) if uses_fsdp(self.plan) else None
         self.storage: torch.dtype = getattr(torch, self.plan.precision.storage)
-        self.degrees: Mapping[str, int] = {axis: getattr(self.plan.mesh, axis) for axis in MESH_AXES}
+        self.degrees: Mapping[str, int] = {axis: getattr(self.plan.mesh, axis) for axis in (*MESH_AXES, "ep_data")}
         self.dense_mesh = world.device_mesh["tp" if self.plan.mesh.tp > 1 else "dp_replicate"]
         self.parameters = {p.name: p for p in program.graph.parameters}
         self.buffers: dict[str, Buffer] = {b.name: b for b in program.graph.buffers}
@@ -245,9 +245,8 @@ class _Assembler:
         return {parameter for name, parameter in named if name in ignored}
 
     def _value(self, ir: Parameter) -> Tensor:
-        degrees = {**self.degrees, "ep_data": self.plan.mesh.ep_data}
         here = {**self.world.coordinate, "ep_data": self.world.data_index % self.plan.mesh.ep_data}
-        index = local_index(ir, self.weights.model.get_parameter(ir.fqn).shape, degrees, here)
+        index = local_index(ir, self.weights.model.get_parameter(ir.fqn).shape, self.degrees, here)
         value = self.weights.parameter(ir, index)
         if ir.padding is not None:
             value = lengthened(value, ir.padding.dim, ir.spec.shape[ir.padding.dim])

@@ -248,14 +248,29 @@ class MemoryReport:
 
     def error(self) -> OutOfMemoryError:
         """Return the error with predicted and actual bytes of this rank by category, and what to pin."""
-        planned, actual = self._predicted(), self._actual()
+        device, planned, others = self._world.device, self._predicted(), list[str]()
+        actual = {
+            "parameters": _local_bytes((h.parameter for h in self._held), device),
+            "gradients": _local_bytes((h.parameter.grad for h in self._held), device),
+            "optimizer states": _local_bytes(self._steps.states(), device),
+        }
+        if device.type == "cuda":
+            in_use = torch.cuda.max_memory_allocated(device) - sum(actual.values())
+            actual["activations and temporaries"] = max(in_use, 0)
+            free, total = torch.cuda.mem_get_info(device)
+            reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+            others = [
+                f"reserved by torch and not in use {num_bytes(reserved - allocated)}",
+                f"CUDA itself and other processes {num_bytes(max(total - free - reserved, 0))}",
+                f"of {num_bytes(total)} in all",
+            ]
         rows = [
             f"{name} {num_bytes(actual[name])}" + (f" (predicted {num_bytes(planned[name])})" if planned else "")
             for name in actual
         ]
         return OutOfMemoryError(
-            f"Rank {self._world.rank} ran out of memory on {self._world.device}",
-            got=", ".join([*rows, *self._other_uses()]),
+            f"Rank {self._world.rank} ran out of memory on {device}",
+            got=", ".join([*rows, *others]),
             fix=self._fix(planned, actual),
         )
 
@@ -269,31 +284,6 @@ class MemoryReport:
             "optimizer states": memory.optimizer,
             "activations and temporaries": memory.activations + memory.transient,
         }
-
-    def _actual(self) -> dict[str, int]:
-        device = self._world.device
-        sizes = {
-            "parameters": _local_bytes((h.parameter for h in self._held), device),
-            "gradients": _local_bytes((h.parameter.grad for h in self._held), device),
-            "optimizer states": _local_bytes(self._steps.states(), device),
-        }
-        if device.type == "cuda":
-            sizes["activations and temporaries"] = max(torch.cuda.max_memory_allocated(device) - sum(sizes.values()), 0)
-        return sizes
-
-    def _other_uses(self) -> list[str]:
-        """Other uses of the device's memory."""
-        device = self._world.device
-        if device.type != "cuda":
-            return []
-        free, total = torch.cuda.mem_get_info(device)
-        reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-        others = max(total - free - reserved, 0)
-        return [
-            f"reserved by torch and not in use {num_bytes(reserved - allocated)}",
-            f"CUDA itself and other processes {num_bytes(others)}",
-            f"of {num_bytes(total)} in all",
-        ]
 
     def _fix(self, planned: dict[str, int], actual: dict[str, int]) -> str:
         """Pins that need less of the category that exceeds its prediction by most over a tenth; of activations if none does."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
@@ -21,18 +21,8 @@ from autopar.errors import UsageError, check_counts, check_flags, whole
 from autopar.plan.plan import Plan
 from autopar.runtime.step.other_runs import WholeBatch
 
-
-class _Part(NamedTuple):
-    """A worker's part of a global batch.
-
-    Attributes:
-        size: samples of the global batch.
-        is_whole: whether ``batch`` has all of them.
-    """
-
-    batch: Any
-    size: int
-    is_whole: bool
+_Part = tuple[Any, int]
+"""A worker's part of a global batch, and the number of samples of that batch."""
 
 
 class _Order:
@@ -97,7 +87,7 @@ class _Parts(_Order, IterableDataset[_Part]):
             if len(taken) < self.size and self.drop_last:
                 return
             if index % self._workers == self._number:  # the loader takes batches from workers in turn
-                yield _Part(self._collate(list(self.kept(taken))), len(taken), self.is_whole(len(taken)))
+                yield self._collate(list(self.kept(taken))), len(taken)
             index += 1
 
     def parts(self, parts: Iterator[_Part], start: int) -> Iterator[_Part]:
@@ -139,9 +129,8 @@ class PlannedBatches(_Order, Sampler[list[int]]):
             start += count
 
     def parts(self, batches: Iterator[Any], start: int) -> Iterator[_Part]:
-        """Yield the parts from workers, for the batches from ``start`` on."""
-        for batch, count in zip(batches, self.sizes(start), strict=True):
-            yield _Part(batch, count, self.is_whole(count))
+        """Return the parts from workers, for the batches from ``start`` on."""
+        return zip(batches, self.sizes(start), strict=True)
 
 
 class PlannedLoader(DataLoader[Any]):
@@ -174,9 +163,9 @@ class PlannedLoader(DataLoader[Any]):
         return self._counted(order.parts(batches, start))
 
     def _counted(self, parts: Iterator[_Part]) -> Iterator[Any]:
-        for part in parts:
-            self._given += part.size
-            yield WholeBatch(part.batch) if isinstance(part.batch, Mapping) and part.is_whole else part.batch
+        for batch, size in parts:
+            self._given += size
+            yield WholeBatch(batch) if isinstance(batch, Mapping) and self._order.is_whole(size) else batch
         self._order.epoch, self._given = self._order.epoch + 1, 0
 
     def set_epoch(self, epoch: int) -> None:

@@ -153,7 +153,7 @@ class Alarm:
         """End the thread, and informs the other ranks that this one makes no more calls."""
         if self._store is not None and not self._closed.is_set():
             with suppress(Exception):  # the store has ended with its process: no rank is left to inform
-                self._store.compare_set(_LEFT, "", f"rank {self._rank} ended after {self._num_calls} calls")
+                self._first(_LEFT, f"rank {self._rank} ended after {self._num_calls} calls")
         self._closed.set()
         if self._thread is not None:
             self._thread.join(2 * self._poll_s)
@@ -163,25 +163,26 @@ class Alarm:
         where = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
         local = f"rank {self._rank}{where}: {type(error).__name__}: {first_line(error)}"
         if self._is_running and not isinstance(error, AutoparError):
-            with suppress(Exception):  # see _told
+            with suppress(Exception):  # see _first_message
                 local = self._ended_before(self._num_calls) or (self._silent(what) if _is_lost(error) else "") or local
         return self._first_message(local)
 
     def _first_message(self, local: str) -> str:
-        """Return the store's message for this call, which is ``own`` if no rank has written one."""
-        if self._store is None:
-            return local
+        """Return the store's message for this call, which is ``local`` if no rank has written one, or the store has ended."""
         try:
-            return str(self._store.compare_set(str(self._num_calls), "", local).decode())
+            return self._first(str(self._num_calls), local)
         except Exception:  # noqa: BLE001  the store has ended with its process: no rank is left to inform
             return local
+
+    def _first(self, key: str, text: str) -> str:
+        """Return the store's value of a key, which is ``text`` if no rank has written one."""
+        return text if self._store is None else str(self._store.compare_set(key, "", text).decode())
 
     def _fail(self, message: str) -> None:
         """Refuse further calls of this rank, and informs the ranks that wait in this or in a later call."""
         self._failure = message
-        if self._store is not None:
-            with suppress(Exception):  # see _told
-                self._store.compare_set(_FAILED, "", f"{self._num_calls} {message}")
+        with suppress(Exception):  # see _first_message
+            self._first(_FAILED, f"{self._num_calls} {message}")
 
     def _watch(self, store: Store) -> None:
         """Run as the thread until another rank has failed in the call in which this one waits, or the process ends."""
@@ -236,9 +237,8 @@ class Alarm:
 
         A rank writes that it ends, at which time its connections may be closed already. While it lives, its thread writes at each poll.
         """
-        assert self._store is not None
-        local, here = str(self._rank), f"its call {self._num_calls}, {what}"
-        is_first = self._store.compare_set(f"{self._num_calls}/asks", "", local).decode() == local
+        here = f"its call {self._num_calls}, {what}"
+        is_first = self._first(f"{self._num_calls}/asks", str(self._rank)) == str(self._rank)
         before = self._seen() if is_first else {}  # every rank asking for all others would be too much for the store
         for _ in range(_NUM_LOOKS if is_first else 2 * _NUM_LOOKS):
             if left := self._read(_LEFT):
@@ -262,22 +262,19 @@ class Alarm:
 
         A rank that waits longer than a poll compares the name of each call once, with the first rank that has done so.
         """
-        assert self._store is not None
         for number, what in [call for call in self._recent if call[0] > self._compared]:
             self._compared = number
             local = f"{what} on rank {self._rank}"
-            first = self._store.compare_set(f"{number}/what", "", local).decode()
+            first = self._first(f"{number}/what", local)
             if first.partition(" ")[0] != what:
-                message = f"{first}, {local}: different calls at the same time"
-                return str(self._store.compare_set(str(number), "", message).decode())
+                return self._first(str(number), f"{first}, {local}: different calls at the same time")
         return ""
 
     def _end(self, message: str) -> None:
         """End the process, whose main thread waits in a collective that will never finish."""
-        assert self._store is not None
         _LOGGER.critical("%s: %s", RankFailedError.__name__, _error(message))
         try:
-            self._store.compare_set(_FAILED, "", f"{self._num_calls} {message}")
+            self._first(_FAILED, f"{self._num_calls} {message}")
         finally:
             sys.stderr.flush()
             os._exit(RankFailedError.exit_code)

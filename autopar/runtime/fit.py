@@ -124,26 +124,16 @@ def _check_parts(par: Any, optimizer: Any, batches: Any, scheduler: Any, checkpo
         UsageError: one of them is of another kind, or the optimizer is of another model.
     """
     check_model(par, "fit")
-    steps = callable(getattr(scheduler, "step", None)) and not isinstance(scheduler, ReduceLROnPlateau)
-    wrong = (
-        (not hasattr(optimizer, "param_groups"), "optimizer", optimizer, "Give one of torch.optim"),
-        (not hasattr(batches, "__iter__"), "batches", batches, "Give par.dataloader(dataset), or a list of batches"),
-        (
-            not (scheduler is None or steps),
-            "scheduler",
-            scheduler,
-            "Give one whose step() takes nothing, or step it in on_step",
-        ),
-        (
-            not isinstance(checkpoints, Checkpoints | None),
-            "checkpoints",
-            checkpoints,
-            "Give autopar.Checkpoints('folder')",
-        ),
-        (not (on_step is None or callable(on_step)), "on_step", on_step, "Give a function of a StepDone"),
-    )
-    for is_wrong, name, given, fix in wrong:
-        if is_wrong:
+    has_step = callable(getattr(scheduler, "step", None)) and not isinstance(scheduler, ReduceLROnPlateau)
+    steps_alone = scheduler is None or has_step
+    for name, given, is_right, fix in (
+        ("optimizer", optimizer, hasattr(optimizer, "param_groups"), "Give one of torch.optim"),
+        ("batches", batches, hasattr(batches, "__iter__"), "Give par.dataloader(dataset), or a list of batches"),
+        ("scheduler", scheduler, steps_alone, "Give one whose step() takes nothing, or step it in on_step"),
+        ("checkpoints", checkpoints, isinstance(checkpoints, Checkpoints | None), "Give autopar.Checkpoints('folder')"),
+        ("on_step", on_step, on_step is None or callable(on_step), "Give a function of a StepDone"),
+    ):
+        if not is_right:
             raise UsageError(f"The {name} of fit is a {type(given).__name__}", fix=fix)
     par._checkpointed.check_optimizer(optimizer)
 
@@ -233,7 +223,8 @@ class _Loop:
         if self.max_norm is not None or (self.on_non_finite != "ignore" and self.scaler is None):
             norm = par.grad_norm()
         loss = sum(value.item() for value in losses) / self.accumulate
-        is_skipped = self._is_to_skip(loss, None if norm is None else norm.item())
+        grad_norm = None if norm is None else norm.item()
+        is_skipped = self._is_to_skip(loss, grad_norm)
         if norm is not None and self.max_norm is not None and not is_skipped:
             clip(par._assembly.held, norm, self.max_norm)
         rate = float(optimizer.param_groups[0]["lr"]) if optimizer.param_groups else 0.0
@@ -248,13 +239,7 @@ class _Loop:
         if self.scheduler is not None and not is_skipped:
             self.scheduler.step()
         self.step += 1
-        return StepDone(
-            step=self.step,
-            loss=loss,
-            grad_norm=None if norm is None else norm.item(),
-            learning_rate=rate,
-            is_skipped=is_skipped,
-        )
+        return StepDone(step=self.step, loss=loss, grad_norm=grad_norm, learning_rate=rate, is_skipped=is_skipped)
 
     def _is_to_skip(self, loss: float, norm: float | None) -> bool:
         """Return whether to leave parameters unchanged. The answer is the same on all ranks, as the loss and the norm are.
@@ -289,7 +274,9 @@ class _Loop:
         if self.step < self.next_agreement:
             return False
         step_time_s = (time.monotonic() - self.agreed_at) / max(self.step - self.agreed, 1)
-        is_any_asked, slowest_s = _largest(self.par, is_asked, step_time_s)
+        with self.par._calls.at_once("largest", meets=False):
+            of_ranks = self.par._checkpointed.peers.all_gather((is_asked, step_time_s))
+        is_any_asked, slowest_s = map(max, zip(*of_ranks, strict=True))
         self.agreed, self.agreed_at = self.step, time.monotonic()
         self.next_agreement = self.step + max(1, int(_AGREE_EVERY_S / max(slowest_s, 1e-3)))
         return bool(is_any_asked)
@@ -320,9 +307,3 @@ def _non_finite_gradients(par: ParallelModel) -> list[str]:
     with par._calls.at_once("non_finite_gradients"):
         of_ranks = par._checkpointed.peers.all_gather(here[:3])
     return sorted({name for names in of_ranks for name in names})
-
-
-def _largest(par: ParallelModel, *values: float) -> list[float]:
-    """Return for each number the largest of all ranks; all ranks call it."""
-    with par._calls.at_once("largest", meets=False):
-        return [max(of_ranks) for of_ranks in zip(*par._checkpointed.peers.all_gather(values), strict=True)]

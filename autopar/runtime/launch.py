@@ -6,6 +6,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -75,30 +76,24 @@ def launch(
     with ordinary():
         plan, graph = _from_first_rank(partial(_made, make, log_dir))
         alarm = Alarm(dist.get_rank(), dist.get_world_size())
-        try:
-            with alarm.watched("parallelize"):
-                alarm.runs()
-                check_plan(plan)
-                check_model(plan, graph.name, graph.fingerprint)
-                world = World(plan.mesh, device_type, collective_timeout_s=collective_timeout_s)
-                if plan.groups and device_type == "cuda":
-                    check_groups(
-                        plan.groups, Peers(dist.group.WORLD).all_gather(torch.cuda.get_device_name(world.device))
-                    )
-                program = lower(plan, graph, device=world.device, rank=world.rank)
-                check_program(program)
-                # GPUs of different kinds draw different numbers: ranks on several kinds draw on their hosts
-                drawn_on = torch.device("cpu") if plan.groups else world.device
-                if weights is not None:
-                    source: ModelWeights = FileWeights(weights, model, seed, drawn_on)
-                else:
-                    source = ModelWeights(model, seed, drawn_on)
-                    take_first_rank_weights(model, world.device)
-                parallel = ParallelModel(
-                    program, world, source, seed=seed, log_dir=None if log_dir is None else Path(log_dir)
-                )
-        finally:
-            alarm.close()
+        with closing(alarm), alarm.watched("parallelize"):
+            alarm.runs()
+            check_plan(plan)
+            check_model(plan, graph.name, graph.fingerprint)
+            world = World(plan.mesh, device_type, collective_timeout_s=collective_timeout_s)
+            if plan.groups and device_type == "cuda":
+                check_groups(plan.groups, Peers(dist.group.WORLD).all_gather(torch.cuda.get_device_name(world.device)))
+            program = lower(plan, graph, device=world.device, rank=world.rank)
+            check_program(program)
+            # GPUs of different kinds draw different numbers: ranks on several kinds draw on their hosts
+            drawn_on = torch.device("cpu") if plan.groups else world.device
+            if weights is not None:
+                source: ModelWeights = FileWeights(weights, model, seed, drawn_on)
+            else:
+                source = ModelWeights(model, seed, drawn_on)
+                take_first_rank_weights(model, world.device)
+            folder = None if log_dir is None else Path(log_dir)
+            parallel = ParallelModel(program, world, source, seed=seed, log_dir=folder)
     _mark(model, parallel)
     return parallel
 

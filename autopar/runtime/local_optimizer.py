@@ -76,11 +76,7 @@ def _up(stepped: _Stepped) -> None:
 
 def _checksums(stepped: _Stepped) -> list[int]:
     """Return the checksums of the parameters on the device, after all copies that were begun on its current stream."""
-    return _read(checksums([local for _, local in stepped])) if stepped else []
-
-
-def _read(numbers: Tensor) -> list[int]:
-    values: list[int] = numbers.tolist()
+    values: list[int] = checksums([local for _, local in stepped]).tolist() if stepped else []
     return values
 
 
@@ -114,10 +110,6 @@ _COUNTERS = frozenset({"step", "mu_product", "mu", "eta"})
 """States of a parameter as a whole: plain tensors, even for a parameter of one element."""
 
 
-def _accept(_: Optimizer) -> None:
-    """Check nothing."""
-
-
 class LocalSteps:
     """Changes the steps of all optimizers that hold only the given parameters, until :meth:`remove`.
 
@@ -145,8 +137,8 @@ class LocalSteps:
         on_host: bool = False,
         is_staged: bool = False,
         parts: Iterable[tuple[Tensor, str, bool]] = (),
-        check: Callable[[Optimizer], None] = _accept,
-        check_other: Callable[[Optimizer], None] = _accept,
+        check: Callable[[Optimizer], None] = lambda _: None,
+        check_other: Callable[[Optimizer], None] = lambda _: None,
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
         threads: int | None = None,
     ) -> None:
@@ -161,10 +153,7 @@ class LocalSteps:
         self._threads = threads
         self._undo = ExitStack()
         self._open: tuple[Optimizer, list[list[Tensor]], Any] | None = None
-        self._hooks = (
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
-        )
+        self._hooks = register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)
 
     def remove(self) -> None:
         """Remove the hooks from torch."""

@@ -105,6 +105,10 @@ class ModelOutputs:
 
     Args:
         held: the rank's parameters, as operators of outputs may read some.
+
+    Attributes:
+        is_loss_alone: whether the model returns only its loss.
+        has_loss: whether the loss is part of what the model returns; it is not if ``loss_fn`` computes it.
     """
 
     def __init__(
@@ -123,19 +127,12 @@ class ModelOutputs:
         self._trained: dict[Ref, tuple[str, torch.dtype]] = {}
         self._told: set[str] = set()
         self._join = Join(program, world)
+        self.is_loss_alone = self.has_loss = True
         if self._outputs is not None:
+            self.is_loss_alone = self._outputs.structure.kind == "loss"
+            self.has_loss = any(place.kind == "loss" for place in self._outputs.structure.all())
             self._find_taps(self._outputs)
             self._store_constants(self._outputs, weights)
-
-    @property
-    def is_loss_alone(self) -> bool:
-        """Whether the model returns only its loss."""
-        return self._outputs is None or self._outputs.structure.kind == "loss"
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether the loss is part of what the model returns; it is not if ``loss_fn`` computes it."""
-        return self._outputs is None or any(place.kind == "loss" for place in self._outputs.structure.all())
 
     def _find_taps(self, outputs: Outputs) -> None:
         graph = self._program.graph
@@ -294,12 +291,8 @@ class ModelOutputs:
         names = {p.name for p in graph.parameters if p.fqn in fqns}
         parts = model_parts(graph, [h for h in self._held if h.name in names])
         whole = WholeTensors(parts, Peers(self._world.host_group()))
-        values = {fqn: whole.complete(fqn) for fqn in fqns}
-        return {
-            ref: value.to(self._world.device, dtype)
-            for ref, (fqn, dtype) in read.items()
-            if (value := values[fqn]) is not None
-        }
+        values = {fqn: value for fqn in fqns if (value := whole.complete(fqn)) is not None}
+        return {ref: values[fqn].to(self._world.device, dtype) for ref, (fqn, dtype) in read.items() if fqn in values}
 
     def _compute(self, outputs: Outputs, needed: Sequence[Op], samples: Samples, env: dict[Ref, Tensor]) -> None:
         if self._program.graph.exact and samples.total != outputs.batch_size:

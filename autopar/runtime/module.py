@@ -11,7 +11,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,30 +29,31 @@ from autopar.util.formatting import some
 
 _LOGGER = logging.getLogger("autopar")
 
+_Tensor = TypeVar("_Tensor", bound=Tensor)
+
 _OFTEN, _SELDOM = 8, 32
 """The first 8 steps are all checked, later ones one in 32: comparing the attributes of a large model takes milliseconds."""
 
 
 class Given:
-    """Checks the original model for optimizers of its parameters, and for weights and attributes set later."""
+    """Checks the original model for optimizers of its parameters, and for weights and attributes set later.
+
+    Attributes:
+        model: returns the original model, while it exists.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
+        self.model = weakref.ref(model)
         self._parameters = WeakIdKeyDictionary(dict.fromkeys(model.parameters()))
         self._state = memory.state_of(model)
         self._weights: dict[str, tuple[int, int]] | None = _written(model)
-
-    @property
-    def model(self) -> nn.Module | None:
-        """The original model, while it exists."""
-        return self._model()
 
     def check(self, step: int) -> None:
         """Warn before a step, once, if numbers or texts in the model have changed since it was planned.
 
         Before the first step it also warns of written parameters, and of hooks.
         """
-        model = self._model()
+        model = self.model()
         before, self._weights = self._weights, None
         if model is not None and before is not None:
             _warn(
@@ -127,12 +128,17 @@ class PlannedModule(nn.Module):
 
     Attributes:
         plan: the plan that it executes.
+        device: the device of this rank's parameters and steps.
+        rank, world_size: the rank of this process in the job, and the number of ranks.
+        is_main_process: whether this is the rank of the job that should print and log.
     """
 
     def __init__(self, plan: Plan, world: World) -> None:
         super().__init__()
         self.plan: Plan = plan
         self._world = world
+        self.device, self.rank, self.world_size = world.device, world.rank, plan.mesh.world_size
+        self.is_main_process = world.rank == 0
         self.__dict__[REGISTRY_KEY] = _NoWrappers()
 
     def _show(self, held: Iterable[RankParameter]) -> None:
@@ -165,10 +171,7 @@ class PlannedModule(nn.Module):
         Raises:
             AttributeError: the rank has none of that name.
         """
-        parameter = self._parameters.get(target)
-        if parameter is None:
-            raise _not_here(target, self._parameters)
-        return parameter
+        return _registered(target, self._parameters)
 
     def get_buffer(self, target: str) -> Tensor:
         """Return a buffer that steps change, by its name in ``named_buffers()``.
@@ -176,32 +179,7 @@ class PlannedModule(nn.Module):
         Raises:
             AttributeError: the rank has none of that name.
         """
-        buffer = self._buffers.get(target)
-        if buffer is None:
-            raise _not_here(target, self._buffers)
-        return buffer
-
-    # --- where it is
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank's parameters and steps."""
-        return self._world.device
-
-    @property
-    def rank(self) -> int:
-        """The rank of this process in the job."""
-        return self._world.rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks of the job."""
-        return self.plan.mesh.world_size
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is the rank of the job that should print and log."""
-        return self._world.rank == 0
+        return _registered(target, self._buffers)
 
     def __repr__(self) -> str:
         """Return the part of the plan that this rank has.
@@ -278,7 +256,7 @@ class PlannedModule(nn.Module):
                     asker, instead = _ASKED_BY[name]
                     raise UsageError(f"A parallel model was given to {asker}", fix=f"Use {instead}") from None
                 original = self.__dict__.get("_original")
-                raise absent(name, None if original is None else original.model) from None
+                raise absent(name, None if original is None else original.model()) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; modules and parameters do not become parts of this module.
@@ -323,8 +301,11 @@ class PlannedModule(nn.Module):
         )
 
 
-def _not_here(name: str, tensors: Mapping[str, object]) -> AttributeError:
-    return AttributeError(f"This rank has no {name!r}. It has {some(list(tensors)) or 'none'}")
+def _registered(name: str, tensors: Mapping[str, _Tensor | None]) -> _Tensor:
+    value = tensors.get(name)
+    if value is None:
+        raise AttributeError(f"This rank has no {name!r}. It has {some(list(tensors)) or 'none'}")
+    return value
 
 
 class _Named:

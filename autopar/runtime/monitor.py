@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,22 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
+from autopar.plan import run_log
 from autopar.plan.plan import Plan
-from autopar.plan.run_log import (
-    COMPUTE,
-    CONTEXT,
-    DATA,
-    FILE_NAME,
-    OPTIMIZER,
-    PIPELINE,
-    TENSOR,
-    RankTimes,
-    RunRecord,
-    predicted_bytes,
-    record_of,
-    step_of,
-    write_log,
-)
 from autopar.runtime.world import Peers, World
 
 logger = logging.getLogger("autopar")
@@ -137,7 +123,7 @@ class Monitor:
         log_dir: Path | None = None,
     ) -> None:
         self._plan, self._world = plan, world
-        self._path = None if log_dir is None else log_dir / FILE_NAME
+        self._path = None if log_dir is None else log_dir / run_log.FILE_NAME
         if self._path is not None and world.rank == 0:
             self._path.parent.mkdir(parents=True, exist_ok=True)
         self._memory = _Memory(world.device)
@@ -147,7 +133,7 @@ class Monitor:
         self._caught = ExitStack()
         self._groups: dict[str, str] = {}
         self._has_ended = self._is_timed = False
-        self.record: RunRecord | None = None
+        self.record: run_log.RunRecord | None = None
         self.is_active = True
 
     # --- a step
@@ -176,7 +162,7 @@ class Monitor:
             if not self._is_coarse:
                 self._caught.enter_context(_caught(dist, _COLLECTIVES, self._clock, self._groups, waits=False))
                 self._caught.enter_context(_caught(funcol, _FUNCTIONAL, self._clock, self._groups, waits=True))
-            self._clock.enter(COMPUTE)
+            self._clock.enter(run_log.COMPUTE)
 
     def end_step(self) -> None:
         """End a step after its gradient sums."""
@@ -191,7 +177,7 @@ class Monitor:
 
     def optimizer_step(self) -> AbstractContextManager[None]:
         """Return the context of a step of this model's optimizer, also on a GPU."""
-        return nullcontext() if self._clock is None else self._clock.part(OPTIMIZER)
+        return nullcontext() if self._clock is None else self._clock.part(run_log.OPTIMIZER)
 
     def close(self) -> None:
         """Stop timing."""
@@ -211,28 +197,28 @@ class Monitor:
         steps, self._steps = self._steps, []
         self.close()
         world = self._world
-        seconds = step_of([{k: v for k, v in step.items() if k != _BETWEEN} for step in steps])
+        seconds = run_log.step_of([{k: v for k, v in step.items() if k != _BETWEEN} for step in steps])
         between = sorted(step.get(_BETWEEN, 0.0) for step in steps)[len(steps) // 2]
-        times = RankTimes(
+        times = run_log.RankTimes(
             rank=world.rank,
             seconds=seconds,
             between_s=between,
             reserved_bytes=self._memory.reserved_bytes(),
             measured_bytes=self._memory.peak_bytes(),
-            predicted_bytes=predicted_bytes(self._plan, world.rank),
+            predicted_bytes=run_log.predicted_bytes(self._plan, world.rank),
         )
         ranks = Peers(world.host_group()).all_gather(times)
-        self.record = record_of(
+        self.record = run_log.record_of(
             self._plan, ranks, num_steps=len(steps), memory_kind=self._memory.kind, is_coarse=self._is_coarse
         )
         if world.rank == 0:
             self._tell(self.record, ranks, steps)
 
-    def _tell(self, record: RunRecord, ranks: list[RankTimes], steps: list[dict[str, float]]) -> None:
+    def _tell(self, record: run_log.RunRecord, ranks: list[run_log.RankTimes], steps: list[dict[str, float]]) -> None:
         if self._path is not None:
             first = self._seen - len(steps)
             rows = ({"step": first + i, "rank": 0, "seconds": step} for i, step in enumerate(steps))
-            write_log(self._path, record, ranks, rows)
+            run_log.write_log(self._path, record, ranks, rows)
         parts = ", ".join(f"{p.name} {p.measured_s:.3g} ({p.predicted_s:.3g})" for p in record.parts)
         logger.info("step %.3g s, predicted %.3g s; by category: %s", record.measured_s, record.predicted_s, parts)
         warning = record.warning(self._path)
@@ -243,12 +229,12 @@ class Monitor:
 def _categories(world: World) -> dict[str, str]:
     """Categories by process group; groups that are not included sum gradients and losses over data ranks."""
     mesh, categories = world.device_mesh, dict[str, str]()
-    for axis, name in (("tp", TENSOR), ("cp", CONTEXT), ("pp", PIPELINE)):
+    for axis, name in (("tp", run_log.TENSOR), ("cp", run_log.CONTEXT), ("pp", run_log.PIPELINE)):
         if mesh.get_group(axis).size() > 1:
             categories[mesh.get_group(axis).group_name] = name
     for expert in world.meshes[:-1]:
         for axis in sorted(set(expert.mesh_dim_names or ()) & {"ep", "ep_data"}):
-            categories.setdefault(expert.get_group(axis).group_name, TENSOR)
+            categories.setdefault(expert.get_group(axis).group_name, run_log.TENSOR)
     return categories
 
 
@@ -258,29 +244,24 @@ def _caught(home: Any, names: Iterable[str], clock: Clock, groups: Mapping[str, 
 
     With ``waits`` it waits for results that are asynchronous.
     """
-    originals = {name: getattr(home, name) for name in names if hasattr(home, name)}
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             arguments = (*args, *kwargs.values())
             group = next((g for g in arguments if isinstance(g, dist.ProcessGroup)), None)
-            clock.enter(DATA if group is None else groups.get(group.group_name, DATA))
-            try:
+            with clock.part(run_log.DATA if group is None else groups.get(group.group_name, run_log.DATA)):
                 result = function(*args, **kwargs)
                 return result.wait() if waits and isinstance(result, funcol.AsyncCollectiveTensor) else result
-            finally:
-                clock.leave()
 
         return call
 
-    for name, function in originals.items():
-        setattr(home, name, timed(function))
-    try:
+    with ExitStack() as undo:
+        for name in filter(partial(hasattr, home), names):
+            function = getattr(home, name)
+            undo.callback(setattr, home, name, function)
+            setattr(home, name, timed(function))
         yield
-    finally:
-        for name, function in originals.items():
-            setattr(home, name, function)
 
 
 class _Memory:

@@ -64,7 +64,7 @@ class ParallelModel(TrainedModule):
     @property
     def original_model(self) -> nn.Module | None:
         """The model that was given to ``autopar.parallelize``, while it exists; it has the config and the signature of forward."""
-        return self._original.model
+        return self._original.model()
 
     # --- parameters
 
@@ -158,12 +158,8 @@ class ParallelModel(TrainedModule):
         check_places(path=path)
         with self._calls.at_once("save_pretrained"):
             self._parameter_checks.check_memory()
-            export = Export(
-                tensors=self._whole_tensors(),
-                untrained=self._untrained,
-                facts=self._facts,
-                peers=self._checkpointed.peers,
-            )
+            tensors, peers = self._whole_tensors(), self._checkpointed.peers
+            export = Export(tensors=tensors, untrained=self._untrained, facts=self._facts, peers=peers)
             export.save(path, max_shard_size)
 
     def load(

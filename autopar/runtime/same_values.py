@@ -83,9 +83,7 @@ class Replicas:
         self._last_step = 0
         self._of_axis: list[tuple[Group, list[RankParameter]]] = []
         for axis in AXES:
-            if getattr(world.mesh, axis) > 1:
-                group = world.axis_group((axis,))
-                assert group is not None
+            if (group := world.axis_group((axis,))) is not None:
                 members = [h for h in held if axis in h.replicated and h.parameter.numel()]
                 if members:  # the ranks of a group hold the same parameters
                     self._of_axis.append((group, members))

@@ -39,13 +39,6 @@ EXTRA_STATE = "_extra_state"
 """The entry of a ``state_dict`` for the result of a module's ``get_extra_state``."""
 
 
-def on_host(value: Tensor, padding: Padding | None) -> Tensor:
-    """Return the complete tensor at the model's length, on every rank's host; ranks that hold parts of it call together."""
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
-    whole = whole if padding is None else whole.narrow(padding.dim, 0, padding.length)
-    return whole.to("cpu", copy=True).contiguous()
-
-
 def _put(target: Tensor, padding: Padding | None, value: Tensor) -> str:
     """Write into ``target`` its part of ``value``, a DTensor like ``target`` or the complete tensor; return why it does not fit."""
     with torch.no_grad():
@@ -91,7 +84,9 @@ class ModuleState:
             state.pop(prefix + name, None)  # further copies, and what stands for none
         for held in self._held:
             if held.padding is not None:
-                state[prefix + held.key] = on_host(held.parameter.detach(), held.padding)
+                dim, length = held.padding.dim, held.padding.length
+                value: Any = held.parameter.detach()
+                state[prefix + held.key] = value.full_tensor().narrow(dim, 0, length).to("cpu", copy=True).contiguous()
 
     def put(self, state: Mapping[str, Any], prefix: str, buffers: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
         """Write parameters and ``buffers`` in place; return the names of missing ones, and the reasons why some do not fit."""

@@ -13,15 +13,8 @@ from torch import Tensor
 
 from autopar.errors import UsageError, check_flags
 from autopar.lower.program import Program
+from autopar.runtime import checks
 from autopar.runtime.assemble import Assembly, assemble, forget_gathered, uses_fsdp
-from autopar.runtime.checks import (
-    MemoryReport,
-    Parameters,
-    check_can_run,
-    check_evaluates,
-    check_max_norm,
-    check_modes,
-)
 from autopar.runtime.failure_watch import Alarm, Calls, launched_on, ordinary
 from autopar.runtime.local_optimizer import LocalSteps
 from autopar.runtime.model_outputs import ModelOutputs
@@ -64,14 +57,14 @@ class TrainedModule(PlannedModule):
     def __init__(
         self, program: Program, world: World, weights: ModelWeights, *, seed: int, log_dir: Path | None
     ) -> None:
-        check_can_run(program.plan.precision)
+        checks.check_can_run(program.plan.precision)
         super().__init__(program.plan, world)
         self._program = program
         self.monitor = Monitor(program.plan, world, log_dir=log_dir)
         self._assembly: Assembly = assemble(program, world, weights)
         self.seed, self.step_count = seed, 0
         held, stages = self._assembly.held, self._assembly.stages
-        self._parameter_checks = Parameters(held)
+        self._parameter_checks = checks.Parameters(held)
         self._gradients = StepGradients(self._assembly, program, self.monitor, world.host_group())
         self._loss = GlobalLoss(self.plan, world, self.monitor)
         self._norm = Norm(held, world.sums_group(), world.device, self._loss.dtype)
@@ -100,7 +93,7 @@ class TrainedModule(PlannedModule):
             threads=world.host_threads() if "optimizer" in self.plan.offload else None,
         )
         weakref.finalize(self, self._local_steps.remove)
-        self._memory_report = self._calls.memory = MemoryReport(self.plan, world, held, self._local_steps)
+        self._memory_report = self._calls.memory = checks.MemoryReport(self.plan, world, held, self._local_steps)
         self._evaluates = False  # as far as was checked
         self._num_evaluations = 0
         self._names_of_inputs = positional(weights.model)
@@ -138,7 +131,7 @@ class TrainedModule(PlannedModule):
 
     def _train_step(self, batch: Batch) -> Tensor:
         """Return the step itself, inside the context of all ranks; return the loss of the global batch."""
-        check_modes(self.plan, self._world.device, learns=True)
+        checks.check_modes(self.plan, self._world.device, learns=True)
         self._scaler.check()
         self._local_steps.restore()
         split = self._begin_step(batch, "train_step")
@@ -172,9 +165,9 @@ class TrainedModule(PlannedModule):
     def _evaluation_forward(self, batch: Batch, purpose: str) -> tuple[Tensor | None, BatchSplit]:
         """Return this rank's part of the loss (None if its stages do not compute it), with all stages in ``eval()`` meanwhile."""
         if not self._evaluates:
-            check_evaluates(self._program)
+            checks.check_evaluates(self._program)
             self._evaluates = True
-        check_modes(self.plan, self._world.device, learns=False)
+        checks.check_modes(self.plan, self._world.device, learns=False)
         self._local_steps.restore()
         stages = self._assembly.stages
         with torch.no_grad():
@@ -260,7 +253,7 @@ class TrainedModule(PlannedModule):
                 fix="Replace `loss = par(**batch); loss.backward()` by `loss = par.train_step(batch)`, or the call by "
                 "autopar.integrations.loss.step_loss(par, batch). par.predict(batch) has the outputs",
             )
-        check_modes(self.plan, self._world.device, learns=False)
+        checks.check_modes(self.plan, self._world.device, learns=False)
         if torch.is_grad_enabled():
             self._scaler.check()
             split = self._begin_step(batch, "call")
@@ -303,7 +296,7 @@ class TrainedModule(PlannedModule):
         Raises:
             UsageError: gradients are still those of a scaled loss, or the norm is no number from 0 or another than the 2-norm.
         """
-        check_max_norm(max_norm)
+        checks.check_max_norm(max_norm)
         if norm_type != 2:
             raise UsageError.unsupported(
                 f"A clipping by norm_type={norm_type!r}", instead="Leave it out for the 2-norm"

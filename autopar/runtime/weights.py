@@ -213,13 +213,8 @@ class FileWeights(ModelWeights):
         self._prefix = _prefix(parameters, self._files)
         unknown = sorted(set(self._files) - {self._find((name,)) for name in parameters | buffers})
         if unknown:
-            _LOGGER.warning(
-                "%s holds tensors that the model has not, %d of %d: %s",
-                self._folder,
-                len(unknown),
-                len(self._files),
-                ", ".join(unknown[:3]),
-            )
+            text, named = "%s holds tensors that the model has not, %d of %d: %s", ", ".join(unknown[:3])
+            _LOGGER.warning(text, self._folder, len(unknown), len(self._files), named)
 
     def parameter(self, parameter: Parameter, index: Index = ()) -> Tensor:
         """Return the elements ``index`` of the model's parameter, by default all.

@@ -101,6 +101,7 @@ class World:
 
     Attributes:
         mesh, rank: the plan's mesh, and this process's rank in it.
+        data_index: the index of this rank's part of the global batch.
         device: the device of this rank's tensors.
         device_mesh: torch's mesh, with dims ``pp, dp_replicate, dp_shard, cp, tp``.
         expert_mesh: the same ranks with dims ``pp, ep_outer, ep_data, cp, tp``; None if no data ranks are borrowed for experts.
@@ -123,7 +124,7 @@ class World:
         _forget_meshes()
         self.mesh, self.rank = mesh, dist.get_rank()
         self._job: dist.ProcessGroup | None = dist.group.WORLD
-        self.coordinate = mesh.coordinate(self.rank)
+        self.coordinate, self.data_index = mesh.coordinate(self.rank), mesh.data_index(self.rank)
         self.device = local_device(device_type)
         self.device_mesh: DeviceMesh = init_device_mesh(device_type, mesh.degrees, mesh_dim_names=MESH_AXES)
         self.expert_mesh: DeviceMesh | None = None
@@ -137,9 +138,9 @@ class World:
         # emitted programs have no in-place operators, which alone could make returned views wrong
         warnings.filterwarnings("ignore", ".*FSDP(Block|Stage)Module.*returned a view tensor", UserWarning)
         self._timeout = timedelta(seconds=collective_timeout_s)
-        for dims in self.meshes:
-            for made in dims.get_all_groups():
-                self._set_timeout(made)
+        for group in (group for dims in self.meshes for group in dims.get_all_groups()):
+            if group is not dist.group.WORLD and dist.get_backend(group) != FAKE:  # the job's group keeps its timeout
+                group._get_backend(torch.device(device_type))._set_default_timeout(self._timeout)
         self._groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
         self._host_group: dist.ProcessGroup | None = None
 
@@ -156,11 +157,6 @@ class World:
                 + (", and another one has begun" if dist.is_initialized() else ""),
                 fix="Call save(...) before destroy_process_group(), and parallelize(...) and load(...) after init_process_group()",
             )
-
-    @property
-    def data_index(self) -> int:
-        """The index of this rank's part of the global batch."""
-        return self.mesh.data_index(self.rank)
 
     def axis_group(self, axes: Iterable[str]) -> dist.ProcessGroup | None:
         """Return the group of ranks that differ from this one only on ``axes``; None if this is the only one.
@@ -187,18 +183,21 @@ class World:
         chosen = tuple(tuple(chain[i] for i in sorted(set(pp_ranks))) for chain in chains)
         return self.partition_group(chosen)
 
-    def meeting_group(self) -> dist.ProcessGroup | None:
+    def meeting_group(self, *, least: timedelta = timedelta(0)) -> dist.ProcessGroup | None:
         """Return a new group of all ranks on the host, for calls outside of steps; None if there is one rank. All ranks call this.
 
         It uses gloo, whatever the job has. It is separate because a backend matches calls in one group only by their order: it would match
         such a call on one rank with a collective of a step on another, and both would continue with wrong numbers. On the host it waits for
         no device, and takes none of its memory.
-        """
-        return self._new_host_group(self._timeout)
 
-    def checkpoint_group(self) -> dist.ProcessGroup | None:
-        """As :meth:`meeting_group`, for checkpoints, with a timeout that allows for slow disks."""
-        return self._new_host_group(max(self._timeout, DISKS))
+        Args:
+            least: its timeout, unless that of all groups is longer.
+        """
+        if self.mesh.world_size == 1:
+            return None
+        backend = None if dist.get_backend() == FAKE else dist.Backend.GLOO
+        group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=max(self._timeout, least))
+        return group
 
     def sums_group(self) -> dist.ProcessGroup | None:
         """As :meth:`meeting_group`, for sums of tensors on the devices (a norm of all gradients)."""
@@ -222,19 +221,6 @@ class World:
         host, group = socket.gethostname(), self.host_group()
         num_ranks = self.mesh.world_size if dist.get_backend() == FAKE else Peers(group).all_gather(host).count(host)
         return max(num_cores() // num_ranks, 1)
-
-    def _new_host_group(self, timeout: timedelta) -> dist.ProcessGroup | None:
-        if self.mesh.world_size == 1:
-            return None
-        backend = None if dist.get_backend() == FAKE else dist.Backend.GLOO
-        group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timeout)
-        return group
-
-    def _set_timeout(self, group: dist.ProcessGroup) -> None:
-        """Set the timeout of a group that torch has made for a mesh; the job's group keeps its timeout."""
-        if group is not dist.group.WORLD and dist.get_backend(group) != FAKE:
-            backend = group._get_backend(torch.device(self.device.type))
-            backend._set_default_timeout(self._timeout)
 
     def partition_group(self, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
         """Return this rank's group among several disjoint ones, made once; None for a rank in none of them."""

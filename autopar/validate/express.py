@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any
 
 from autopar.cost.blocks.block_cost import BlockCost, Message
 from autopar.cost.blocks.block_work import BlockWork, block_work, price_block
@@ -27,18 +28,9 @@ from autopar.planner.layouts.layout import LayoutKey, PricedLayout
 from autopar.planner.space.pins import Pins
 from autopar.planner.space.space import load_space
 from autopar.tracing.trace import trace
+from autopar.validate import practice
 from autopar.validate.foreign_kernels import PRACTICES, ForeignKernels, filled
-from autopar.validate.practice import (
-    PLAIN,
-    ForeignRuntime,
-    Site,
-    as_megatron,
-    attention_core,
-    cheap,
-    cluster_of,
-    regathered,
-    second_products,
-)
+from autopar.validate.practice import PLAIN, ForeignRuntime, Site
 from autopar.validate.runs import Run
 
 TRACED_LAYERS = 4
@@ -67,17 +59,12 @@ class Structure:
     Attributes:
         works: work of each block of the compact graph.
         members: how many blocks of the model each stands for.
-        block_flops: FLOPs of products of each block for a sample, forward and backward.
+        flops_per_sample: FLOPs of products of the whole model for a sample, forward and backward.
     """
 
     works: tuple[BlockWork, ...]
     members: tuple[int, ...]
-    block_flops: tuple[float, ...]
-
-    @property
-    def flops_per_sample(self) -> float:
-        """FLOPs of products of the whole model for a sample, forward and backward."""
-        return sum(flops * count for flops, count in zip(self.block_flops, self.members, strict=True))
+    flops_per_sample: float
 
 
 class Expressed:
@@ -96,9 +83,8 @@ class Expressed:
         """
         layouts = self._layouts_of(run, site, profile)
         split = LayoutKey(micro_batch_size=run.micro_batch, cp=run.cp, tp=run.tp)
-        by_kind = {}
-        for typed in layouts.typed(split, num_micro_batches=8, in_flight=1):
-            by_kind[typed.kind] = layouts.price(typed)
+        typings = layouts.typed(split, num_micro_batches=8, in_flight=1)
+        by_kind = {typed.kind: layouts.price(typed) for typed in typings}
         return tuple(_structure(layouts, option, run, site) for option in by_kind.values())
 
     def _layouts_of(self, run: Run, site: Site, profile: MachineProfile) -> Layouts:
@@ -114,11 +100,11 @@ class Expressed:
             space = replace(load_space("default"), price_ratios=(0.0,))
             self._layouts[key] = Layouts(
                 _graph_of(sizes),
-                CostModel(cluster_of(one_stage, profile, site), PRECISIONS[run.precision], "adamw"),
+                CostModel(practice.cluster_of(one_stage, profile, site), PRECISIONS[run.precision], "adamw"),
                 global_batch_size=run.global_batch,
                 pins=Pins.parse(()),
                 space=space,
-                narrow=partial(as_megatron, run.seq, split_rows, whole_vocabulary=whole_vocabulary),
+                narrow=partial(practice.as_megatron, run.seq, split_rows, whole_vocabulary=whole_vocabulary),
             )
         return self._layouts[key]
 
@@ -133,20 +119,14 @@ def _graph_of(sizes: Sizes) -> Graph:
 def sizes_of(run: Run, site: Site = PLAIN) -> Sizes:
     """Return the sizes and choices of a run that determine its graph."""
     padded = PADDED_VOCABULARY * run.tp if run.tp * run.pp > 1 else 1
+    names = ("family", "hidden", "ffn", "heads", "kv_heads", "attention")
+    as_stated: dict[str, Any] = {name: getattr(run, name) for name in names}
+    practices = ("autocast", "dropout", "plain_scores", "operator_chains")
     return Sizes(
-        family=run.family,
-        hidden=run.hidden,
-        ffn=run.ffn,
-        heads=run.heads,
-        kv_heads=run.kv_heads,
+        **as_stated | {name: name in site.practices for name in practices},
         vocabulary=-(-run.vocab // padded) * padded,
         sequence=run.seq,
-        attention=run.attention,
         dtype=PRECISIONS[run.precision].compute,
-        autocast="autocast" in site.practices,
-        dropout="dropout" in site.practices,
-        plain_scores="plain_scores" in site.practices,
-        operator_chains="operator_chains" in site.practices,
     )
 
 
@@ -159,12 +139,12 @@ def precision_of(run: Run, site: Site = PLAIN) -> Precision:
 def _structure(layouts: Layouts, option: PricedLayout, run: Run, site: Site) -> Structure:
     """Return the work of a layout's blocks, with the site's kernels and recompute."""
     graph, kind = layouts.local_graph(option), layouts.model.device.kernel_kind
-    again: list[Callable[[Op], bool]] = [regathered] if "regathers" in site.practices else []
+    again: list[Callable[[Op], bool]] = [practice.regathered] if "regathers" in site.practices else []
     if run.recompute == "selective":
         by_operator = run.attention == "flash" and "recomputes_attention" not in site.practices
-        again.append(cheap if by_operator else attention_core)
+        again.append(practice.cheap if by_operator else practice.attention_core)
         if "recomputes_products" in site.practices:
-            seconds = second_products(graph)
+            seconds = practice.second_products(graph)
             again.append(lambda op: op.name in seconds)
     kernels = kernels_of(site, run)
     works = tuple(
@@ -174,8 +154,9 @@ def _structure(layouts: Layouts, option: PricedLayout, run: Run, site: Site) -> 
         works = tuple(filled(work, graph) for work in works)
     compact = layouts.compact
     members = scaled([len(m) for m in compact.members], run.layers)
-    flops = tuple(flops_of_block(compact.graph, b, kind) for b in compact.graph.blocks)
-    return Structure(works=works, members=members, block_flops=flops)
+    blocks = zip(compact.graph.blocks, members, strict=True)
+    flops = sum(flops_of_block(compact.graph, block, kind) * count for block, count in blocks)
+    return Structure(works=works, members=members, flops_per_sample=flops)
 
 
 def kernels_of(site: Site, run: Run) -> ForeignKernels | None:

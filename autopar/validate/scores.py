@@ -84,12 +84,10 @@ def score(name: str, runs: Sequence[Run], predictions: Sequence[Prediction], wid
     factor = scales(runs, predictions)
     scaled = predicted * np.array([factor[run.release] for run, _ in timed])
     inside = [p.step_time_interval_s[0] <= (run.step_time_s or 0) <= p.step_time_interval_s[1] for run, p in timed]
-    ordered, pairs = _pairs(timed)
-    regrets = _regrets(timed)
-    sizes = [
-        (r.peak_memory_bytes, as_read(r, p)) for r, p in zip(runs, predictions, strict=True) if r.peak_memory_bytes
-    ]
-    errors = np.array([predicted_size / size - 1 for size, predicted_size in sizes])
+    by_model = _different_plans(timed)
+    pairs = [pair for plans in by_model for pair in combinations(plans, 2) if _notable(*pair)]
+    regrets = list(map(_regret, by_model))
+    errors = np.array(_memory_ratios(runs, predictions)) - 1
     return Score(
         name=name,
         runs=len(runs),
@@ -98,12 +96,12 @@ def score(name: str, runs: Sequence[Run], predictions: Sequence[Prediction], wid
         scaled_mape=_mean(np.abs(scaled / measured - 1)),
         rho=rank_correlation(predicted.tolist(), measured.tolist()),
         coverage=_mean(np.array(inside, dtype=float)),
-        pairs=pairs,
-        ordered=ordered,
+        pairs=len(pairs),
+        ordered=sum((a[0] - b[0]) * (a[1] - b[1]) > 0 for a, b in pairs),
         groups=len(regrets),
         regret=_mean(np.array(regrets)),
         worst_regret=max(regrets, default=None),
-        memory_runs=len(sizes),
+        memory_runs=len(errors),
         memory_mape=_mean(np.abs(errors)),
         memory_bias=_mean(errors),
         false_fits=sum(_false_fit(r, p, w) for r, p, w in zip(runs, predictions, widths, strict=True)),
@@ -129,34 +127,34 @@ def _false_fit(run: Run, prediction: Prediction, width: float) -> bool:
     return fits and (run.peak_memory_bytes or 0) > prediction.memory_limit_bytes
 
 
-def _groups(timed: Sequence[tuple[Run, Prediction]]) -> list[list[tuple[float, float]]]:
-    """Return (predicted, measured) times of the plans of each model with several plans."""
-    by_model: dict[object, list[tuple[float, float]]] = {}
+def _memory_ratios(runs: Sequence[Run], predictions: Sequence[Prediction]) -> list[float]:
+    """Return predicted over measured peak memory of the runs in which it was measured."""
+    pairs = zip(runs, predictions, strict=True)
+    return [as_read(run, p) / run.peak_memory_bytes for run, p in pairs if run.peak_memory_bytes]
+
+
+_Plan = tuple[float, float]
+"""The predicted and the measured time of a plan."""
+
+
+def _different_plans(timed: Sequence[tuple[Run, Prediction]]) -> list[list[_Plan]]:
+    """Return the plans of each model with several plans, of which some differ."""
+    by_model: dict[object, list[_Plan]] = {}
     for run, prediction in timed:
         by_model.setdefault(run.model, []).append((prediction.step_time_s, run.step_time_s or 0.0))
-    return [plans for plans in by_model.values() if len(plans) > 1]
+    return [plans for plans in by_model.values() if any(_notable(*pair) for pair in combinations(plans, 2))]
 
 
-def _notable(a: tuple[float, float], b: tuple[float, float]) -> bool:
+def _notable(a: _Plan, b: _Plan) -> bool:
     return max(a[1] / b[1], b[1] / a[1]) > NOTABLE
 
 
-def _pairs(timed: Sequence[tuple[Run, Prediction]]) -> tuple[int, int]:
-    """Return the pairs that are predicted in order, and all pairs of different plans of one model."""
-    pairs = [pair for plans in _groups(timed) for pair in combinations(plans, 2) if _notable(*pair)]
-    return sum((a[0] - b[0]) * (a[1] - b[1]) > 0 for a, b in pairs), len(pairs)
-
-
-def _regrets(timed: Sequence[tuple[Run, Prediction]]) -> list[float]:
-    """Return the regret of each model whose plans differ; the measured times of plans with equal predictions are averaged."""
-    regrets = []
-    for plans in _groups(timed):
-        best = min(measured for _, measured in plans)
-        if any(_notable(a, b) for a in plans for b in plans):
-            least = min(predicted for predicted, _ in plans)
-            chosen = [measured for predicted, measured in plans if predicted <= least * (1 + 1e-9)]
-            regrets.append(sum(chosen) / len(chosen) / best - 1)
-    return regrets
+def _regret(plans: Sequence[_Plan]) -> float:
+    """Return the regret of a model; the measured times of plans with equal predictions are averaged."""
+    best = min(measured for _, measured in plans)
+    least = min(predicted for predicted, _ in plans)
+    chosen = [measured for predicted, measured in plans if predicted <= least * (1 + 1e-9)]
+    return sum(chosen) / len(chosen) / best - 1
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
@@ -325,10 +323,7 @@ def others(
 
 def memory_width(runs: Sequence[Run], predictions: Sequence[Prediction]) -> float | None:
     """Return the half width of the interval of peak memory that holds 19 of 20 runs; None if too few have a measured peak."""
-    ratios = [
-        as_read(r, p) / r.peak_memory_bytes for r, p in zip(runs, predictions, strict=True) if r.peak_memory_bytes
-    ]
-    errors = sorted(max(ratio, 1 / ratio) - 1 for ratio in ratios)
+    errors = sorted(max(ratio, 1 / ratio) - 1 for ratio in _memory_ratios(runs, predictions))
     return errors[math.ceil(0.95 * len(errors)) - 1] if len(errors) >= LEAST_SEEN else None
 
 

@@ -14,17 +14,7 @@ from autopar.hardware.read import MachineProfile, load_profile
 from autopar.plan.prediction import Prediction
 from autopar.validate import parameters as free
 from autopar.validate.express import Expressed, Structure, predict
-from autopar.validate.parameters import (
-    PARAMETERS,
-    Array,
-    Fit,
-    Linearized,
-    Parameter,
-    corrected,
-    fit,
-    robust_loss,
-    sensitivity,
-)
+from autopar.validate.parameters import PARAMETERS, Array, Fit, Linearized, Parameter
 from autopar.validate.practice import Site, cluster_of, load_sites, released, site_of
 from autopar.validate.runs import FailedRow, Run
 
@@ -138,10 +128,8 @@ class Session:
     def keeping(self, structures: Mapping[int, tuple[Structure, ...]]) -> Session:
         """Return a session of some runs, which are given by index with their layouts."""
         session = copy(self)
-        session.runs, session.sites = (
-            tuple(self.runs[i] for i in structures),
-            tuple(self.sites[i] for i in structures),
-        )
+        session.runs = tuple(self.runs[i] for i in structures)
+        session.sites = tuple(self.sites[i] for i in structures)
         session.structures = tuple(structures.values())
         return session
 
@@ -235,14 +223,14 @@ class Session:
             if self.progress is not None:
                 self.progress(f"measuring what {parameter.key} changes", done, len(columns))
             rows = [i for i in runs if self.touches(parameter, i)]
-            slopes[rows, j] = sensitivity(self.times_s, values, parameter, rows, log_times[rows])
+            slopes[rows, j] = free.sensitivity(self.times_s, values, parameter, rows, log_times[rows])
         return Linearized(values=dict(values), log_times=log_times, slopes=slopes)
 
     def fitted(self, runs: Sequence[int], *, near: Linearized | None = None) -> tuple[Fit, tuple[Parameter, ...]]:
         """Return the parameters fitted to ``runs`` alone, and which they are: those that at least :data:`LEAST_SEEN` of the runs depend on.
 
         Each round steps on the linear model and predicts the runs at the new point. Slopes are measured at the start and in
-        :data:`MEASURED_ROUNDS`; in other rounds they are corrected by the change of times (:func:`corrected`). The values with the least
+        :data:`MEASURED_ROUNDS`; in other rounds they are corrected by the change of times (:func:`~autopar.validate.parameters.corrected`). The values with the least
         loss by the model itself are returned.
 
         Args:
@@ -261,12 +249,12 @@ class Session:
             part = Linearized(
                 values=point.values, log_times=point.log_times[rows], slopes=point.slopes[np.ix_(rows, columns)]
             )
-            step_fit = fit(part, measured, self.start, chosen)
+            step_fit = free.fit(part, measured, self.start, chosen)
             if round_number in MEASURED_ROUNDS:
                 point = self.linearized(step_fit.values, rows)
             else:
-                point = corrected(point, step_fit.values, self.log_times(step_fit.values, rows), PARAMETERS)
-            loss = robust_loss(point.log_times[rows] - np.log(np.array(measured)))
+                point = free.corrected(point, step_fit.values, self.log_times(step_fit.values, rows), PARAMETERS)
+            loss = free.robust_loss(point.log_times[rows] - np.log(np.array(measured)))
             if best is None or loss < best[0]:
                 best = (loss, step_fit)
             elif loss > best[0] * (1 - SETTLED):

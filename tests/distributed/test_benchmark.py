@@ -13,7 +13,7 @@ from autopar.benchmark import local
 from autopar.benchmark import rank_runs as ranks
 from autopar.benchmark.batches import Choice, benchmark
 from autopar.benchmark.local import BenchmarkRequest, on_cluster, run_local, task_of
-from autopar.benchmark.rank_links import KINDS, LinkTask
+from autopar.benchmark.rank_links import KINDS, LIMITS, LinkTask
 from autopar.benchmark.rank_runs import Job
 from autopar.cost.step.memory import OPTIMIZERS
 from autopar.errors import UsageError
@@ -148,7 +148,7 @@ def test_an_unknown_model_is_refused_before_the_machine_is_measured(tmp_path: Pa
 
 
 def test_ranks_measure_collectives_between_work(pool: WorkerPool) -> None:
-    task = LinkTask(nodes=(0, 0), budget_s=0.2, max_bytes=2**13)
+    task = LinkTask(nodes=(0, 0), limits=replace(LIMITS, budget_s=0.2, max_bytes=2**13))
     found, other = pool.run(ranks.run, task, size=2, timeout_s=300.0)
     assert other == {}
     links = found["links"]

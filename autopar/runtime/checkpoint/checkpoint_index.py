@@ -14,8 +14,8 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -88,9 +88,9 @@ class Index:
         values: everything that is not a tensor, as JSON.
     """
 
-    files: Mapping[str, File] = field(default_factory=dict)
-    tensors: Mapping[str, Entry] = field(default_factory=dict)
-    values: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, File]
+    tensors: Mapping[str, Entry]
+    values: Mapping[str, Any]
 
 
 def chunk_rows(shape: Sequence[int], itemsize: int) -> int:
@@ -102,12 +102,6 @@ def chunk_rows(shape: Sequence[int], itemsize: int) -> int:
     row = max(prod(shape[1:]) * itemsize, 1)
     rows = shape[0] if shape else 1
     return max(min(rows, CHUNK_BYTES // row), 1)
-
-
-def num_chunks(shape: Sequence[int], itemsize: int) -> int:
-    """Return the number of chunks of a box."""
-    rows, each = shape[0] if shape else 1, chunk_rows(shape, itemsize)
-    return (rows + each - 1) // each if prod(shape) else 0
 
 
 def encode(index: Index) -> bytes:
@@ -141,16 +135,12 @@ def read(folder: Path) -> tuple[Index, str]:
     try:
         data = path.read_bytes()
     except OSError as error:
-        is_of_torch = (folder / _TORCH_INDEX).exists()
-        raise CheckpointError(
-            f"Cannot read the checkpoint {folder}",
-            got=f"{_TORCH_INDEX}, which torch.distributed.checkpoint writes"
-            if is_of_torch
-            else f"{NAME}: {reason(error)}",
-            fix='Read it by torch.distributed.checkpoint.load({"model": par}, checkpoint_id=DIR), then call par.save(...)'
-            if is_of_torch
-            else "Name a folder that par.save(...) wrote, on a file system that all nodes share",
-        ) from error
+        got = f"{NAME}: {reason(error)}"
+        fix = "Name a folder that par.save(...) wrote, on a file system that all nodes share"
+        if (folder / _TORCH_INDEX).exists():
+            got = f"{_TORCH_INDEX}, which torch.distributed.checkpoint writes"
+            fix = 'Read it by torch.distributed.checkpoint.load({"model": par}, checkpoint_id=DIR), then call par.save(...)'
+        raise CheckpointError(f"Cannot read the checkpoint {folder}", got=got, fix=fix) from error
     head, text = data[:_HEAD_BYTES], data[_HEAD_BYTES:]
     digest = hashlib.sha256(text).hexdigest()
     if head != _HEAD % digest.encode():
@@ -185,16 +175,16 @@ def _decoded(body: Any) -> Index:
     files = [File(name=str(n), num_bytes=b, header_bytes=h, header_sum=c) for n, b, h, c in body["files"]]
     for file in files:
         _check(FILE.fullmatch(file.name) is not None, f"a file named {file.name}")
-        _check(all(_is_count(n) for n in (file.num_bytes, file.header_bytes, file.header_sum)), file.name)
+        _check_counts(file.name, file.num_bytes, file.header_bytes, file.header_sum)
     tensors = {}
     by_name = {file.name: file for file in files}
     for name, (dtype, shape, pieces) in body["tensors"].items():
-        kind = dtype_of(dtype)
         entry_pieces = [
             Piece(file=files[number].name, start=start, offset=tuple(offset), shape=tuple(size), sums=tuple(sums))
             for number, start, offset, size, sums in pieces
         ]
-        tensors[name] = Entry(dtype=kind, shape=_counts(shape, name), pieces=tuple(entry_pieces))
+        _check_counts(name, *shape)
+        tensors[name] = Entry(dtype=dtype_of(dtype), shape=tuple(shape), pieces=tuple(entry_pieces))
         for piece in entry_pieces:
             _check_piece(name, tensors[name], piece, by_name)
     values = body["values"]
@@ -208,12 +198,12 @@ def _check_piece(name: str, entry: Entry, piece: Piece, files: Mapping[str, File
     Raises:
         ValueError: it does not.
     """
-    offset, shape = _counts(piece.offset, name), _counts(piece.shape, name)
-    _check(len(offset) == len(shape) == len(entry.shape), name)
+    offset, shape, itemsize = piece.offset, piece.shape, entry.dtype.itemsize
+    _check_counts(name, piece.start, *offset, *shape, *piece.sums)
     _check(all(o + s <= whole for o, s, whole in zip(offset, shape, entry.shape, strict=True)), name)
-    _check(_is_count(piece.start) and all(_is_count(n) for n in piece.sums), name)
-    _check(len(piece.sums) == num_chunks(shape, entry.dtype.itemsize), name)
-    _check(piece.start + prod(shape) * entry.dtype.itemsize <= files[piece.file].num_bytes, name)
+    num_chunks = -(-(shape or (1,))[0] // chunk_rows(shape, itemsize)) if prod(shape) else 0
+    _check(len(piece.sums) == num_chunks, name)
+    _check(piece.start + prod(shape) * itemsize <= files[piece.file].num_bytes, name)
 
 
 def _check_values(values: Any) -> None:
@@ -223,17 +213,17 @@ def _check_values(values: Any) -> None:
         ValueError: one is missing, or of another kind.
     """
     progress, optimizer = values["progress"], values["optimizer"]
-    _check(_is_count(progress["step"]) and isinstance(progress["seed"], int), "progress")
+    _check_counts("progress", progress["step"])
+    _check(isinstance(progress["seed"], int), "progress")
     _check(progress.get("scaler") is None or isinstance(progress["scaler"], dict), "the scaler's state")
     _check(
         all(isinstance(one, dict) for one in (*optimizer["settings"], optimizer["numbers"])), "the optimizer's groups"
     )
-    _check(all(_is_count(n) and n < len(optimizer["settings"]) for n in optimizer["of"].values()), "a group")
+    _check_counts("a group", *optimizer["of"].values())
+    _check(all(n < len(optimizer["settings"]) for n in optimizer["of"].values()), "a group")
     for kind, state in values["states"].items():
-        _check(
-            _is_count(state["count"]) and bool(state["of"]) and isinstance(state["of"], dict),
-            f"the state of the {kind}",
-        )
+        _check_counts(f"the state of the {kind}", state["count"])
+        _check(bool(state["of"]) and isinstance(state["of"], dict), f"the state of the {kind}")
 
 
 def _check(holds: bool, what: str) -> None:
@@ -241,14 +231,8 @@ def _check(holds: bool, what: str) -> None:
         raise ValueError(f"{what} cannot be")
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _counts(values: Iterable[object], name: str) -> tuple[int, ...]:
-    counts = tuple(value for value in values if isinstance(value, int) and _is_count(value))
-    _check(len(counts) == len(tuple(values)), name)
-    return counts
+def _check_counts(what: str, *values: object) -> None:
+    _check(all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in values), what)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -60,20 +60,11 @@ def header(named: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], about: Map
     end = 0
     for name, dtype, shape in named:
         start, end = end, end + prod(shape) * dtype.itemsize
-        known = _NAMES.get(dtype)
-        entries[name] = {
-            "dtype": known or "U8",
-            "shape": shape if known else [end - start],
-            "data_offsets": [start, end],
-        }
+        kind, num_bytes = _NAMES.get(dtype), end - start
+        entries[name] = {"dtype": kind or "U8", "shape": shape if kind else [num_bytes], "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNED)
     return len(text).to_bytes(8, "little") + text
-
-
-def in_order(parts: Sequence[Part]) -> list[Part]:
-    """Return the parts in the order of a file: large element sizes first, so that all are aligned."""
-    return sorted(parts, key=lambda part: (-part.value.element_size(), part.name))
 
 
 @contextmanager
@@ -95,7 +86,8 @@ def write(path: Path, parts: Sequence[Part], about: Mapping[str, str]) -> tuple[
     Raises:
         OSError: it cannot be written.
     """
-    parts = in_order(parts)
+    # large element sizes first, so that all are aligned
+    parts = sorted(parts, key=lambda part: (-part.value.element_size(), part.name))
     head = header([(part.name, part.value.dtype, part.shape) for part in parts], about)
     entries: dict[str, Entry] = {}
     with new_file(path) as file:

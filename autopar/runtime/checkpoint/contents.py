@@ -90,28 +90,20 @@ def put_groups(
     Names that the group does not have yet are set too, as a scheduler that is made later continues from them (``initial_lr``). A group
     without a parameter of this rank, as on pipeline ranks, takes the values of another rank's group with the same index.
     """
-    of_group: list[Settings | None] = [None] * len(optimizer.param_groups)
-    for h, index in groups(held, optimizer):
-        of_group[index] = saved[h.key]
-        _put(optimizer.param_groups[index], saved[h.key].items())
-    of_ranks = peers.all_gather(of_group)
-    if len({len(of_rank) for of_rank in of_ranks}) > 1:
-        return  # ranks have different groups: groups with the same index do not correspond
-    for index, group in enumerate(optimizer.param_groups):
-        if of_group[index] is None:
-            settings_elsewhere = next((of_rank[index] for of_rank in of_ranks if of_rank[index] is not None), {})
-            _put(group, (settings_elsewhere or {}).items())
-
-
-def _put(group: dict[str, Any], values: Iterable[tuple[str, Any]]) -> None:
-    for name, value in values:
-        old = group.get(name)
-        if name in IMPLEMENTATION_SETTINGS:
-            continue
-        if _is_number(old):
-            old.fill_(value)
-        else:
-            group[name] = value
+    of_group = {index: saved[h.key] for h, index in groups(held, optimizer)}
+    of_ranks = peers.all_gather((len(optimizer.param_groups), of_group))
+    if len({count for count, _ in of_ranks}) == 1:  # otherwise groups with the same index do not correspond
+        for _, elsewhere in of_ranks:
+            of_group = elsewhere | of_group
+    for index, values in of_group.items():
+        group = optimizer.param_groups[index]
+        for name, value in values.items():
+            if name in IMPLEMENTATION_SETTINGS:
+                continue
+            if _is_number(old := group.get(name)):
+                old.fill_(value)
+            else:
+                group[name] = value
 
 
 def make_state(optimizer: Optimizer) -> list[Tensor]:

@@ -9,7 +9,6 @@ import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,11 +17,10 @@ from typing import Any, TypeAlias
 import torch
 
 from autopar.errors import UsageError, first_line, shown
-from autopar.runtime.checkpoint import write
 from autopar.runtime.checkpoint.checkpoint_index import as_bytes
 from autopar.runtime.checkpoint.chunk_files import header, new_file
 from autopar.runtime.checkpoint.contents import WholeTensors
-from autopar.runtime.checkpoint.write import Target
+from autopar.runtime.checkpoint.write import Staging, commit, write_synced
 from autopar.runtime.state_dict import Untrained
 from autopar.runtime.world import Peers
 from autopar.util.formatting import SIZE, bytes_of
@@ -79,17 +77,13 @@ class Export:
         limit, place = bytes_of(max_shard_size), Path(path).absolute()
         if limit is None:
             raise UsageError(f"The max_shard_size is {shown(max_shard_size)}", fix=f"Give {SIZE}")
-        files = self._files(limit)
-        target = self.peers.from_first_rank(lambda: _begun(place))
-        try:
-            with self.peers.failing_together(), _as_usage_errors(place):
-                self._write(files, write.staging_folder(place, target))
+        files, staging = self._files(limit), Staging(place, f"the weights to {place}", self.peers)
+        with staging.complete_or_not(""):
+            with self.peers.failing_together(), staging.errors():
+                self._write(files, staging.place)
                 if self.peers.rank == 0:
-                    self._describe(files, write.staging_folder(place, target))
-            self.peers.from_first_rank(lambda: _commit(place, target))
-        except UsageError:
-            write.remove_failed(place, target, name="", is_first=self.peers.rank == 0)
-            raise
+                    self._describe(files, staging.place)
+            self.peers.from_first_rank(lambda: _commit(staging))
 
     def _files(self, limit: int) -> _Files:
         """Return the tensors of each file in the order of the state dict, each tied one once, by its first name."""
@@ -140,7 +134,7 @@ class Export:
         if len(files) > 1:
             of = {name: file for file, names in files.items() for name in names}
             index = {"metadata": {"total_size": sum(map(self._num_bytes, of))}, "weight_map": of}
-            write.write_synced(place / _INDEX, json.dumps(index, indent=2).encode())
+            write_synced(place / _INDEX, json.dumps(index, indent=2).encode())
         try:
             for config in self.facts.configs:
                 config.save_pretrained(place)
@@ -152,16 +146,7 @@ class Export:
             ) from error
 
 
-def _begun(place: Path) -> Target:
-    with _as_usage_errors(place):
-        return write.begin_save(place)
-
-
-def _commit(place: Path, target: Target) -> None:
+def _commit(staging: Staging) -> None:
     """Move the written files on rank 0 to their folder, where they replace older weights; an index of several files comes last."""
-    with _as_usage_errors(place):
-        write.commit(place, target, (_INDEX,), _WRITTEN)
-
-
-def _as_usage_errors(place: Path) -> AbstractContextManager[None]:
-    return write.as_usage_errors(f"the weights to {place}")
+    with staging.errors():
+        commit(staging, (_INDEX,), _WRITTEN)

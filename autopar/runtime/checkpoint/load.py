@@ -95,12 +95,6 @@ class Loading:
                     again = f"Load it again: half of it is loaded. {error.fix}"
                     raise error.becoming(CheckpointError, fix=again) from error
 
-    def tensor(self, name: str) -> Tensor:
-        """Return a complete tensor of the checkpoint, on the host."""
-        if name not in self.source.tensors:
-            raise CheckpointError(f"The index of the checkpoint lacks {name}", where=str(self.source.path), fix=AGAIN)
-        return whole(self.source, name)
-
 
 def read_box(source: Folder, part: Part, into: Tensor | None) -> None:
     """Read a box of a tensor from the pieces that overlap it.
@@ -146,8 +140,10 @@ def whole(source: Folder, name: str) -> Tensor:
     """Return a complete tensor of a checkpoint.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: it is missing or damaged.
     """
+    if name not in source.tensors:
+        raise CheckpointError(f"The index of the checkpoint lacks {name}", where=str(source.path), fix=AGAIN)
     entry = source.tensors[name]
     value = torch.empty(entry.shape, dtype=entry.dtype)
     read_box(source, Part(name=name, whole=entry.shape, offset=(0,) * value.ndim, value=value), value)

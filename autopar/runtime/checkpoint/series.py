@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -20,7 +21,7 @@ from autopar.plan.plan import Plan
 from autopar.runtime.checkpoint import checkpoint_index, contents
 from autopar.runtime.checkpoint.chunk_files import Folder
 from autopar.runtime.checkpoint.contents import RankContents, Settings, part_of
-from autopar.runtime.checkpoint.load import Loading, saved_state
+from autopar.runtime.checkpoint.load import Loading, saved_state, whole
 from autopar.runtime.checkpoint.write import Save, copied_to_host
 from autopar.runtime.checks import check_model
 from autopar.runtime.state_dict import State, Untrained
@@ -56,16 +57,14 @@ class Checkpointed:
         # of each kind the index of the owner of this rank's state, and the number of owners
         self._owners = {RANDOM: each, SCHEDULER: each, LOADER: of_data, EXTRA: (0, 1)}
         is_first_of_data = not any(world.coordinate[axis] for axis in ("pp", "cp", "tp"))
-        self._sent = (
-            {RANDOM, SCHEDULER} | ({LOADER} if is_first_of_data else set()) | ({EXTRA} if not world.rank else set())
-        )
+        self._is_sent = {RANDOM: True, SCHEDULER: True, LOADER: is_first_of_data, EXTRA: world.rank == 0}
         self._peers: Peers | None = None
 
     @property
     def peers(self) -> Peers:
         """All ranks, for saves and loads; their group is made for the first one."""
         if self._peers is None:
-            self._peers = Peers(self._world.checkpoint_group())
+            self._peers = Peers(self._world.meeting_group(least=DISKS))
         return self._peers
 
     def save(
@@ -98,7 +97,7 @@ class Checkpointed:
         for kind, state in {RANDOM: contents.random_states(self._world.device), **given}.items():
             if state is not None:
                 given_state = contents.state_dicts(state, kind) if kind in _WITH_METHODS else state
-                if kind in self._sent:
+                if self._is_sent[kind]:
                     contents.add_state(local, kind, self._owners[kind][0], given_state)
         return local
 
@@ -143,8 +142,11 @@ class Checkpointed:
         parts += [part_of(f"buffer.{name}", value) for name, value in self._buffers.named().items()]
         parts += [part_of(self._untrained.key(name), value) for name, value in self._untrained.targets()]
         values = loading.source.values
-        saved = self._settings(values, optimizer)
+        saved: dict[str, Settings] = {}  # hyperparameters of each parameter's group, by its key
         stepped = [] if optimizer is None else contents.groups(self._held, optimizer)
+        if optimizer is not None:
+            sets = [checkpoint_index.decode_state(encoded, _no_tensor) for encoded in values["optimizer"]["settings"]]
+            saved = {key: sets[number] for key, number in values["optimizer"]["of"].items()}
         missing = [f"optimizer.{h.key}.group" for h, _ in stepped if h.key not in saved]
         loading.check_holds([part.name for part in parts], missing)
         if optimizer is not None:  # before anything is changed
@@ -160,7 +162,8 @@ class Checkpointed:
             for h in self._held:
                 if h.key in fresh:
                     optimizer.state.pop(h.parameter, None)
-            self._put_numbers(optimizer, values)
+                for name, value in values["optimizer"]["numbers"].get(h.key, {}).items():
+                    optimizer.state[h.parameter][name] = checkpoint_index.decode_state(value, _no_tensor)
         self._put_states(states, given, loading)
         return values["progress"], states.get(EXTRA)
 
@@ -172,13 +175,6 @@ class Checkpointed:
         states_of = {name[10:].rpartition(".")[0] for name in loading.source.tensors if name.startswith("optimizer.")}
         return {key for key in saved["of"] if key not in states_of and key not in saved["numbers"]}
 
-    def _settings(self, values: Mapping[str, Any], optimizer: Optimizer | None) -> dict[str, Settings]:
-        """Return the saved hyperparameters of each parameter's group, by its key."""
-        if optimizer is None:
-            return {}
-        sets = [checkpoint_index.decode_state(encoded, _no_tensor) for encoded in values["optimizer"]["settings"]]
-        return {key: sets[number] for key, number in values["optimizer"]["of"].items()}
-
     def _states(self, loading: Loading, given: CallerStates) -> dict[str, Any]:
         """Return the decoded states of the given schedulers and loaders, and of the generators."""
         states: dict[str, Any] = {}
@@ -189,7 +185,7 @@ class Checkpointed:
                 try:
                     encoded = saved_state(loading.source.values, kind, *owner)
                     if encoded is not None:
-                        states[kind] = checkpoint_index.decode_state(encoded, loading.tensor)
+                        states[kind] = checkpoint_index.decode_state(encoded, partial(whole, loading.source))
                     elif kind in _WITH_METHODS:
                         raise PlanError(
                             f"The checkpoint has no state of a {kind}",
@@ -208,12 +204,6 @@ class Checkpointed:
                         fix=f"Load without {kind}=, or from the checkpoint before this one",
                     ) from error
         return states
-
-    def _put_numbers(self, optimizer: Optimizer, values: Mapping[str, Any]) -> None:
-        numbers = values["optimizer"]["numbers"]
-        for h in self._held:
-            for name, value in numbers.get(h.key, {}).items():
-                optimizer.state[h.parameter][name] = checkpoint_index.decode_state(value, _no_tensor)
 
     def _put_states(self, states: Mapping[str, Any], given: CallerStates, loading: Loading) -> None:
         with self.peers.failing_together():
@@ -359,15 +349,11 @@ class Checkpoints:
         return self._peers
 
     def _write(self, save: Save, peers: Peers) -> None:
+        """Write a checkpoint, and remove the oldest ones, never the one just written."""
         save.write(peers)
         if peers.rank == 0:
-            self._retain(save.folder)
-
-    def _retain(self, newest: Path) -> None:
-        """Remove the oldest checkpoints, never the one just written."""
-        others = [path for path in self._complete() if path != newest]
-        for path in others[self.keep - 1 :]:
-            _remove(path)
+            for path in [path for path in self._complete() if path != save.folder][self.keep - 1 :]:
+                _remove(path)
 
     def _clean(self) -> None:
         """Remove the files of saves that were killed."""

@@ -17,8 +17,8 @@ import re
 import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -36,66 +36,77 @@ from autopar.util.files import dumps
 _INSIDE = ".saving"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """Where a save goes; rank 0 decides, and informs the others.
+class Staging:
+    """The new files of a folder, which are written to a place of their own and then take the place of older ones. All ranks make one.
+
+    Args:
+        folder: an empty one counts as missing.
+        what: the contents, in errors.
+        more: what errors say besides.
 
     Attributes:
-        is_there: whether the folder exists and is not empty.
+        place: the folder in which files are written first.
+        is_there: whether ``folder`` exists and is not empty.
         generation: part of the names of its data files.
-    """
-
-    is_there: bool = False
-    generation: int = 0
-
-
-def staging_folder(folder: Path, target: Target) -> Path:
-    """Return the folder in which the files of a save are written first."""
-    return folder / _INSIDE if target.is_there else folder.with_name(f".{folder.name}{_INSIDE}")
-
-
-def begin_save(folder: Path) -> Target:
-    """Make the folder of a save, and remove what a killed one has left; called by rank 0. An empty target counts as missing.
 
     Raises:
-        OSError: it cannot.
+        UsageError: the folder cannot be written; raised on all ranks.
     """
-    for path in (folder / _INSIDE, folder.with_name(f".{folder.name}{_INSIDE}")):
-        if path.is_dir():
-            shutil.rmtree(path)
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    generations = [int(match[1]) for match in map(FILE.fullmatch, names) if match is not None]
-    is_there = bool(names) or os.path.ismount(folder)
-    target = Target(is_there=is_there, generation=max(generations, default=-1) + 1)
-    staging_folder(folder, target).mkdir(parents=True)
-    return target
 
+    def __init__(self, folder: Path, what: str, peers: Peers, *, more: str = "") -> None:
+        self.folder, self._what, self._more = folder, what, more
+        self._is_first = peers.rank == 0
+        self.is_there, self.generation = peers.from_first_rank(self._begin)
+        self.place = self._places[self.is_there]
 
-@contextmanager
-def as_usage_errors(what: str, more: str = "") -> Iterator[None]:
-    """Enter the context of writing ``what``, on all ranks.
+    @property
+    def _places(self) -> tuple[Path, Path]:
+        """The places next to a folder that is missing, and in one that is there."""
+        return self.folder.with_name(f".{self.folder.name}{_INSIDE}"), self.folder / _INSIDE
 
-    Raises:
-        UsageError: in place of an error of the file system; says what to do, and ``more``.
-    """
-    try:
-        yield
-    except OSError as error:
-        fix = "Name the same folder on all ranks, on a file system that all nodes share"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            fix = "Make room there, or name another folder on all ranks"
-        raise UsageError(f"Cannot write {what}", got=reason(error), fix=fix + more) from error
+    def _begin(self) -> tuple[bool, int]:
+        """Make the place, and remove what a killed save has left; called by rank 0."""
+        with self.errors():
+            for path in self._places:
+                if path.is_dir():
+                    shutil.rmtree(path)
+            names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
+            generations = [int(match[1]) for match in map(FILE.fullmatch, names) if match is not None]
+            is_there = bool(names) or os.path.ismount(self.folder)
+            self._places[is_there].mkdir(parents=True)
+            return is_there, max(generations, default=-1) + 1
 
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Enter the context of writing.
 
-def remove_failed(folder: Path, target: Target, *, name: str, is_first: bool) -> None:
-    """Remove the files of a failed save, so that they do not fill up the disk: this rank's file ``name``, and all files on the first rank."""
-    place = staging_folder(folder, target)
-    with suppress(OSError):
-        (place / name).unlink()
-    if is_first:
-        shutil.rmtree(place, ignore_errors=True)
-    with suppress(OSError):  # of a rank that was given another folder than the first
-        place.rmdir()
+        Raises:
+            UsageError: in place of an error of the file system; says what to do.
+        """
+        try:
+            yield
+        except OSError as error:
+            fix = "Name the same folder on all ranks, on a file system that all nodes share"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                fix = "Make room there, or name another folder on all ranks"
+            raise UsageError(f"Cannot write {self._what}", got=reason(error), fix=fix + self._more) from error
+
+    @contextmanager
+    def complete_or_not(self, name: str) -> Iterator[None]:
+        """Enter the context of all writing; if it fails this rank's file ``name`` is removed, and on the first rank all files.
+
+        So they do not fill up the disk.
+        """
+        try:
+            yield
+        except UsageError:
+            with suppress(OSError):
+                (self.place / name).unlink()
+            if self._is_first:
+                shutil.rmtree(self.place, ignore_errors=True)
+            with suppress(OSError):  # of a rank that was given another folder than the first
+                self.place.rmdir()
+            raise
 
 
 def write_synced(path: Path, data: bytes) -> None:
@@ -108,7 +119,7 @@ def write_synced(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def commit(folder: Path, target: Target, last: Sequence[str], ours: re.Pattern[str]) -> None:
+def commit(staging: Staging, last: Sequence[str], ours: re.Pattern[str]) -> None:
     """Make the written files the contents of the folder; called by rank 0 after all ranks have written.
 
     Args:
@@ -118,9 +129,9 @@ def commit(folder: Path, target: Target, last: Sequence[str], ours: re.Pattern[s
     Raises:
         OSError: it cannot; what the index in the folder names is unchanged.
     """
-    place = staging_folder(folder, target)
+    place, folder = staging.place, staging.folder
     _sync(place)
-    if not target.is_there:
+    if not staging.is_there:
         place.rename(folder)
         _sync(folder.parent)
         return
@@ -166,8 +177,9 @@ class Save:
         self.folder = Path(path).absolute()
         self._values, self._contents = dict(values), replace(contents, parts=[])
         self.parts = with_elements(contents.parts)
-        self._target = peers.from_first_rank(self._begin)
-        self._name = f"data-{self._target.generation}-{peers.rank:05d}.safetensors"
+        more = ". A checkpoint that was there is unchanged"
+        self._staging = Staging(self.folder, f"the checkpoint {self.folder}", peers, more=more)
+        self._name = f"data-{self._staging.generation}-{peers.rank:05d}.safetensors"
 
     def write(self, peers: Peers) -> None:
         """Write and commit.
@@ -176,45 +188,34 @@ class Save:
             UsageError: it cannot be written, or the contents of ranks do not fit together; raised on all ranks. The previous checkpoint is
                 unchanged.
         """
-        try:
+        with self._staging.complete_or_not(self._name):
             with peers.failing_together():
                 written = (*self._write_file(peers.rank), self._contents)
             of_ranks = peers.all_gather(written)
             peers.from_first_rank(lambda: self._commit(of_ranks))
-        except UsageError:
-            remove_failed(self.folder, self._target, name=self._name, is_first=peers.rank == 0)
-            raise
-
-    def _begin(self) -> Target:
-        with self._as_usage_errors():
-            return begin_save(self.folder)
 
     def _write_file(self, rank: int) -> tuple[File | None, dict[str, Entry]]:
         """Write this rank's file; None where it has no tensor to write."""
         if not self.parts:
             return None, {}
-        with self._as_usage_errors():
-            place = staging_folder(self.folder, self._target)
-            place.mkdir(parents=True, exist_ok=True)
-            return write(place / self._name, self.parts, {"format": "pt", "rank": str(rank)})
+        with self._staging.errors():
+            self._staging.place.mkdir(parents=True, exist_ok=True)
+            return write(self._staging.place / self._name, self.parts, {"format": "pt", "rank": str(rank)})
 
     def _commit(self, written: Sequence[_Written]) -> None:
         """Write the index and commit, on rank 0, after all ranks have written."""
-        place, contents = staging_folder(self.folder, self._target), [of_rank for _, _, of_rank in written]
+        place, contents = self._staging.place, [of_rank for _, _, of_rank in written]
         tensors = _joined(pieces for _, pieces, _ in written)
         optimizer = self._values["optimizer"] | _optimizer(contents)
         values = {**self._values, "optimizer": optimizer, "states": _states(contents)}
         files = {file.name: file for file, _, _ in written if file is not None}
-        with self._as_usage_errors():
+        with self._staging.errors():
             for rank, (file, _, _) in enumerate(written):
                 if file is not None and not (place / file.name).exists():
                     raise FileNotFoundError(f"what rank {rank} wrote is not in the folder that rank 0 sees")
             write_synced(place / PLAN, (dumps(values["plan"]) + "\n").encode())
             write_synced(place / NAME, encode(Index(files=files, tensors=tensors, values=values)))
-            commit(self.folder, self._target, (NAME, PLAN), FILE)
-
-    def _as_usage_errors(self) -> AbstractContextManager[None]:
-        return as_usage_errors(f"the checkpoint {self.folder}", ". A checkpoint that was there is unchanged")
+            commit(self._staging, (NAME, PLAN), FILE)
 
 
 def copied_to_host(parts: Sequence[Part], buffers: dict[str, Tensor]) -> list[Part]:

@@ -75,14 +75,13 @@ class _Bucket:
 
     Attributes:
         arrived: number of gradients that backward has left so far, over all micro-batches.
-        flat: the gradients while they are summed.
+        under_way: the gradients, flattened, while they are summed, and what to wait for.
     """
 
     group: Group
     leaves: list[nn.Parameter]
     arrived: int = 0
-    flat: Tensor | None = None
-    work: dist.Work | None = None
+    under_way: tuple[Tensor, dist.Work] | None = None
 
 
 class BucketedSums:
@@ -107,12 +106,12 @@ class BucketedSums:
             leaf.grad = None
         self._expected = num_backwards
         for bucket in self._buckets:
-            bucket.arrived, bucket.flat, bucket.work = 0, None, None
+            bucket.arrived, bucket.under_way = 0, None
 
     def finish(self) -> None:
         """Wait for the sums after the last backward, and give them to the parameters."""
         for bucket in self._buckets:
-            if bucket.work is None:
+            if bucket.under_way is None:
                 _launch(bucket)
         for bucket in self._buckets:
             _wait_for(bucket)
@@ -159,8 +158,8 @@ def _launch(bucket: _Bucket) -> None:
         if leaf.grad is None:  # unused on this rank, but the collective needs its part
             leaf.grad = torch.zeros_like(leaf)
         grads.append(leaf.grad)
-    bucket.flat = grads[0].view(-1) if _fills_its_memory(grads) else torch.cat([grad.reshape(-1) for grad in grads])
-    bucket.work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
+    flat = grads[0].view(-1) if _fills_its_memory(grads) else torch.cat([grad.reshape(-1) for grad in grads])
+    bucket.under_way = flat, dist.all_reduce(flat, group=bucket.group, async_op=True)
 
 
 def _fills_its_memory(grads: Sequence[Tensor]) -> bool:
@@ -177,13 +176,13 @@ def _fills_its_memory(grads: Sequence[Tensor]) -> bool:
 
 def _wait_for(bucket: _Bucket) -> None:
     """Wait for the sum; the gradients become views of the bucket, without a copy."""
-    assert bucket.work is not None
-    assert bucket.flat is not None
-    bucket.work.wait()
-    parts = torch.split(bucket.flat, [leaf.numel() for leaf in bucket.leaves])
+    assert bucket.under_way is not None
+    flat, work = bucket.under_way
+    work.wait()
+    parts = torch.split(flat, [leaf.numel() for leaf in bucket.leaves])
     for leaf, part in zip(bucket.leaves, parts, strict=True):
         leaf.grad = part.view(leaf.shape)
-    bucket.flat, bucket.work = None, None
+    bucket.under_way = None
 
 
 def hand_over(parameter: nn.Parameter, grad: Tensor) -> None:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
+from torch.fx.node import map_aggregate
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
@@ -241,13 +242,13 @@ class Tape:
         """Run a cheap operator and record it."""
         number, read = len(self._calls), set[int]()
 
-        def operand(x: object) -> object:
+        def operand(x: object) -> Any:
             if not isinstance(x, Tensor):
                 return x
             read.add(_storage(x))
             return self._part(x, x.requires_grad) or x.detach().requires_grad_(x.requires_grad)
 
-        call = _Call(function, _map_leaves(operand, args), _map_leaves(operand, kwargs))
+        call = _Call(function, map_aggregate(args, operand), map_aggregate(kwargs, operand))
         self._calls[number], self._running = call, (number, call, read)
         try:
             result = function(*args, **kwargs)
@@ -309,7 +310,7 @@ class Tape:
     def _replay(self) -> None:
         for number, call in self._calls.items():
             saved: list[Tensor] = []
-            args, kwargs = _map_leaves(self._value, call.args), _map_leaves(self._value, call.kwargs)
+            args, kwargs = map_aggregate(call.args, self._value), map_aggregate(call.kwargs, self._value)
             with torch.enable_grad(), self._meshes(), saved_tensors_hooks(saved.append, _unpack):
                 outputs = _as_sequence(call.function(*args, **kwargs))
             self._recomputed |= {(number, "output", k): outputs[k].detach() for k in call.wanted | call.read}
@@ -317,7 +318,7 @@ class Tape:
             for key in call.last:
                 del self._recomputed[key]
 
-    def _value(self, operand: object) -> object:
+    def _value(self, operand: object) -> Any:
         if isinstance(operand, Tensor):
             return operand.detach().requires_grad_(operand.requires_grad)
         if isinstance(operand, _Part):
@@ -346,19 +347,10 @@ def _on_tape(function: Function, name: str, tape: Callable[[], Tape | None]) -> 
     return call
 
 
-def _map_leaves(change: Callable[[object], object], value: Any) -> Any:
-    """Return the arguments with ``change`` applied to each leaf."""
-    if isinstance(value, tuple | list):
-        return type(value)(_map_leaves(change, item) for item in value)
-    if isinstance(value, dict):
-        return {key: _map_leaves(change, item) for key, item in value.items()}
-    return change(value)
-
-
 def _parts(call: _Call) -> list[_Part]:
-    parts: list[_Part] = []
-    _map_leaves(lambda x: parts.append(x) if isinstance(x, _Part) else None, (call.args, call.kwargs))
-    return parts
+    leaves: list[Any] = []
+    map_aggregate((call.args, call.kwargs), leaves.append)
+    return [leaf for leaf in leaves if isinstance(leaf, _Part)]
 
 
 def _as_sequence(result: Any) -> Sequence[Any]:

@@ -195,16 +195,13 @@ def local_batch(
     batch = named_inputs(batch)
     if set(batch) != set(expected):
         unknown = [name for name in batch if name not in expected]
-        raise UsageError(
-            "The inputs of the batch are not those of the plan",
-            expected=", ".join(expected),
-            got=", ".join(batch) or "none",
-            fix=f"Leave out {', '.join(unknown)}: what was no tensor in the example inputs is a constant of the plan"
-            if unknown and not any(isinstance(batch[name], Tensor) for name in unknown)
-            else f"Leave out {', '.join(unknown)}"
-            if unknown
-            else f"Add {', '.join(name for name in expected if name not in batch)}",
-        )
+        fix = f"Leave out {', '.join(unknown)}"
+        if not unknown:
+            fix = f"Add {', '.join(name for name in expected if name not in batch)}"
+        elif not any(isinstance(batch[name], Tensor) for name in unknown):
+            fix += ": what was no tensor in the example inputs is a constant of the plan"
+        what, got = "The inputs of the batch are not those of the plan", ", ".join(batch) or "none"
+        raise UsageError(what, expected=", ".join(expected), got=got, fix=fix)
     counts = {
         leaf.name: batch[leaf.name].shape[leaf.batch_dim] for leaf in inputs if _has_samples(batch[leaf.name], leaf)
     }

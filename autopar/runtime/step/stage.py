@@ -314,17 +314,12 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (
-            None,
-            *(
-                None
-                if not needed
-                else torch.zeros(p.shape, dtype=p.carrier, device=ctx.device)
-                if gradient is None or not p.requires_grad
-                else gradient
-                for p, gradient, needed in zip(ctx.passed, gradients[1:], ctx.needs_input_grad[1:], strict=True)
-            ),
-        )
+        back: list[Tensor | None] = []
+        for p, gradient, needed in zip(ctx.passed, gradients[1:], ctx.needs_input_grad[1:], strict=True):
+            if gradient is None or not p.requires_grad:
+                gradient = torch.zeros(p.shape, dtype=p.carrier, device=ctx.device) if needed else None
+            back.append(gradient if needed else None)
+        return (None, *back)
 
 
 class _Leave(torch.autograd.Function):
