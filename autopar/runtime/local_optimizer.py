@@ -76,7 +76,11 @@ def _up(stepped: _Stepped) -> None:
 
 def _checksums(stepped: _Stepped) -> list[int]:
     """Return the checksums of the parameters on the device, after all copies that were begun on its current stream."""
-    values: list[int] = checksums([local for _, local in stepped]).tolist() if stepped else []
+    return _read(checksums([local for _, local in stepped])) if stepped else []
+
+
+def _read(numbers: Tensor) -> list[int]:
+    values: list[int] = numbers.tolist()
     return values
 
 

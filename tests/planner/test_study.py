@@ -42,7 +42,7 @@ RECORD = SearchRecord(wall_time_s=0.0, candidates=0, evaluated=0, lower_bound_s=
 
 @pytest.fixture(scope="module")
 def graph() -> Graph:
-    return mlp(layers=2, batch=2, width=64, hidden=256)
+    return mlp(layers=5, batch=2, width=64, hidden=256)
 
 
 @pytest.fixture(scope="module")

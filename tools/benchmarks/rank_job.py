@@ -22,7 +22,8 @@ def main(job_file: Path, result_file: Path) -> None:
     """Run one rank; rank 0 writes the results of all."""
     torch.set_num_threads(1)
     job: Job | LinkTask = pickle.loads(job_file.read_bytes())
-    start("cpu", collective_timeout_s=job.collective_timeout_s)
+    limits = job.limits if isinstance(job, LinkTask) else job
+    start("cpu", collective_timeout_s=limits.collective_timeout_s)
     result = run(job)
     results: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(results, result)
