@@ -111,9 +111,8 @@ def _tensors(folder: Path) -> set[str]:
 
 
 TORCHS_ROUTE = (
-    "tp=4 transformer.wte.weight=tp:S(0)", "pp=2 tp=2", "tp=2 dp_shard=2 zero=3", "pp=2 dp_replicate=2",
-    "pp=2 dp_shard=2 zero=3", "pp=2 dp_replicate=2 schedule=Interleaved1F1B virtual_stages=2", "dp_shard=4 zero=3",
-    "dp_replicate=4",
+    "tp=4 transformer.wte.weight=tp:S(0)", "pp=2 tp=2", "tp=2 dp_shard=2 zero=3", "pp=2 dp_shard=2 zero=3",
+    "pp=2 dp_replicate=2 schedule=Interleaved1F1B virtual_stages=2", "dp_replicate=4",
 )  # fmt: skip
 
 

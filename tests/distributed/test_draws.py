@@ -1,7 +1,7 @@
 """Models that draw random numbers in every step, or do what ``eval()`` leaves out, against one device that does."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from autopar.graph.graph import Graph
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.verification.against_one_device import verify
 from autopar.verification.rank_pool import WorkerPool
@@ -63,16 +64,21 @@ def examples(count: int, generator: torch.Generator) -> dict[str, Tensor]:
     return {"x": torch.randn(count, LENGTH, WIDTH, generator=generator)}
 
 
-@pytest.mark.parametrize("forward", [_masked, _diffusion])
-@pytest.mark.parametrize(
-    "pins",
-    [("dp_shard=4", "zero=3"), ("tp=2", "dp_shard=2"), ("tp=4",), ("pp=2", "tp=2"), ("pp=2", "dp_replicate=2")],
-    ids=" x ".join,
-)
-def test_ranks_draw_their_parts_of_what_one_device_draws(pool: WorkerPool, forward: Any, pins: tuple[str, ...]) -> None:
-    subject = OwnSubject(partial(model, forward), examples)
-    graph = subject.trace(global_batch_size=8)
-    plan = estimated(graph, cluster="cpu:1x4", global_batch_size=8, pins=pins)
+@cache
+def traced(subject: OwnSubject) -> Graph:
+    return subject.trace(global_batch_size=8)
+
+
+MASKED, DIFFUSION = (OwnSubject(partial(model, forward), examples) for forward in (_masked, _diffusion))
+
+
+@pytest.mark.parametrize(("subject", "pins"), [
+    *((MASKED, pins) for pins in ("dp_shard=4 zero=3", "tp=4", "pp=2 dp_replicate=2")),
+    *((DIFFUSION, pins) for pins in ("dp_shard=4 zero=3", "tp=2 dp_shard=2", "pp=2 tp=2")),
+])  # fmt: skip
+def test_ranks_draw_their_parts_of_what_one_device_draws(pool: WorkerPool, subject: OwnSubject, pins: str) -> None:
+    graph = traced(subject)
+    plan = estimated(graph, cluster="cpu:1x4", global_batch_size=8, pins=pins.split())
     report = verify(subject, plan, graph, steps=2, pool=pool)
     report.check()
     assert report.is_within
@@ -129,14 +135,10 @@ def looked_at(parallel: ParallelModel, batch: dict[str, Tensor]) -> dict[str, An
     return {"trained": trained, "losses": losses, "scores": scores, "state": parallel.full_state_dict()}
 
 
-@pytest.mark.parametrize(
-    "pins",
-    [("dp_shard=4", "zero=3"), ("tp=2", "dp_shard=2", "zero=1"), ("pp=2", "tp=2"), ("pp=2", "dp_replicate=2")],
-    ids=" x ".join,
-)
-def test_what_training_alone_does_is_left_out(pool: WorkerPool, pins: tuple[str, ...]) -> None:
-    graph = SUBJECT.trace(global_batch_size=8)
-    plan = estimated(graph, cluster="cpu:1x4", global_batch_size=8, pins=pins)
+@pytest.mark.parametrize("pins", ["dp_shard=4 zero=3", "tp=2 dp_shard=2 zero=1", "pp=2 dp_replicate=2"])
+def test_what_training_alone_does_is_left_out(pool: WorkerPool, pins: str) -> None:
+    graph = traced(SUBJECT)
+    plan = estimated(graph, cluster="cpu:1x4", global_batch_size=8, pins=pins.split())
     batch = SUBJECT.make_batch(8, seed=1)
     model = SUBJECT.build()
     for found in on_ranks(pool, looked_at, SUBJECT, plan, graph, batch):

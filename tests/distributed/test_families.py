@@ -1,6 +1,7 @@
 """One small model of each kind of architecture against one device; ``tools.campaigns.models`` runs all families."""
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -90,11 +91,16 @@ HERE = "tests.distributed.test_families"
 GPT, LLAMA = "gpt:layers=2,hidden=32,heads=4,vocab=65", "llama:layers=2,hidden=32,heads=4,ffn=64,vocab=65"
 
 
+@cache
+def traced(spec: str, length: int | None) -> tuple[VerifiedModel, Graph]:
+    subject = VerifiedModel(resolve_model(spec, sequence_length=length), masked=True)
+    return subject, subject.trace()
+
+
 def planned(
     spec: str, pins: str, *, length: int | None = None, ranks: int = 4, batch: int = 16
 ) -> tuple[VerifiedModel, Plan, Graph]:
-    subject = VerifiedModel(resolve_model(spec, sequence_length=length), masked=True)
-    graph = subject.trace()
+    subject, graph = traced(spec, length)
     plan = estimated(graph, cluster=f"cpu:1x{ranks}", global_batch_size=batch, pins=pins.split())
     return subject, plan, graph
 

@@ -50,7 +50,7 @@ def moved(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("layout", [
     *("tp2", "tp2 x dp2 ZeRO 3"),
-    *("dp4", "dp4 ZeRO 2", "dp4 ZeRO 3", "HSDP 2x2"),
+    *("dp4", "dp2 ZeRO 2", "dp4 ZeRO 3", "HSDP 2x2"),
     *("pp2 x dp2 ZeRO 1", "pp2 two virtual stages", "pp2 x dp2 ZeRO 3 made again"),
     "pp2 x dp2 ZeRO 3",  # where FSDP casts, it may free what it has cast though nothing is sharded
 ])  # fmt: skip
@@ -71,7 +71,7 @@ def test_equals_one_device_with_the_same_casts_and_scale(pool: WorkerPool, layou
         assert found["states"] == alone["states"]
 
 
-@pytest.mark.parametrize("layout", ["dp4 ZeRO 2", "tp2 x dp2 ZeRO 1"])
+@pytest.mark.parametrize("layout", ["dp2 ZeRO 2", "tp2 x dp2 ZeRO 1"])
 def test_scaling_what_a_call_returns_equals_a_train_step(pool: WorkerPool, layout: str) -> None:
     """One backward adds what several micro-batches leave in float16, where ``train_step`` adds in float32: a rounding more."""
     alone, exact = one_device()
@@ -110,6 +110,11 @@ def test_a_checkpoint_keeps_the_scale(pool: WorkerPool, tmp_path: Path, before: 
         assert again == pytest.approx(loss, rel=EPSILON / 8)
 
 
+@cache
+def in_half(subject: Any) -> Any:
+    return api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0), precision="fp16")
+
+
 @pytest.mark.parametrize(("subject", "pins"), [
     (Unpadded("llama"), "cp=2 dp_shard=2 zero=3 cp_attention=ring micro_batch=4"),
     (Unpadded("llama"), "cp=2 tp=2 cp_attention=ulysses micro_batch=4"),
@@ -119,7 +124,7 @@ def test_a_checkpoint_keeps_the_scale(pool: WorkerPool, tmp_path: Path, before: 
 def test_split_sequences_and_experts(pool: WorkerPool, subject: Any, pins: str) -> None:
     """The loss of the mixture alone is in float16, whose gradient 65536 is none."""
     data, scaling = [subject.make_batch(16, seed=0)], {"init_scale": 1024.0}
-    graph = api.trace(subject.build(), example_inputs=subject.make_batch(2, seed=0), precision="fp16")
+    graph = in_half(subject)
     plan = estimated(graph, cluster="cpu:1x4", global_batch_size=16, pins=pins.split(), precision="fp16")
     model = subject.build()
     loss_of(model(**data[0])).backward()

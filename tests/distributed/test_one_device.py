@@ -48,8 +48,14 @@ def batches(subject: Any, count: int = 3) -> list[dict[str, torch.Tensor]]:
 
 # --- layouts
 
+CLIPPED = {
+    "dp4", "dp2 ZeRO 2", "HSDP 2x2", "tp2 x dp2 whole parameters", "tp2 x dp2 ZeRO 3", "pp2 x dp2 ZeRO 1", "pp2 x tp2",
+    "pp2 two virtual stages",
+}  # fmt: skip
+"""Whose losses, norms and parameters ``clips_as_one_device`` compares, in the tests of clipping and of steps on the host."""
 KINDS = ["gpt2", "llama", "llama-untied"]
-CASES = [(name, KINDS[n % (2 if mesh.pp > 1 else 3)]) for n, (name, (mesh, _)) in enumerate(layouts.LAYOUTS.items())]
+REST = {name: mesh for name, (mesh, _) in layouts.LAYOUTS.items() if name not in CLIPPED}
+CASES = [(name, KINDS[n % (2 if mesh.pp > 1 else 3)]) for n, (name, mesh) in enumerate(REST.items())]
 """Kinds in turn: of pipelines those that are tied, as tied tables concern stages."""
 
 
@@ -84,7 +90,6 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ep4 of dp4 ZeRO 3": ("ep=4 dp_shard=4 zero=3", {}),
     "ep4 of HSDP": ("ep=4 dp_replicate=2 dp_shard=2 zero=2", {}),
     "ep2 of HSDP": ("ep=2 dp_replicate=2 dp_shard=2 zero=3 recompute=selective", {}),
-    "ep4 of dp2 x tp2": ("ep=4 ep_data=2 tp=2", {}),
     "ep2 of dp2, width on tp2": ("ep=2 ep_data=2 tp=2", {}),
     "ep4 of tp4": ("ep=4 ep_data=1 tp=4", {}),
     "pp2 x ep2": ("pp=2 ep=2 tp=1 schedule=1F1B", {}),
@@ -153,7 +158,7 @@ def padded(kind: str, pins: str) -> Planned:
 
 
 @pytest.mark.parametrize(("pins", "length", "positions"), [
-    (f"tp=4 {SPLIT}", 260, 20), (f"pp=2 tp=2 {SPLIT}", 258, 18), (f"tp=2 dp_shard=2 zero=3 {SPLIT}", 258, 18),
+    (f"tp=4 {SPLIT}", 260, 20), (f"tp=2 dp_shard=2 zero=3 {SPLIT}", 258, 18),
     # what is padded follows from the degree, not from the typing: one graph is solved for, priced and run
     ("tp=4 transformer.wte.weight=tp:S(1)", 260, 20), ("tp=4 transformer.wte.weight=tp:I", 260, 20),
 ])  # fmt: skip
@@ -167,10 +172,10 @@ def test_257_tokens_and_17_positions_split(pool: WorkerPool, pins: str, length: 
 
 @pytest.mark.parametrize(("kind", "pins"), [
     ("tied", "dp_replicate=4 zero=0"), ("tied", "pp=2 dp_shard=2 zero=1"), ("tied", "tp=2 dp_shard=2 zero=3"),
-    ("untied", "dp_shard=4 zero=3"), ("untied", "pp=2 dp_shard=2 zero=1"),
     ("untied", "cp=2 dp_replicate=2 zero=0"),  # by which the 17 tokens of the tied model do not divide
 ])  # fmt: skip
 def test_aligned_vocabularies_train_as_one_device(pool: WorkerPool, kind: str, pins: str) -> None:
+    """Untied under other plans, beside one that is not aligned: ``test_checkpoints_hold_no_padding``."""
     subject, plan, graph = padded(kind, f"{pins} vocab_multiple=16")
     lengths = {entry.parameter: entry.length for entry in plan.padding}
     head = "transformer.wte.weight" if kind == "tied" else "lm_head.weight"
@@ -189,7 +194,7 @@ ALIGNED = ("dp_shard=4 zero=3 vocab_multiple=16", PLAIN, "pp=2 dp_shard=2 zero=1
     ("untied", ALIGNED),
 ])  # fmt: skip
 def test_checkpoints_hold_no_padding(pool: WorkerPool, tmp_path: Path, kind: str, route: list[str]) -> None:
-    """So that plans without read those of aligned vocabularies."""
+    """So that plans without read those of aligned vocabularies, and go on with the same losses."""
     subject, graph = odd_vocabulary(kind)
     plans = [padded(kind, pins)[1] for pins in route]
     assert [bool(plan.padding) for plan in plans] == [pins != PLAIN for pins in route]
@@ -209,8 +214,9 @@ def shares(zero: int) -> Planned:
     return SHARED, plan, graph
 
 
-@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("zero", [1, 2])
 def test_unequal_shares_equal_one_device(pool: WorkerPool, zero: int) -> None:
+    """Under the others: ``test_steps_and_norms_of_unequal_shares_are_those_of_one_device``."""
     equals_one_device(pool, *shares(zero))
 
 
@@ -225,13 +231,12 @@ def test_unequal_shares_of_a_padded_vocabulary_equal_one_device(pool: WorkerPool
 
 
 @pytest.mark.parametrize("zero", [0, 3])
-def test_the_norm_of_unequal_shares_is_that_of_one_device(pool: WorkerPool, zero: int) -> None:
+def test_steps_and_norms_of_unequal_shares_are_those_of_one_device(pool: WorkerPool, zero: int) -> None:
     clips_as_one_device(pool, *shares(zero))
 
 
-@pytest.mark.parametrize("zero", [0, 3])
-def test_a_launched_job_trains_with_its_shares_or_with_a_ranks_own_samples(pool: WorkerPool, zero: int) -> None:
-    subject, plan, graph = shares(zero)
+def test_a_launched_job_trains_with_its_shares_or_with_a_ranks_own_samples(pool: WorkerPool) -> None:
+    subject, plan, graph = shares(3)
     batch = subject.make_batch(BATCH, seed=0)
     expected = loss_of(subject.build()(**batch)).item()
     for found in pool.run(jobs.launched_losses, subject, plan, graph, batch, size=2, timeout_s=300.0):
@@ -243,7 +248,7 @@ def test_a_launched_job_trains_with_its_shares_or_with_a_ranks_own_samples(pool:
 ])  # fmt: skip
 def test_a_plan_with_unequal_stages_equals_one_device(pool: WorkerPool, pins: str, tmp_path: Path) -> None:
     subject = HfSubject("gpt2", depth=6)
-    graph = subject.trace()
+    graph = graph_of(subject)
     write_toml(tmp_path / "cluster.toml", two_kinds(factor=4.0).to_dict())
     cluster = Cluster.parse(str(tmp_path / "cluster.toml"))
     plan = api.search(graph, cluster=cluster, global_batch_size=16, pins=["tp=1", "micro_batch=2", *pins.split()])
@@ -267,7 +272,6 @@ def test_a_plan_with_unequal_stages_equals_one_device(pool: WorkerPool, pins: st
     # as of GPT-OSS: refused once for a sequence that is one longer than the model's
     ("sinks", "cp=2 tp=2 cp_attention=gather"), ("sinks", "cp=2 dp_shard=2 cp_attention=ulysses"),
     ("pictures", "pp=2 dp_replicate=2 micro_batch=1"), ("pictures", "tp=2 dp_shard=2 zero=3"),
-    ("pictures", "tp=2 dp_shard=2 zero=1 micro_batch=1"),
     ("summed", "dp_replicate=4 zero=0 micro_batch=2 bucket_bytes=1"), ("summed", "dp_replicate=4 micro_batch=1 bucket_bytes=1"),
     ("spectral", "pp=2 dp_shard=2 zero=3"),  # complex numbers go from stage to stage
 ])  # fmt: skip
@@ -328,9 +332,8 @@ def test_stages_train_beside_some_without_a_gradient(pool: WorkerPool, layout: s
 
 
 @pytest.mark.parametrize(("pins", "micro_batches"), [
-    ("tp=2 dp_replicate=2", 1), ("dp_shard=4 zero=3 recompute=full", 1), ("pp=2 tp=2", 1),
-    ("pp=2 dp_replicate=2 recompute=full", 1), ("tp=2 dp_replicate=2 num_micro_batches=4", 4),
-    ("pp=2 dp_replicate=2 recompute=full num_micro_batches=4", 4),
+    ("tp=2 dp_replicate=2", 1), ("dp_shard=4 zero=3 recompute=full", 1), ("pp=2 dp_replicate=2 recompute=full", 1),
+    ("tp=2 dp_replicate=2 num_micro_batches=4", 4), ("pp=2 dp_replicate=2 recompute=full num_micro_batches=4", 4),
 ])  # fmt: skip
 def test_buffers_that_steps_change_equal_those_of_one_device(pool: WorkerPool, pins: str, micro_batches: int) -> None:
     """Of one micro-batch statistics too; a step of several changes the other buffers once."""

@@ -1,6 +1,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,11 @@ def planned(model: nn.Module | None = None, **options: Any) -> Plan:
     return estimated(model or dropping(), **asked)
 
 
+@cache
+def usual_plan() -> Plan:
+    return planned()
+
+
 def test_a_module_with_parametrizations_nested_inputs_dropout_and_noise_is_verified_and_stays_as_it_is() -> None:
     """Ranks draw the same noise."""
     model = Restless(0.5)
@@ -125,12 +130,12 @@ def with_a_lambda() -> nn.Module:
     (lambda: examples, "The function examples returns a tuple"),
 ])  # fmt: skip
 def test_what_cannot_be_verified_is_said(model: Callable[[], Any], message: str) -> None:
-    refuses(UsageError, message, autopar.verify, model(), planned(), **GIVEN)
+    refuses(UsageError, message, autopar.verify, model(), usual_plan(), **GIVEN)
 
 
 def test_a_plan_that_examples_processes_or_the_model_do_not_fit_is_refused() -> None:
     one = tuple(torch.utils._pytree.tree_map_only(torch.Tensor, lambda value: value[:1], examples()))
-    plan, two = planned(), planned(pins=["dp_shard=2"])
+    plan, two = usual_plan(), planned(pins=["dp_shard=2"])
     many = planned(cluster="cpu:8x8", global_batch_size=64, pins=["dp_shard=64"])
     other = replace(plan, model=replace(plan.model, fingerprint="0" * 16))
     for kind, said, given, options in (

@@ -114,13 +114,13 @@ def one_step(parallel: ParallelModel, batch: Mapping[str, Tensor]) -> dict[Recor
 GLOBAL_BATCH = 16
 
 CASES: list[tuple[str, str, dict[str, Any]]] = [
-    ("llama", "dp4", {}), ("gpt2", "dp4 ZeRO 1", {}), ("llama", "dp4 ZeRO 2", {}), ("llama", "dp4 ZeRO 3", {}),
+    ("llama", "dp4", {}), ("gpt2", "dp2 ZeRO 1", {}), ("llama", "dp2 ZeRO 2", {}), ("llama", "dp4 ZeRO 3", {}),
     ("llama-untied", "HSDP 2x2", {}), ("gpt2", "HSDP 2x2 ZeRO 2", {"precision": BF16}),
-    ("llama", "tp2 whole parameters", {}), ("gpt2", "tp2 x dp2", {}), ("llama", "tp2 x dp2 whole parameters", {}),
+    ("gpt2", "tp2 x dp2", {}), ("llama", "tp2 x dp2 whole parameters", {}),
     ("gpt2", "tp2 x dp2 ZeRO 1", {}), ("llama", "tp2 x dp2 ZeRO 3", {}), ("gpt2", "pp2 x dp2", {}),
     ("llama", "pp2 x dp2 ZeRO 1", {}), ("gpt2", "pp2 x dp2 ZeRO 3", {}),
     ("llama-untied", "pp2 x dp2 ZeRO 3", {"schedule": "GPipe"}), ("llama", "pp2 x tp2", {}), ("gpt2", "pp4", {}),
-    ("llama", "pp2 GPipe", {}), ("gpt2", "pp2 two virtual stages", {}), ("llama", "dp2 ZeRO 3 recomputed", {}),
+    ("gpt2", "pp2 two virtual stages", {}), ("llama", "dp2 ZeRO 3 recomputed", {}),
     ("gpt2", "tp2 recomputed", {}), ("llama", "pp2 x dp2 ZeRO 3 made again", {}),
 ]  # fmt: skip
 
@@ -229,7 +229,6 @@ def count_sums(plan: Plan, graph: Graph) -> Counter[Collective]:
 
 @pytest.mark.parametrize(("kind", "pins", "shards"), [
     ("gpt2", "dp_replicate=2 tp=2 zero=0 num_micro_batches=2", 1),
-    ("llama-untied", "tp=4 num_micro_batches=2", 1),
     ("gpt2", "pp=2 tp=2 num_micro_batches=2", 1),
     ("llama-untied", "dp_shard=4 zero=1 num_micro_batches=1", 1),
     ("gpt2", "dp_shard=4 zero=2 num_micro_batches=2", 1),
@@ -237,7 +236,6 @@ def count_sums(plan: Plan, graph: Graph) -> Counter[Collective]:
     ("llama-untied", "dp_shard=2 dp_replicate=2 zero=3 num_micro_batches=2", 1),
     ("gpt2", "dp_shard=2 cp=2 zero=2 num_micro_batches=2", 1),
     ("gpt2 in float16", "dp_shard=2 tp=2 zero=3 num_micro_batches=2", 1),
-    ("gpt2 in float16", "pp=2 tp=2 num_micro_batches=2", 1),
     # whole gradients accumulate
     ("gpt2", "pp=2 dp_shard=2 zero=3 num_micro_batches=4", 2),
     ("llama-untied", "pp=2 dp_shard=2 zero=1 num_micro_batches=2", 2),
@@ -294,11 +292,12 @@ def test_categories_and_warnings(pool: WorkerPool, tmp_path: Path, pins: str, ca
 
 def test_an_altered_prediction_is_warned_of_once(pool: WorkerPool, tmp_path: Path) -> None:
     subject, graph = traced("gpt2")
-    plan = estimated(graph, cluster="cpu:1x4", global_batch_size=8, pins=["tp=2", "dp_replicate=2"])
+    plan = estimated(graph, cluster="cpu:1x2", global_batch_size=8, pins=["dp_replicate=2", "micro_batch=4"])
 
     def rows(plan: Plan) -> Any:
         batch = subject.make_batch(8, seed=0)
-        return pool.run(jobs.watched, subject, plan, graph, batch, str(tmp_path), False, timeout_s=300.0)
+        given = (subject, plan, graph, batch, str(tmp_path), False)
+        return pool.run(jobs.watched, *given, size=2, timeout_s=300.0)
 
     measured = rows(plan)[0]["measured_s"]
     for factor in (0.1, 10.0):
@@ -306,7 +305,7 @@ def test_an_altered_prediction_is_warned_of_once(pool: WorkerPool, tmp_path: Pat
         breakdown = replace(plan.predicted.breakdown, compute_s=off)
         wrong = replace(plan.predicted, step_time_s=off, step_time_interval_s=(off / 2, off * 2), breakdown=breakdown)
         said = [row["warnings"] for row in rows(replace(plan, predicted=wrong))]
-        assert [len(texts) for texts in said] == [1, 0, 0, 0], factor
+        assert [len(texts) for texts in said] == [1, 0], factor
         text = said[0][0]
         assert "predicted" in text and f"autopar validate --from-run {tmp_path}" in text and "autopar profile" in text
     assert "most of it is compute" in text

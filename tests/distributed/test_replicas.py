@@ -11,6 +11,7 @@ from tests.support.distributed import jobs
 from tests.support.distributed.layouts import on_batch, on_ranks, planned
 from tests.support.distributed.oddities import MASKED, SAMPLES, TOKENS, WIDTH
 from tests.support.distributed.plans import estimated
+from tests.support.distributed.subjects import graph_of
 
 LAYOUTS = ["dp4", "tp2 whole parameters", "tp2 x dp2 whole parameters", "HSDP 2x2", "tp2 x dp2 ZeRO 1", "pp2 x dp2"]
 
@@ -45,7 +46,7 @@ def test_drifted_copies_have_the_first_ranks_values(pool: WorkerPool, tmp_path: 
     ["cp=2", "dp_shard=2", "cp_attention=ring"],
 ], ids=["shards", "replicas", "cp and shards", "ulysses", "ring"])  # fmt: skip
 def test_streams_differ_on_shards_and_are_equal_on_replicas_and_in_recompute(pool: WorkerPool, pins: list[str]) -> None:
-    graph, batch = MASKED.trace(), MASKED.make_batch(SAMPLES, seed=0)
+    graph, batch = graph_of(MASKED), MASKED.make_batch(SAMPLES, seed=0)
     found: dict[str, list[Any]] = {}
     for mode in ("none", "full"):
         plan = estimated(graph, cluster="cpu:1x4", global_batch_size=SAMPLES, pins=[*pins, "pp=1", f"recompute={mode}"])

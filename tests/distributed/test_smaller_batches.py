@@ -64,8 +64,8 @@ SIZES = (16, 15, 7, 8, 1)
 """Of a plan's 16: complete, odd, less than a sample for each rank, and as many as a rank may take of a complete one."""
 
 MICRO_BATCHES = {
-    "dp4": 4, "dp4 ZeRO 3": 2, "HSDP 2x2": 4, "tp2 x dp2": 4, "tp2 x dp2 ZeRO 1": 8, "pp2 x dp2": 2,
-    "pp2 two virtual stages": 4, "pp2 x dp2 ZeRO 3 made again": 4,
+    "dp4": 4, "dp4 ZeRO 3": 2, "tp2 x dp2 ZeRO 1": 8, "pp2 x dp2": 2, "pp2 two virtual stages": 4,
+    "pp2 x dp2 ZeRO 3 made again": 4,
 }  # fmt: skip
 
 

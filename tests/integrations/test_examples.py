@@ -65,28 +65,6 @@ def record(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "record.json").read_text())
 
 
-class Plans:
-    """Of the small model, by their pins; each is planned once."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.example = folder, runpy.run_path(str(SCRIPT))
-        model = self.example["GPT"](2, 32, 4, 0.0)
-        batch = self.example["make_batch"](0)
-        self.graph = autopar.trace(model, example_inputs=batch, loss_fn=lambda out, _: out[1])
-
-    def file(self, pins: str) -> Path:
-        path = self.folder / f"{pins}.json"
-        if not path.exists():
-            plan = estimated(self.graph, cluster="cpu:1x2", global_batch_size=8, pins=pins.split())
-            plan.save(path)
-        return path
-
-
-@pytest.fixture(scope="module")
-def plans(tmp_path_factory: pytest.TempPathFactory) -> Plans:
-    return Plans(tmp_path_factory.mktemp("plans"))
-
-
 def parallel(pair: WorkerPool, folder: Path, plan: Path, *more: str) -> dict[str, Any]:
     pair.run(run_script, str(SCRIPT), [*more, *SMALL, f"--folder={folder}"], {PLAN: str(plan)}, timeout_s=300.0)
     return record(folder)
@@ -110,13 +88,15 @@ def test_few_lines_make_it_parallel() -> None:
     compile(rest, "train.py", "exec")
 
 
-@pytest.mark.parametrize(("first", "second"), [("dp=2 zero=3", "pp=2"), ("tp=2", "dp=2 zero=3")])
-def test_it_trains_as_alone(
-    pair: WorkerPool, alone: Any, plans: Plans, tmp_path: Path, first: str, second: str
-) -> None:
+def test_it_trains_as_alone(pair: WorkerPool, alone: Any, tmp_path: Path) -> None:
     """Losses and norms of gradients, with a checkpoint in the middle that another plan goes on from."""
-    steps = parallel(pair, tmp_path, plans.file(first), "--stop=3")["steps"]
-    found = parallel(pair, tmp_path, plans.file(second))
+    example = runpy.run_path(str(SCRIPT))
+    model, batch = example["GPT"](2, 32, 4, 0.0), example["make_batch"](0)
+    graph = autopar.trace(model, example_inputs=batch, loss_fn=lambda out, _: out[1])
+    for name, pins in (("first", ["dp=2", "zero=3"]), ("second", ["pp=2"])):
+        estimated(graph, cluster="cpu:1x2", global_batch_size=8, pins=pins).save(tmp_path / f"{name}.json")
+    steps = parallel(pair, tmp_path, tmp_path / "first.json", "--stop=3")["steps"]
+    found = parallel(pair, tmp_path, tmp_path / "second.json")
     assert len(steps) == 3
     assert_close([*steps, *found["steps"]], alone["steps"], 2e-5)
     assert_close(found["validation"], alone["validation"], 2e-5)

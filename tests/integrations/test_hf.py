@@ -137,13 +137,14 @@ def test_logs_equal_one_process(pair: WorkerPool, graph: Graph, tmp_path: Path, 
         assert found["flos"] > 0
 
 
-@pytest.mark.parametrize(("first", "second"), [("tp2", "pp2"), ("ZeRO 3", "tp2")])
-def test_it_goes_on_under_another_plan(pair: WorkerPool, graph: Graph, tmp_path: Path, first: str, second: str) -> None:
+def test_it_goes_on_under_another_plan(pair: WorkerPool, graph: Graph, tmp_path: Path) -> None:
     changes = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 1, "report_to": ["tensorboard"]}
-    begun = pair.run(parallel, plan_of(first, graph), graph, str(tmp_path), changes, {"metrics": True, "stop_after": 5})
+    begun = pair.run(
+        parallel, plan_of("ZeRO 3", graph), graph, str(tmp_path), changes, {"metrics": True, "stop_after": 5}
+    )
     assert begun[0]["called"] == {"step": 5, "evaluate": 2, "save": 1}
     (tmp_path / "checkpoint-7").mkdir()  # one that was being written when the job was killed
-    ranks = pair.run(parallel, plan_of(second, graph), graph, str(tmp_path), changes, {"metrics": True, "resume": True})
+    ranks = pair.run(parallel, plan_of("tp2", graph), graph, str(tmp_path), changes, {"metrics": True, "resume": True})
     expected = undisturbed()
     for found in ranks:
         assert_logs_close(found["logs"][:-1], expected["logs"][:-1])

@@ -136,14 +136,13 @@ def test_a_training_in_fp16_scales_and_clips_as_the_plan_says(pair: WorkerPool, 
         assert_close(found["seen"], wanted(2)["seen"], 2e-2)
 
 
-@pytest.mark.parametrize(("first", "second"), [("tp2", "pp2"), ("ZeRO 3", "tp2")])
-def test_it_goes_on_under_another_plan(pair: WorkerPool, graph: Graph, tmp_path: Path, first: str, second: str) -> None:
+def test_it_goes_on_under_another_plan(pair: WorkerPool, graph: Graph, tmp_path: Path) -> None:
     begin = {"epochs": 1, "saving": True, "tensorboard": True}
-    pair.run(parallel, plan_of(first, graph), graph, str(tmp_path), begin, timeout_s=300.0)
+    pair.run(parallel, plan_of("tp2", graph), graph, str(tmp_path), begin, timeout_s=300.0)
     last = tmp_path / "last.ckpt"
     assert {"checkpoint.json", "plan.json"} <= {path.name for path in last.iterdir()}
     goes_on = {"epochs": 2, "resume": str(last)}
-    ranks = pair.run(parallel, plan_of(second, graph), graph, str(tmp_path), goes_on, timeout_s=300.0)
+    ranks = pair.run(parallel, plan_of("pp2", graph), graph, str(tmp_path), goes_on, timeout_s=300.0)
     expected = wanted(1)
     for found in ranks:
         assert_close(found["seen"], expected["seen"][4:], 2e-5)

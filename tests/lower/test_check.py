@@ -62,8 +62,8 @@ def test_each_change_of_type_of_a_model_is_needed(name: str) -> None:
         refuses(InternalError, r"^block \d", typecheck, broken)
 
 
-CLUSTERS = {8: "h100-sxm5-80gb:1x8", 64: "h100-sxm5-80gb:8x8", 1024: "h100-sxm5-80gb:128x8"}
-MEGATRON = {8: "tp=4 dp_shard=2", 64: "tp=4 pp=2 dp_shard=8", 1024: "tp=4 pp=2 dp_replicate=8 dp_shard=16"}
+CLUSTERS = {8: "h100-sxm5-80gb:1x8", 1024: "h100-sxm5-80gb:128x8"}
+MEGATRON = {8: "tp=4 dp_shard=2", 1024: "tp=4 pp=2 dp_replicate=8 dp_shard=16"}
 
 
 @pytest.mark.slow
@@ -76,19 +76,15 @@ def test_the_plan_of_a_search_passes_for_its_whole_world(name: str, world_size: 
         assert any(kind.is_split for p in program.graph.parameters for axis, kind in p.layout if axis == "tp")
 
 
-SEQUENCES = {
-    8: "cp=2 tp=2 dp_shard=2",
-    64: "cp=2 tp=2 pp=2 dp_shard=8",
-    1024: "cp=2 tp=2 pp=2 dp_replicate=8 dp_shard=16",
-}
+SEQUENCES = {8: "cp=2 tp=2 dp_shard=2", 1024: "cp=2 tp=2 pp=2 dp_replicate=8 dp_shard=16"}
 """Ulysses splits the 4 key heads over both axes; the others take more ranks of ``cp``."""
-LONG_SEQUENCES = {8: "cp=4 tp=2", 64: "cp=8 tp=4 dp_shard=2", 1024: "cp=16 tp=4 pp=2 dp_replicate=2 dp_shard=4"}
+LONG_SEQUENCES = {8: "cp=4 tp=2", 1024: "cp=16 tp=4 pp=2 dp_replicate=2 dp_shard=4"}
 EXPERTS = {
-    "tp": {8: "ep=4 ep_data=1 tp=4", 64: "ep=4 ep_data=1 tp=4 pp=2", 1024: "ep=4 ep_data=1 tp=4 pp=2 dp_replicate=2"},
-    "data": {8: "ep=4 ep_data=4 tp=1", 64: "ep=4 ep_data=4 tp=1 pp=2", 1024: "ep=4 ep_data=4 tp=1 dp_replicate=64"},
-    "both": {8: "ep=4 ep_data=2 tp=2", 64: "ep=4 ep_data=2 tp=2 pp=2", 1024: "ep=4 ep_data=2 tp=2 dp_replicate=64"},
+    "tp": {8: "ep=4 ep_data=1 tp=4", 1024: "ep=4 ep_data=1 tp=4 pp=2 dp_replicate=2"},
+    "data": {8: "ep=4 ep_data=4 tp=1", 1024: "ep=4 ep_data=4 tp=1 pp=2 dp_replicate=64"},
+    "both": {8: "ep=4 ep_data=2 tp=2", 1024: "ep=4 ep_data=2 tp=2 pp=2 dp_replicate=64"},
 }
-STAGES = {8: "tp=2 pp=2 dp_shard=2", 64: "tp=4 pp=2 dp_shard=8", 1024: "tp=8 pp=2 dp_replicate=8 dp_shard=8"}
+STAGES = {8: "tp=2 pp=2 dp_shard=2", 1024: "tp=8 pp=2 dp_replicate=8 dp_shard=8"}
 VIRTUAL = "schedule=Interleaved1F1B virtual_stages=2 micro_batch=1"
 
 

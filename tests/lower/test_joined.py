@@ -173,8 +173,7 @@ APART_BY_NAME = {code.__name__: code for code in APART} | {
 def test_joined_batches_are_split_by_sample(code: Code) -> None:
     graph = autopar.trace(model(code), example_inputs=batch(), global_batch_size=8, precision="fp64")
     assert not graph.mixing
-    check(model(code), batch(), ["dp_shard=2", "num_micro_batches=2"], graph=graph)
-    check(model(code), batch(), ["dp_replicate=2", "num_micro_batches=1", "tp=2"], graph=graph)
+    check(model(code), batch(), ["dp_shard=2", "num_micro_batches=2", "tp=2"], graph=graph)
 
 
 def in_batch_negatives(s: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:

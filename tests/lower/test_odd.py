@@ -15,7 +15,7 @@ from autopar.plan.mesh import S
 from autopar.plan.plan import Plan, PrecisionName
 from autopar.verification.reference import Subject
 from tests.support.example_plans import at_rest
-from tests.support.lower.against_model import check
+from tests.support.lower.against_model import check, check_each
 from tests.support.said import refuses
 from tests.support.small_models import model_of
 
@@ -147,25 +147,19 @@ GROUPS, BATCH = partial(nn.GroupNorm, 4, 8), partial(nn.BatchNorm2d, 8)
 CHANNELS = {"first.weight": S(0), "norm.weight": S(0), "norm.bias": S(0), "second.weight": S(1)}
 
 
-NORMS = [
-    (GROUPS, 1, {}), (GROUPS, 1, CHANNELS),
-    (GROUPS, 2, {"first.weight": S(0), "second.weight": S(0), "last.weight": S(1)}),
-    (partial(nn.GroupNorm, 1, 8), 1, {"first.weight": S(0), "second.weight": S(0), "last.weight": S(1)}),
-    (BATCH, 1, {}), (BATCH, 1, CHANNELS), (partial(nn.InstanceNorm2d, 8, affine=True), 1, CHANNELS),
-]  # fmt: skip
+OF_GROUPS = {"first.weight": S(0), "second.weight": S(0), "last.weight": S(1)}
 
 
-@pytest.mark.parametrize(
-    ("degrees", "norm", "groups", "pinned"),
-    [
-        *((["tp=2", f"dp_shard={data}"], *case) for data in (1, 2) for case in NORMS),
-        (["tp=4"], partial(nn.GroupNorm, 2, 8), 1, {"first.weight": S(0)}),  # of fewer groups than ranks
-    ],
-)
-def test_convolutions_and_norms(
-    degrees: list[str], norm: partial[nn.Module], groups: int, pinned: dict[str, object]
-) -> None:
-    plan = check(convolved(norm, groups), images(), degrees + [f"{name}=tp:{kind}" for name, kind in pinned.items()])
+@pytest.mark.parametrize(("degrees", "norm", "groups", "pinned"), [
+    ("tp=2 dp_shard=2", GROUPS, 1, {}), ("tp=2 dp_shard=2", GROUPS, 1, CHANNELS),
+    ("tp=2 dp_shard=2", GROUPS, 2, OF_GROUPS), ("tp=2 dp_shard=2", partial(nn.GroupNorm, 1, 8), 1, OF_GROUPS),
+    ("tp=4", partial(nn.GroupNorm, 2, 8), 1, {"first.weight": S(0)}),  # of fewer groups than ranks
+    ("tp=2 dp_shard=2", BATCH, 1, {}), ("tp=2 dp_shard=2", BATCH, 1, CHANNELS), ("tp=2 dp_shard=1", BATCH, 1, CHANNELS),
+    ("tp=2 dp_shard=2", partial(nn.InstanceNorm2d, 8, affine=True), 1, CHANNELS),
+])  # fmt: skip
+def test_convolutions_and_norms(degrees: str, norm: partial[nn.Module], groups: int, pinned: dict[str, object]) -> None:
+    pins = degrees.split() + [f"{name}=tp:{kind}" for name, kind in pinned.items()]
+    plan = check(convolved(norm, groups), images(), pins)
     assert at_rest(plan).items() >= pinned.items()
     assert norm is not BATCH or any("statistics over the global batch" in note for note in plan.notes)
 
@@ -177,7 +171,6 @@ ROUTED = LLAMA.replace("llama", "mixtral") + "&num_local_experts=4&output_router
 @pytest.mark.parametrize(
     ("pins", "masked"),
     [
-        (["dp_replicate=2"], True),
         (["dp_shard=2", "tp=2"], True),
         (["dp_shard=2", "tp=2"], False),
         (["ep=2", "ep_data=1", "tp=2"], True),
@@ -199,13 +192,13 @@ def standardized(self: nn.Module, x: Tensor, target: Tensor) -> Tensor:
     return F.huber_loss(self.linear(x), scaled) + (self.linear(x) * scaled).mean() * scaled.pow(4).mean()
 
 
-@pytest.mark.parametrize("pins", [["dp_shard=2", "micro_batch=2"], ["tp=2", "micro_batch=4"]])
-def test_sums_over_the_batch_that_depend_on_others(pins: list[str]) -> None:
+def test_sums_over_the_batch_that_depend_on_others() -> None:
     batch = {"x": torch.randn(8, 6), "target": torch.randn(8, 4) * 3.0 + 1.0}
     model = model_of(standardized, linear=nn.Linear(6, 4))
     graph = autopar.trace(model, example_inputs=batch, global_batch_size=8, precision="fp64")
     assert not graph.exact
-    check(model, batch, pins, graph=graph)
+    for pins in (["dp_shard=2", "micro_batch=2"], ["tp=2", "micro_batch=4"]):
+        check(model, batch, pins, graph=graph)
 
 
 def penalised(self: nn.Module, x: Tensor, target: Tensor) -> Tensor:
@@ -219,32 +212,32 @@ def penalised(self: nn.Module, x: Tensor, target: Tensor) -> Tensor:
     return 1.0 - (3.0 - loss / target.square().sum()) * 0.5
 
 
-@pytest.mark.parametrize(
-    "pins", [["dp_shard=2", "micro_batch=2"], ["tp=2", "micro_batch=4"], ["pp=2", "micro_batch=4"]]
-)
 @pytest.mark.parametrize("kind", ["penalty", "variance", "numbers"])
-def test_terms_of_no_sample_are_counted_once(kind: str, pins: list[str]) -> None:
+def test_terms_of_no_sample_are_counted_once(kind: str) -> None:
     batch = {"x": torch.randn(8, 6), "target": torch.randn(8, 4)}
     layers, variance = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)), nn.Parameter(torch.zeros(()))
-    check(model_of(penalised, kind=kind, layers=layers, log_variance=variance), batch, pins)
+    model = model_of(penalised, kind=kind, layers=layers, log_variance=variance)
+    check_each(model, batch, ["dp_shard=2", "micro_batch=2"], ["tp=2", "micro_batch=4"], ["pp=2", "micro_batch=4"])
 
 
-@pytest.mark.parametrize("value", [lambda self, y: 0.5, lambda self, y: self.row, lambda self, y: self.row[None]])
-@pytest.mark.parametrize(
-    "places",
-    [
-        lambda y, place, mask: mask,
-        lambda y, place, mask: (torch.arange(y.shape[0]), place),
-        lambda y, place, mask: (torch.arange(y.shape[0])[:, None], torch.stack([place, place - 2], dim=1)),
+NUMBER, ROW, ROWS = (lambda self, y: 0.5), (lambda self, y: self.row), (lambda self, y: self.row[None])
+
+
+@pytest.mark.parametrize(("places", "value"), [
+    *((lambda y, place, mask: mask, value) for value in (NUMBER, ROW, ROWS)),
+    *((lambda y, place, mask: (torch.arange(y.shape[0]), place), value) for value in (NUMBER, ROW, ROWS)),
+    (lambda y, place, mask: (torch.arange(y.shape[0])[:, None], torch.stack([place, place - 2], dim=1)), ROW),
+    (
         lambda y, place, mask: (
             torch.arange(y.shape[0])[:, None, None],
             torch.arange(5)[:, None],
             (place[:, None, None] + torch.arange(4)) % 4 + torch.zeros(5, 1, dtype=torch.int64),
         ),
-        lambda y, place, mask: (slice(None), [0, 2]),
-        lambda y, place, mask: (mask[:, 0], slice(None), ...),
-    ],
-)
+        ROWS,
+    ),
+    (lambda y, place, mask: (slice(None), [0, 2]), ROW),
+    (lambda y, place, mask: (mask[:, 0], slice(None), ...), ROWS),
+])  # fmt: skip
 def test_what_is_put_at_places_leaves_samples_apart(places: Callable[..., Any], value: Callable[..., Any]) -> None:
     """Of what a layer returns, as SpecAugment, padding of labels and caches are written."""
 
@@ -254,8 +247,8 @@ def test_what_is_put_at_places_leaves_samples_apart(places: Callable[..., Any], 
         return y.square().sum()
 
     batch = {"x": torch.randn(4, 5, 4), "place": torch.tensor([0, -1, 3, 0]), "mask": torch.rand(4, 5) < 0.5}
-    for pins in (["dp_shard=2", "num_micro_batches=2"], ["tp=2"]):
-        check(model_of(forward, linear=nn.Linear(4, 4), row=nn.Parameter(torch.randn(4))), batch, pins)
+    model = model_of(forward, linear=nn.Linear(4, 4), row=nn.Parameter(torch.randn(4)))
+    check_each(model, batch, ["dp_shard=2", "num_micro_batches=2"], ["tp=2"])
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -304,24 +297,17 @@ def _used(self: Any, x: Tensor) -> Tensor:
     return (y.square() * self.seen / self.seen.sum()).sum()
 
 
-@pytest.mark.parametrize(
-    ("forward", "pins"),
-    [
-        *((forward, [pin]) for forward in (_contrast, _written) for pin in ("dp_shard=2", "tp=2")),
-        (_zeroed, ["dp_shard=2", "num_micro_batches=2"]),
-        *(
-            (forward, pins)
-            for forward in (_covariances, _used)
-            for pins in (["dp_shard=2"], ["tp=2", "dp_replicate=2"])
-        ),
-    ],
-)
+@pytest.mark.parametrize(("forward", "plans"), [
+    *((forward, [["dp_shard=2"], ["tp=2"]]) for forward in (_contrast, _written)),
+    (_zeroed, [["dp_shard=2", "num_micro_batches=2"]]),
+    *((forward, [["dp_shard=2"], ["tp=2", "dp_replicate=2"]]) for forward in (_covariances, _used)),
+])  # fmt: skip
 def test_writes_by_strides_leave_the_gradients_of_the_rest_and_totals_are_of_all_samples(
-    forward: Callable[..., Any], pins: list[str]
+    forward: Callable[..., Any], plans: list[list[str]]
 ) -> None:
     """Torch's own gradient of ``as_strided_scatter`` reaches what was replaced, and nothing else."""
     model = model_of(forward, linear=nn.Linear(4, 4), seen=nn.Buffer(torch.ones(4)))
-    check(model, {"x": torch.randn(8, 4)}, pins)
+    check_each(model, {"x": torch.randn(8, 4)}, *plans)
 
 
 def test_indices_of_a_put_may_end_in_none() -> None:
@@ -334,5 +320,5 @@ def test_indices_of_a_put_may_end_in_none() -> None:
 
     model = model_of(forward, linear=nn.Linear(4, 4), row=nn.Parameter(torch.randn(4)))
     mask, place = torch.tensor([True, False, False, True]), torch.zeros(4, dtype=torch.int64)
-    for pins in (["tp=2"], ["dp_shard=2", "num_micro_batches=2"]):
-        check(model, {"x": torch.randn(4, 4), "mask": mask, "place": place}, pins)
+    batch = {"x": torch.randn(4, 4), "mask": mask, "place": place}
+    check_each(model, batch, ["tp=2"], ["dp_shard=2", "num_micro_batches=2"])

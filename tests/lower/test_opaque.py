@@ -17,7 +17,7 @@ from autopar.tracing import opaque_probe, opaque_trials
 from autopar.tracing.sample_counts import CountError
 from autopar.tracing.trace import trace
 from tests.support.lower import unusual as u
-from tests.support.lower.against_model import check
+from tests.support.lower.against_model import check, check_each
 from tests.support.said import refuses
 from tests.support.small_models import calling, in_double, model_of
 
@@ -104,11 +104,10 @@ def tokens() -> dict[str, Tensor]:
     return {"ids": ids, "images": images, "labels": labels}
 
 
-@pytest.mark.parametrize("pins", [["dp_shard=2", "zero=3", "num_micro_batches=2"], ["tp=2"]])
-def test_a_model_that_cannot_be_traced_runs_as_a_whole_on_the_samples_of_each_rank(pins: list[str]) -> None:
-    plan = check(of_tokens(), tokens(), pins)
-    assert any("the whole model" in note for note in plan.notes)
-    assert not any("samples meet" in note for note in plan.notes)
+def test_a_model_that_cannot_be_traced_runs_as_a_whole_on_the_samples_of_each_rank() -> None:
+    for plan in check_each(of_tokens(), tokens(), ["dp_shard=2", "zero=3", "num_micro_batches=2"], ["tp=2"]):
+        assert any("the whole model" in note for note in plan.notes)
+        assert not any("samples meet" in note for note in plan.notes)
 
 
 def test_a_whole_model_returns_its_loss_where_it_has_it_and_a_large_one_is_run_fewer_times(monkeypatch: Any) -> None:
@@ -357,11 +356,11 @@ def test_what_only_looks_hard_is_traced(model: Callable[[], nn.Module]) -> None:
     )
 
 
-@pytest.mark.parametrize("pins", [["dp_replicate=4"], ["tp=2", "dp_shard=2"], ["dp_replicate=2", "dp_shard=2"]])
-def test_a_contrastive_loss_gathers_its_samples(pins: list[str]) -> None:
-    plan = check(u.Pairs("contrastive"), u.pairs(), pins)
-    assert plan.num_micro_batches == 1
-    assert any("samples meet in" in note and "matmul" in note and "unusual.py" in note for note in plan.notes)
+def test_a_contrastive_loss_gathers_its_samples() -> None:
+    pins = ["dp_replicate=4"], ["tp=2", "dp_shard=2"], ["dp_replicate=2", "dp_shard=2"]
+    for plan in check_each(u.Pairs("contrastive"), u.pairs(), *pins):
+        assert plan.num_micro_batches == 1
+        assert any("samples meet in" in note and "matmul" in note and "unusual.py" in note for note in plan.notes)
 
 
 @pytest.mark.slow

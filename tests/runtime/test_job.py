@@ -21,7 +21,7 @@ from autopar.plan.plan import RankGroup
 from autopar.runtime import job
 from autopar.runtime.failure_watch import Alarm
 from autopar.runtime.launch import _wait_for
-from tests.support.cli_runner import Run, run_fixture
+from tests.support.cli_runner import Run
 from tests.support.example_plans import llama_plan
 from tests.support.said import refuses, said
 
@@ -222,8 +222,6 @@ def test_ranks_whose_devices_take_long_are_left_alone(pair: Pair) -> None:
     assert not pair.has_ended.wait(20 * POLL_S)
     assert not any(alarm._failure for alarm in pair.alarms)
 
-
-run = run_fixture
 
 SCRIPT = """
 import argparse, json, pathlib

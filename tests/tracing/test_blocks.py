@@ -30,7 +30,7 @@ def layers(family: str, count: int, **more: float) -> Graph:
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 3])
 def test_every_layer_is_a_block_between_embedding_and_head(family: str, count: int) -> None:
     graph = layers(family, count, **({"dropout": 0.5} if family == "gpt" else {}))  # salts are no part of a layer
     found = hashes(graph)
@@ -65,10 +65,10 @@ def test_layers_hash_equally_however_many_there_are_and_whatever_the_names() -> 
 
 
 def test_a_literal_or_a_shape_makes_another_hash() -> None:
-    plain = hashes(layers("gpt", 2))[1]
-    assert hashes(layers("gpt", 2, heads=8))[1] != plain
-    assert hashes(layers("gpt", 2, ffn=64))[1] != plain
-    usual = "hf:gpt2?n_layer=2&n_embd=32&n_head=4&vocab_size=64"
+    plain = hashes(layers("gpt", 1))[1]
+    assert hashes(layers("gpt", 1, heads=8))[1] != plain
+    assert hashes(layers("gpt", 1, ffn=64))[1] != plain
+    usual = "hf:gpt2?n_layer=1&n_embd=32&n_head=4&vocab_size=64"
     one, other = (resolve_model(usual + more, sequence_length=8) for more in ("", "&layer_norm_epsilon=0.1"))
     assert hashes(one.trace())[1] != hashes(other.trace())[1]
 
@@ -98,7 +98,7 @@ def _in_order(self: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("other", [partial(_layer, 16), _plain])
-@pytest.mark.parametrize("count", [3, 6, 8, 12])
+@pytest.mark.parametrize("count", [3, 6, 8])
 def test_layers_of_several_kinds_in_turn_are_blocks_of_their_own(count: int, other: Callable[[], nn.Module]) -> None:
     in_turn = nn.ModuleList([other() if i % 3 == 2 else _layer(8) for i in range(count)])
     graph = trace(model_of(_in_order, first=nn.Linear(4, 4), layers=in_turn, stages=[in_turn]), (torch.randn(2, 4),))

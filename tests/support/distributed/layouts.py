@@ -23,8 +23,8 @@ from tests.support.distributed.subjects import HfSubject, Unpadded, graph_of
 CHEAP_MEMORY = {"memory_price": 0.01}
 """Then parameters stay whole where that saves communication, and their gradients are summed over tp."""
 LAYOUTS: dict[str, tuple[Mesh, dict[str, Any]]] = {
-    "dp4": (Mesh(dp_replicate=4), {}), "dp4 ZeRO 1": (Mesh(dp_shard=4), {"zero_stage": 1}),
-    "dp4 ZeRO 2": (Mesh(dp_shard=4), {"zero_stage": 2}), "dp4 ZeRO 3": (Mesh(dp_shard=4), {"zero_stage": 3}),
+    "dp4": (Mesh(dp_replicate=4), {}), "dp2 ZeRO 1": (Mesh(dp_shard=2), {"zero_stage": 1}),
+    "dp2 ZeRO 2": (Mesh(dp_shard=2), {"zero_stage": 2}), "dp4 ZeRO 3": (Mesh(dp_shard=4), {"zero_stage": 3}),
     "HSDP 2x2": (Mesh(dp_replicate=2, dp_shard=2), {"zero_stage": 3}),
     "HSDP 2x2 ZeRO 2": (Mesh(dp_replicate=2, dp_shard=2), {"zero_stage": 2}), "tp2": (Mesh(tp=2), {}),
     "tp2 whole parameters": (Mesh(tp=2), CHEAP_MEMORY), "tp4": (Mesh(tp=4), {}),
@@ -112,16 +112,17 @@ def on_batch(pool: WorkerPool, job: Any, subject: Any, plan: Plan, graph: Any, *
 
 @cache
 def clipped(subject: Any, batch_size: int) -> dict[str, Any]:
-    """Norms before they are clipped to 0.1, and parameters after two steps of one device."""
+    """Losses, norms before they are clipped to 0.1, and parameters after two steps of one device."""
     return jobs.train(subject.build(), [subject.make_batch(batch_size, seed=seed) for seed in range(2)], 0.1)
 
 
 def clips_as_one_device(pool: WorkerPool, subject: Any, plan: Plan, graph: Any, *, alone: bool = False) -> None:
-    """Norms and parameters on every rank, over two steps; ``alone``: each parameter is measured by its own largest element."""
+    """Losses, norms and parameters on every rank, over two steps; ``alone``: each parameter is measured by its own largest element."""
     wanted = clipped(subject, plan.global_batch_size)
     own = wanted["parameters"]
     data = [subject.make_batch(plan.global_batch_size, seed=seed) for seed in range(2)]
     for rank in on_ranks(pool, jobs.train, subject, plan, graph, data, 0.1):
+        assert rank["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
         assert rank["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
         for some in [{name: value} for name, value in own.items()] if alone else [own]:
             assert_close(rank["parameters"], some, 1e-4)

@@ -24,8 +24,9 @@ BATCH, SAMPLES = 8, 27
 """The last batch of an epoch has 3 samples."""
 
 PLANS = {"tp2": "tp2", "pp2": "pp2 GPipe", "ZeRO 3": "dp2 ZeRO 3 recomputed"}
-ACCUMULATED = [*((name, 2) for name in PLANS), ("pp2", 1)]
-"""Of how many batches loops add up the gradients; of one too where they go on under another plan, under each of them."""
+ACCUMULATED = [("pp2", 2), ("ZeRO 3", 2), ("pp2", 1)]
+"""Of how many batches loops add up the gradients: where ranks share samples and where they have some of their own; of one too
+where they go on under another plan."""
 
 
 def plan_of(name: str, graph: Graph, **changes: Any) -> Plan:

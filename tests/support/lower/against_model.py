@@ -67,6 +67,14 @@ def check(
     return plan
 
 
+def check_each(model: nn.Module, batch: dict[str, Tensor], *plans: Sequence[str]) -> list[Plan]:
+    """:func:`check` in float64 under the pins of each plan; all are for one trace."""
+    batch = in_double(model, batch)
+    size = next(iter(batch.values())).shape[0]
+    graph = api.trace(model, example_inputs=batch, global_batch_size=size, precision="fp64")
+    return [check(model, batch, pins, graph=graph) for pins in plans]
+
+
 def _padded(program: Program, parameter: Parameter, whole: Tensor) -> Tensor:
     """A tensor of the model as the plan lengthens it."""
     value = part_of(parameter, whole)
