@@ -48,7 +48,7 @@ class LayoutPlans:
 
     def __init__(self, context: SearchContext, options: BlockOptions, maker: InstanceMaker) -> None:
         self.context, self.options = context, options
-        self.rank_devices, self.blocks_of = maker.rank_devices, maker.blocks_of
+        self.maker, self.rank_devices, self.blocks_of = maker, maker.rank_devices, maker.blocks_of
         self.pinned, self.buckets = dict(context.stages), context.buckets
 
     def best(
@@ -109,6 +109,7 @@ class LayoutPlans:
 
     def problem(self, candidate: Candidate, layout: PricedLayout) -> CutProblem:
         """Return the problem of cutting a candidate in a layout into stages."""
+        floors = self.maker.priced(candidate, layout)
         layout = self.rank_devices.priced(candidate, layout)
         step = self.rank_devices.step(self.context.step(candidate, layout), layout)
         model, mesh = self.context.model.in_order(candidate.order), candidate.mesh
@@ -127,6 +128,7 @@ class LayoutPlans:
             tensor_limits=tuple(map(self.rank_devices.tensor_bytes, parts)),
             pinned=self.pinned,
             allowed_stages=tuple(self._allowed(candidate, layout)),
+            floors=floors,
             stages_of=lambda stops, modes: self.options.stages(stops, modes, layout, mesh.pp),
         )
 

@@ -15,11 +15,12 @@ from autopar.cost.step.step import own_times
 from autopar.errors import InfeasibleError
 from autopar.plan.prediction import Memory
 from autopar.plan.schedule import peak_table
+from autopar.planner.bounds.instance import PipelineInstance
 from autopar.planner.layouts.layout import PricedLayout
 from autopar.planner.search import SearchContext
 from autopar.planner.space.candidates import Candidate
 from autopar.planner.stages.recompute import Mode
-from autopar.planner.stages.stage_cut import Cut, CutBlocks, Mask, cut, stage_masks
+from autopar.planner.stages.stage_cut import Cut, CutBlocks, Mask, Tails, cut, stage_masks
 
 RANK_SHARES = 6
 """With short first stages, the ranks that have them are the first sixth, the first third and so on of all ranks (ADR 0011)."""
@@ -185,6 +186,7 @@ class CutProblem:
         tensor_limits: the same for tensors, without what the device reserves, in bytes.
         pinned: the stage of each pinned block, by index of the block.
         allowed_stages: the ways in which blocks may form stages, each a mask for every stage; None allows all stages.
+        floors: the same problem as relaxations see it.
         stages_of: returns the costs of the stages of some stops, whose blocks run in some modes.
     """
 
@@ -197,6 +199,7 @@ class CutProblem:
     tensor_limits: tuple[float, ...]
     pinned: dict[int, int]
     allowed_stages: tuple[Sequence[Mask] | None, ...]
+    floors: PipelineInstance
     stages_of: Callable[[Sequence[int], Sequence[Mode]], tuple[StageCost, ...]]
 
     @property
@@ -232,6 +235,22 @@ class CutProblem:
         """Return the micro-batches on each stage of a rank at the fullest moments of the rank [moments, stages of the rank]."""
         c = self.candidate
         return peak_table(c.schedule, self.pp, c.virtual_stages, c.num_micro_batches, rank)
+
+    def tails(self) -> Tails | None:
+        """Return what ranks with one stage do once a step, with blocks in their quickest modes; None without a pipeline, or with more stages."""
+        one = self.floors
+        if one.pp == 1 or one.virtual_stages > 1:
+            return None
+        kinds, starts, stops = one.kind_of_block, [], []
+        for device in one.device_of_rank:
+            blocks = [one.floors[device].blocks[kind] for kind in kinds]
+            once_s = np.cumsum([0.0, *(block.once_s for block in blocks)])
+            starts.append(once_s + np.cumsum([0.0, *(block.least_s - block.forward_s for block in blocks)]))
+            stops.append(once_s)
+        backs_s = [b + one.backward_s[d] for b, d in zip(one.sends_back_s, one.device_of_rank, strict=True)]
+        before_s = np.cumsum([0.0, *backs_s[:-1]]).tolist()
+        fixed_s = tuple(rank_s - back_s for rank_s, back_s in zip(one.ranks_s, before_s, strict=True))
+        return Tails(fixed_s=fixed_s, start_s=tuple(starts), stop_s=tuple(stops))
 
     def in_flight(self) -> list[int]:
         """Return the micro-batches that each stage holds at its peak."""
@@ -360,6 +379,7 @@ def _cut(problem: CutProblem, masks: Sequence[Mask], limits: Sequence[float]) ->
         limit_bytes=limits,
         num_micro_batches=problem.candidate.num_micro_batches,
         allowed=masks,
+        tails=problem.tails(),
     )
 
 

@@ -4,7 +4,12 @@ If stage s takes t_s seconds for the forward and backward of a micro-batch, a st
 
     sum of t_s  +  (m - 1) * max of t_s                  (GPipe, 1F1B; Huang et al. 2019, Zheng et al. 2022, eq. 2)
 
-which is minimised under a memory limit for each stage. The time of blocks i:j as stage s is the least time in which they fit
+Then ranks do what they do once a step, sum gradients above all. They end their last backwards one after the other, the first rank last. So
+a step is longer by its *tail*: the most by which a rank's work once a step outlasts the last backwards of the ranks before it. The sum of
+both is minimised under a memory limit for each stage: the first cut is the quickest whatever its tail is, and each further one the quickest
+with a shorter tail (the constraint method for two objectives; Haimes et al. 1971).
+
+The time of blocks i:j as stage s is the least time in which they fit
 (:mod:`autopar.planner.stages.recompute`), at the prices of the devices that run the stage. For a bound on the slowest stage a dynamic
 program over prefixes of the blocks minimises the sum. The sum falls as the bound rises, so that whole intervals of bounds are excluded
 where it cannot fall far enough. The work grows with the square of the number of blocks, however many of them are equal.
@@ -30,6 +35,28 @@ from autopar.planner.stages.recompute import OFFLOADED, Array, CutBlock, Mode, R
 
 Mask = NDArray[np.bool_]
 """Whether blocks i:j may form a stage, at [i, j]; i and j run from 0 to the number of blocks."""
+
+TAIL_STEP = 0.01
+"""By which fraction of a step the tail of each further cut is shorter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tails:
+    """By how much a rank's work once a step outlasts the last backwards of the ranks before it: ``fixed_s + stop_s[j] - start_s[i]``.
+
+    Attributes:
+        fixed_s: the part of each stage that its blocks do not change.
+        start_s, stop_s: the part that depends on where the stage starts and stops [stages][blocks + 1].
+    """
+
+    fixed_s: tuple[float, ...]
+    start_s: tuple[Array, ...]
+    stop_s: tuple[Array, ...]
+
+    def of(self, stops: Sequence[int]) -> float:
+        """Return the tail of a cut, in seconds."""
+        stages = zip(self.fixed_s, self.start_s, self.stop_s, (0, *stops), stops, strict=False)
+        return max(0.0, *(float(fixed + stop_s[j] - start_s[i]) for fixed, start_s, stop_s, i, j in stages))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +205,7 @@ def cut(
     limit_bytes: Sequence[float],
     num_micro_batches: int,
     allowed: Sequence[Mask],
+    tails: Tails | None = None,
 ) -> Cut | None:
     """Return the cut of least time by the formula of this module; None if no cut fits.
 
@@ -189,6 +217,7 @@ def cut(
         limit_bytes: bytes that each stage may fill.
         num_micro_batches: micro-batches of a step.
         allowed: for each stage whether blocks i:j may form it (:func:`stage_masks`).
+        tails: what ranks do once a step; None: nothing.
     """
     stages = len(in_flight)
     blocks_of = [ranks[s % len(ranks)] for s in range(stages)]
@@ -207,7 +236,7 @@ def cut(
                 known_tables[key] = len(tables)
                 tables.append(np.where(allowed[s], times_s[blocks.distinct.index], np.inf))
             table_of[s] = known_tables[key]
-    best = stops_of_least_time(tables, table_of, num_micro_batches)
+    best = stops_of_least_time(tables, table_of, num_micro_batches, tails)
     if best is None:
         return None
     stops, time_s = best
@@ -223,24 +252,40 @@ def cut(
 
 
 def stops_of_least_time(
-    tables: Sequence[Array], table_of: Sequence[int], num_micro_batches: int
+    tables: Sequence[Array], table_of: Sequence[int], num_micro_batches: int, tails: Tails | None = None
 ) -> tuple[tuple[int, ...], float] | None:
-    """Return the stops with the least sum of times plus (num_micro_batches - 1) times the slowest stage, and this value; None if none fit.
+    """Return the stops of least time by the formula of this module, and this time; None if none fit.
+
+    With ``tails`` the time may be longer than the least one by :data:`TAIL_STEP`.
 
     Args:
         tables: times of a stage of blocks i:j at [i, j]; infinite where they may not form it or do not fit.
         table_of: the index of the table of each stage.
         num_micro_batches: micro-batches of a step.
+        tails: what ranks do once a step; None: nothing.
     """
-    repeats = num_micro_batches - 1
-    band = _Band(tables, table_of)
+    band, best, best_s = _Band(tables, table_of), None, float("inf")
+    while (found := _quickest(band, num_micro_batches - 1, best_s)) is not None:
+        stops, time_s = found
+        tail_s = tails.of(stops) if tails else 0.0
+        if time_s + tail_s < best_s:
+            best, best_s = (stops, time_s + tail_s), time_s + tail_s
+        limit_s = tail_s - TAIL_STEP * best_s
+        if tails is None or limit_s <= 0:
+            break
+        band.shorten(tails, limit_s)
+    return best
+
+
+def _quickest(band: _Band, repeats: int, below_s: float) -> tuple[tuple[int, ...], float] | None:
+    """Return the stops of least sum of times plus ``repeats`` times the slowest stage, and this value; None if it is not below ``below_s``."""
     least_slowest_s, least_sum_s = band.least(np.maximum), band.least(np.add)
-    if np.isinf(least_slowest_s):
+    if least_sum_s + repeats * least_slowest_s >= below_s or np.isinf(least_slowest_s):
         return None
     bounds = np.unique(band.values[np.isfinite(band.values)])
     bounds = bounds[bounds >= least_slowest_s]
     best: tuple[int, ...] = ()
-    best_s = np.inf
+    best_s = below_s
 
     def evaluate(index: int) -> float:
         """Return the least sum of stages no slower than ``bounds[index]``, and keep the cut if it is the best so far."""
@@ -265,7 +310,7 @@ def stops_of_least_time(
         middle = (low + high) // 2
         middle_s = evaluate(middle)
         intervals += [(middle, high, middle_s, high_s), (low, middle, low_s, middle_s)]
-    return best, float(best_s)
+    return (best, float(best_s)) if best else None
 
 
 class _Band:
@@ -277,6 +322,7 @@ class _Band:
         table_of: the index of the table of each stage.
         fewest: the fewest blocks of a stage that may be formed.
         values: the times of all tables [tables, k, j]; infinite where a stage may not be formed.
+        excluded: for each stage where its tail would be too long [k, j]; empty without a limit on tails.
     """
 
     def __init__(self, tables: Sequence[Array], table_of: Sequence[int]) -> None:
@@ -286,7 +332,14 @@ class _Band:
         self.fewest, most = int(lengths.min()), int(lengths.max())
         stops = np.arange(stack.shape[2])[None, :]
         starts = stops - np.arange(self.fewest, most + 1)[:, None]
-        self.values = np.where(starts >= 0, stack[:, np.maximum(starts, 0), stops], np.inf)
+        self._starts = np.maximum(starts, 0)
+        self.values = np.where(starts >= 0, stack[:, self._starts, stops], np.inf)
+        self.excluded: list[Mask] = []
+
+    def shorten(self, tails: Tails, limit_s: float) -> None:
+        """Exclude stages whose tail is longer than a limit."""
+        each = zip(tails.fixed_s, tails.start_s, tails.stop_s, strict=True)
+        self.excluded = [stop_s - start_s[self._starts] > limit_s - fixed_s for fixed_s, start_s, stop_s in each]
 
     def least(self, combine: np.ufunc) -> float:
         """Return the least value of a cut, where ``combine`` accumulates the times of its stages."""
@@ -297,10 +350,13 @@ class _Band:
         values = np.where(self.values <= bound_s, self.values, np.inf)
         prefixes = self._prefixes(values, np.add)
         stops, times = [values.shape[2] - 1], []
-        for table, before in zip(reversed(self.table_of), reversed(prefixes[:-1]), strict=True):
-            last = stops[-1]
+        for s in reversed(range(len(self.table_of))):
+            table, before, last = self.table_of[s], prefixes[s], stops[-1]
             lengths = np.arange(self.fewest, min(self.fewest + values.shape[1] - 1, last) + 1)[::-1]
-            length = lengths[np.argmin(before[last - lengths] + values[table, lengths - self.fewest, last])]
+            sums = before[last - lengths] + values[table, lengths - self.fewest, last]
+            if self.excluded:
+                sums[self.excluded[s][lengths - self.fewest, last]] = np.inf
+            length = lengths[np.argmin(sums)]
             times.append(float(values[table, length - self.fewest, last]))
             stops.append(last - int(length))
         return tuple(stops[-2::-1]), float(prefixes[-1][-1]), max(times)
@@ -314,8 +370,10 @@ class _Band:
         best[0] = 0.0
         shifted = sliding_window_view(padded, size)[:width][::-1]  # [k, j]: the value of blocks 0:j - fewest - k
         prefixes, through = [best.copy()], np.empty((width, size))
-        for table in self.table_of:
+        for s, table in enumerate(self.table_of):
             combine(shifted, values[table], out=through)
+            if self.excluded:
+                through[self.excluded[s]] = np.inf
             np.minimum.reduce(through, axis=0, out=best)
             prefixes.append(best.copy())
         return prefixes
