@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 
 from autopar.plan.plan import Recompute
 from autopar.planner.stages.recompute import BlockOption, CutBlock, lower_hull, undominated
-from autopar.planner.stages.stage_cut import Cut, CutBlocks, Mask, cut, stage_masks, stops_of_least_time
+from autopar.planner.stages.stage_cut import (
+    TAIL_STEP,
+    Cut,
+    CutBlocks,
+    Mask,
+    Tails,
+    cut,
+    stage_masks,
+    stops_of_least_time,
+)
 
 
 def option(mode: Recompute, time_s: float, held_bytes: float, transient_bytes: float = 0.0) -> BlockOption:
@@ -120,20 +129,30 @@ def test_of_equal_blocks_it_is_the_best_of_all(count: int, stages: int, m: int, 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_stops_are_the_best_of_all(data: st.DataObject) -> None:
-    """Any times of stages: the sum and the slowest, against every cut."""
+    """Any times of stages: the sum and the slowest, and tails, against every cut."""
     n, m = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 9))
     stages = data.draw(st.integers(1, n))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     tables = [np.where(rng.random((n + 1, n + 1)) < 0.8, rng.integers(1, 12, (n + 1, n + 1)), np.inf) for _ in range(2)]
     tables = [np.where(np.triu(np.ones_like(table), 1) > 0, table, np.inf) for table in tables]
     which = rng.integers(0, 2, stages).tolist()
-    best = np.inf
+    starts, ends = (tuple(np.cumsum(rng.integers(0, 9, (stages, n + 1)), axis=1)) for _ in range(2))
+    tails = Tails(fixed_s=tuple(rng.integers(-9, 9, stages).tolist()), start_s=starts, stop_s=ends)
+    best = best_with_tails = np.inf
     for inner in combinations(range(1, n), stages - 1):
         times = [tables[k][i, j] for k, i, j in zip(which, (0, *inner), (*inner, n), strict=True)]
         if np.isfinite(times).all():
-            best = min(best, sum(times) + (m - 1) * max(times))
+            time_s = sum(times) + (m - 1) * max(times)
+            best, best_with_tails = min(best, time_s), min(best_with_tails, time_s + tails.of((*inner, n)))
     own = stops_of_least_time(tables, which, m)
     assert own is None if np.isinf(best) else own is not None and own[1] == pytest.approx(best)
+    own = stops_of_least_time(tables, which, m, tails)
+    assert (own is None) == np.isinf(best)
+    if own is not None:
+        stops, time_s = own
+        times = [tables[k][i, j] for k, i, j in zip(which, (0, *stops), stops, strict=False)]
+        assert time_s == sum(times) + (m - 1) * max(times) + tails.of(stops)
+        assert best_with_tails <= time_s <= best_with_tails * (1 + TAIL_STEP) + 1e-9
 
 
 def test_a_stage_is_cut_only_where_it_is_allowed() -> None:
