@@ -14,8 +14,7 @@ from typing import Annotated
 import typer
 
 from autopar.cli import machines, measurements, plan_files, plans
-from autopar.cli.options import StrictCommand
-from autopar.cli.output import json_alone
+from autopar.cli.options import StrictCommand, json_alone
 from autopar.errors import AutoparError, UsageError, reason
 
 INTERRUPTED = 130

@@ -14,8 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli.options import Json, PlanOptions, parse_cluster, takes_plan_options
-from autopar.cli.output import cache_dir, print_result, progress, warn
+from autopar.cli.options import (
+    Json,
+    PlanOptions,
+    cache_dir,
+    parse_cluster,
+    print_result,
+    progress,
+    takes_plan_options,
+    warn,
+)
 from autopar.measure.job_of_ranks import check_output, start_ranks, torchrun_job, under_torchrun
 from autopar.util.files import data_files
 

@@ -9,8 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.options import Json, PlanOptions, refuse_beside, takes_plan_options
-from autopar.cli.output import cache_dir, print_result, progress, warn
+from autopar.cli.options import (
+    Json,
+    PlanOptions,
+    cache_dir,
+    print_result,
+    progress,
+    refuse_beside,
+    takes_plan_options,
+    warn,
+)
 from autopar.errors import AutoparError, UsageError
 from autopar.util.files import check_writable
 

@@ -8,8 +8,20 @@ from typing import Annotated, Literal
 
 import typer
 
-from autopar.cli.options import Json, Model, ModelOfPlan, Opaque, Pin, Tokens, parse_cluster, refuse_beside, split_pins
-from autopar.cli.output import print_result, progress, write_report
+from autopar.cli.options import (
+    Json,
+    Model,
+    ModelOfPlan,
+    Opaque,
+    Pin,
+    Tokens,
+    parse_cluster,
+    print_result,
+    progress,
+    refuse_beside,
+    split_pins,
+    write_report,
+)
 from autopar.errors import UsageError
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file, written by 'autopar search -o FILE'.")]

@@ -14,12 +14,15 @@ from autopar.cli.options import (
     ModelOfPlan,
     PlanOptions,
     Space,
+    kept_dir,
     parse_cluster,
+    print_result,
+    progress,
     refuse_beside,
     split_pins,
     takes_plan_options,
+    warn,
 )
-from autopar.cli.output import kept_dir, print_result, progress, warn
 from autopar.errors import UsageError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from autopar.cli.output import progress
+from autopar.cli.options import progress
 from autopar.util.formatting import percent
 from autopar.validate.parameters import PARAMETERS
 from autopar.validate.report import failures, markdown, validated, worst

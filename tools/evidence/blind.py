@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autopar.cli.output import progress
+from autopar.cli.options import progress
 from autopar.errors import UsageError
 from autopar.util.formatting import percent
 from autopar.validate.report import failures, validated, worst
