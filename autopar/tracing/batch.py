@@ -33,27 +33,33 @@ def named_batch(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
             is of a type that ``torch.export`` does not accept.
     """
     names = positional(model)
-    variadic = next((str(p) for p in _parameters(model) if p.kind is inspect.Parameter.VAR_POSITIONAL), None)
-    batch = dict(zip(names, args, strict=False)) | dict(kwargs)
-    others = [pair for pair in pytree.tree_flatten_with_path(batch)[0] if not isinstance(pair[1], _LEAVES)]
-    problem = ""
     if len(args) == 1 and not kwargs and isinstance(args[0], Mapping) and args[0] and args[0].keys() <= set(names):
-        problem = (
-            f"The example inputs are a list of one dict, whose keys are parameters of forward ({', '.join(args[0])})"
+        raise TraceError(
+            f"The example inputs are a list of one dict, whose keys are parameters of forward ({', '.join(args[0])})",
+            where=type(model).__name__,
+            fix="Give the dict itself, not in a list: example_inputs={...}",
         )
-        fix = "Give the dict itself, not in a list: example_inputs={...}"
-    elif len(args) > len(names) and variadic:
-        problem = f"Forward takes {variadic}, and no plan has inputs without a name"
-        fix = "Write its parameters by name, as in def forward(self, x, y), or wrap the model in a module that has them"
-    elif len(args) > len(names):
-        problem = f"Too many positional example inputs: {len(args)} for the {len(names)} parameters of forward ({', '.join(names)})"
-        fix = "Give the example inputs by name, as a dict"
-    elif others:
-        path, leaf = others[0]
-        problem = f"The example input {_path_name(path)} is a {type(leaf).__module__}.{type(leaf).__qualname__}"
-        fix = "Give tensors (torch.as_tensor(...)), numbers and texts, alone or in lists and dicts"
-    if problem:
-        raise TraceError(problem, where=type(model).__name__, fix=fix)
+    variadic = next((str(p) for p in _parameters(model) if p.kind is inspect.Parameter.VAR_POSITIONAL), None)
+    if len(args) > len(names) and variadic:
+        raise TraceError(
+            f"Forward takes {variadic}, and no plan has inputs without a name",
+            where=type(model).__name__,
+            fix="Write its parameters by name, as in def forward(self, x, y), or wrap the model in a module that has them",
+        )
+    if len(args) > len(names):
+        raise TraceError(
+            f"Too many positional example inputs: {len(args)} for the {len(names)} parameters of forward ({', '.join(names)})",
+            where=type(model).__name__,
+            fix="Give the example inputs by name, as a dict",
+        )
+    batch = dict(zip(names, args, strict=False)) | dict(kwargs)
+    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+        if not isinstance(leaf, _LEAVES):
+            raise TraceError(
+                f"The example input {_path_name(path)} is a {type(leaf).__module__}.{type(leaf).__qualname__}",
+                where=type(model).__name__,
+                fix="Give tensors (torch.as_tensor(...)), numbers and texts, alone or in lists and dicts",
+            )
     return {key: value for key, value in batch.items() if value is not None}
 
 
