@@ -241,16 +241,17 @@ class CutProblem:
         one = self.floors
         if one.pp == 1 or one.virtual_stages > 1:
             return None
-        kinds, starts, stops = one.kind_of_block, [], []
-        for device in one.device_of_rank:
-            blocks = [one.floors[device].blocks[kind] for kind in kinds]
+        ends_s = []
+        for table in one.floors:
+            blocks = [table.blocks[kind] for kind in one.kind_of_block]
             once_s = np.cumsum([0.0, *(block.once_s for block in blocks)])
-            starts.append(once_s + np.cumsum([0.0, *(block.least_s - block.forward_s for block in blocks)]))
-            stops.append(once_s)
+            back_s = np.cumsum([0.0, *(block.least_s - block.forward_s for block in blocks)])
+            ends_s.append((once_s + back_s, once_s))
+        starts, stops = zip(*(ends_s[device] for device in one.device_of_rank), strict=True)
         backs_s = [b + one.backward_s[d] for b, d in zip(one.sends_back_s, one.device_of_rank, strict=True)]
         before_s = np.cumsum([0.0, *backs_s[:-1]]).tolist()
         fixed_s = tuple(rank_s - back_s for rank_s, back_s in zip(one.ranks_s, before_s, strict=True))
-        return Tails(fixed_s=fixed_s, start_s=tuple(starts), stop_s=tuple(stops))
+        return Tails(fixed_s=fixed_s, start_s=starts, stop_s=stops)
 
     def in_flight(self) -> list[int]:
         """Return the micro-batches that each stage holds at its peak."""
