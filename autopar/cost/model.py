@@ -101,6 +101,7 @@ class CostModel:
             is_all=places is None,
         )
         self._optimizer_name = optimizer
+        self._costs: dict[BlockCost, BlockCost] = {}
         self._parts: dict[frozenset[int], CostModel] = {}
         self._orders: dict[tuple[int, ...], CostModel] = {}
         self._step_model = lru_cache(maxsize=KNOWN_STEPS)(partial(StepModel, self.ranks))
@@ -127,7 +128,7 @@ class CostModel:
         return graph.once(key, lambda: block_work(graph, block, self.device.kernel_kind, selective=selective))
 
     def price(self, work: BlockWork, mesh: Mesh, *, at_best: bool = False) -> BlockCost:
-        """Return the cost of a block's work.
+        """Return the cost of a block's work; equal costs are one object, as they are compared in many tables.
 
         Args:
             work: the result of :meth:`block_work`.
@@ -136,7 +137,8 @@ class CostModel:
                 (:meth:`autopar.hardware.device.Device.at_best`).
         """
         device = self._at_best if at_best else self.device
-        return price_block(work, mesh, device, self.collectives, quantized=self.quantized, measured=self.measured)
+        cost = price_block(work, mesh, device, self.collectives, quantized=self.quantized, measured=self.measured)
+        return self._costs.setdefault(cost, cost)
 
     def prelude_time_s(self, graph: Graph) -> float:
         """Return the seconds of the operators that every stage repeats for each micro-batch."""

@@ -235,8 +235,9 @@ class InstanceMaker:
     def _sent_s(self, candidate: Candidate, num_bytes: int) -> tuple[float, ...]:
         """Return the seconds of each pipeline rank's message of ``num_bytes`` to the next rank or back; the last sends to the first."""
         mesh, model = candidate.mesh, self.context.model.in_order(candidate.order)
-        here = range(mesh.pp) if model.is_mixed else (None,) * mesh.pp
-        return tuple(model.collectives.send_time_s(num_bytes, mesh, rank) for rank in here)
+        if not model.is_mixed:
+            return (model.collectives.send_time_s(num_bytes, mesh),) * mesh.pp
+        return tuple(model.collectives.send_time_s(num_bytes, mesh, rank) for rank in range(mesh.pp))
 
     def _more_s(
         self, candidate: Candidate, layout: PricedLayout, sends_s: Sequence[float], back_s: Sequence[float]
