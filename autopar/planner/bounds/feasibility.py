@@ -147,14 +147,14 @@ class _InOrder:
         before = np.minimum(before, costs)  # a block adds no less on the rank than before it
         kinds, sizes = [kind for kind, _ in c.runs], np.array([count for _, count in c.runs], dtype=float)
         self.sizes, self.ends = sizes, np.concatenate([[0.0], np.cumsum(sizes)])
-        zeros = np.zeros((*costs.shape[:3], 1))
-        self.cost_slope = costs[..., kinds]
-        self.cost = np.concatenate([zeros, np.cumsum(self.cost_slope * sizes, axis=3)], axis=3)
-        self.saved_slope = self.cost_slope - before[..., kinds]
-        """What a block of each run saves by standing before a rank instead of on it [i, r, l, run]; ``saved`` are its sums."""
-        self.saved = np.concatenate([zeros, np.cumsum(self.saved_slope * sizes, axis=3)], axis=3)
-        once = c.once_s[:, 0][:, kinds]
-        self.once_slope, self.once = once, np.concatenate([zeros[:, 0, 0], np.cumsum(once * sizes, axis=1)], axis=1)
+        # Runs are the first axis, along which numpy compares and adds all tests at once.
+        self.cost_slope = np.moveaxis(costs[..., kinds], 3, 0).copy()
+        self.cost = _sums(self.cost_slope, sizes)
+        self.saved_slope = self.cost_slope - np.moveaxis(before[..., kinds], 3, 0)
+        """What a block of each run saves by standing before a rank instead of on it [run, i, r, l]; ``saved`` are its sums."""
+        self.saved = _sums(self.saved_slope, sizes)
+        self.once_slope = c.once_s[:, 0][:, kinds].T
+        self.once = _sums(self.once_slope, sizes)
 
     def use_whole_recompute(self) -> None:
         """Test from now on with each block in exactly one mode of recompute."""
@@ -187,7 +187,7 @@ class _InOrder:
         at_price_0 = [chain * self.constraints.num_prices for chain in range(CHAINS)]
         for _ in range(MAX_TAKEN_OFF):
             run = np.clip(np.searchsorted(self.ends, start, side="right") - 1, 0, len(self.sizes) - 1)
-            at = rows[:, None], rank, at_price_0, run[:, None]
+            at = run[:, None], rows[:, None], rank, at_price_0
             spared = self.saved[at] + (start - self.ends[run])[:, None] * self.saved_slope[at]
             recompute_s = self._recomputed_s(rows, rank, stop, start)
             is_never = np.isinf(recompute_s)
@@ -228,10 +228,11 @@ class _InOrder:
     def _once(self, rows: NDArray[np.intp], count: Array) -> Array:
         """Return the least work once a step of the first rank if it has at least so many blocks."""
         run = np.searchsorted(self.ends, count) - 1
-        once_s: Array = self.once[rows, run] + (count - self.ends[run]) * self.once_slope[rows, run]
+        once_s: Array = self.once[run, rows] + (count - self.ends[run]) * self.once_slope[run, rows]
         once_s += self.c.ranks_s[rows, 0]
         return once_s
 
+    @np.errstate(divide="ignore", invalid="ignore")
     def _takes(self, rows: NDArray[np.intp], time_s: Array, once_s: Array) -> tuple[NDArray[np.bool_], Array]:
         """Return whether ranks can take all blocks, and how many the first rank takes.
 
@@ -253,15 +254,14 @@ class _InOrder:
         for rank in reversed(range(c.active.shape[1])):
             is_here = c.active[rows, rank]
             run = np.searchsorted(self.ends, stop) - 1
-            at_run = rows, rank, slice(None), run
+            at_run = run, rows, rank
             cost = self.cost[at_run] + (stop - self.ends[run])[:, None] * self.cost_slope[at_run]
             over = cost + constraints.fixed[rows, rank] - time
-            num_short = (self.saved[rows, rank] < over[..., None]).sum(axis=2)  # starts of runs that save too little
+            num_short = (self.saved[:, rows, rank] < over).sum(axis=0)  # starts of runs that save too little
             inner = np.minimum(np.maximum(num_short, 1), last) - 1
-            at = rows[:, None], rank, lines, inner
+            at = inner, rows[:, None], rank, lines
             slope, base = self.saved_slope[at], self.saved[at]
-            with np.errstate(divide="ignore", invalid="ignore"):
-                starts = self.ends[inner] + np.ceil((over - base) / slope - SLACK)
+            starts = self.ends[inner] + np.ceil((over - base) / slope - SLACK)
             starts[num_short == 0] = 0.0
             starts[num_short > last] = np.inf
             start = np.maximum(starts.max(axis=1), rank)
@@ -276,6 +276,13 @@ class _InOrder:
             if not fits.any():
                 return fits, first
         return fits & (stop <= 0), first
+
+
+def _sums(slopes: Array, sizes: Array) -> Array:
+    """Return the sums of runs of ``sizes`` blocks before each run and before the end, from what a block of each run counts [run, ...]."""
+    sums = np.zeros((len(sizes) + 1, *slopes.shape[1:]))
+    np.cumsum(slopes * np.expand_dims(sizes, tuple(range(1, slopes.ndim))), axis=0, out=sums[1:])
+    return sums
 
 
 class _InAnyOrder:
