@@ -39,6 +39,7 @@ class CollectiveModel:
         self._fabric = Fabric(cluster)
         self._groups: dict[tuple[Mesh, tuple[str, ...]], tuple[GroupShape, ...]] = {}
         self._pairs: dict[tuple[int, int, int | None], tuple[GroupShape, ...]] = {}
+        self._pair_times: dict[tuple[str, float, int, int, int | None], float] = {}
         self._lines: dict[tuple[str, GroupShape], tuple[_Line, ...]] = {}
         self._measured = _measured_on(cluster)
 
@@ -74,7 +75,12 @@ class CollectiveModel:
         Args:
             here: of these ranks and those of the next one, the slowest pair; None: the slowest pair of all, which communicate at once.
         """
-        return max((self.shape_time_s(kind, num_bytes, shape) for shape in self._neighbours(mesh, here)), default=0.0)
+        key = kind, num_bytes, mesh.pp, mesh.world_size, here
+        time_s = self._pair_times.get(key)
+        if time_s is None:
+            times = (self.shape_time_s(kind, num_bytes, shape) for shape in self._neighbours(mesh, here))
+            time_s = self._pair_times[key] = max(times, default=0.0)
+        return time_s
 
     def _neighbours(self, mesh: Mesh, here: int | None) -> tuple[GroupShape, ...]:
         """Return the shapes of pairs of neighbouring pipeline ranks, or those of rank ``here`` and the next one."""
