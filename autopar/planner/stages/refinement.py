@@ -246,8 +246,11 @@ class _Cover:
         return limits
 
 
-MAX_TRIED_CUTS = 60
-"""The most cuts that a local search makes and simulates."""
+TRIED_CUTS, TRIED_ACTIONS = 60, 150_000
+"""A local search makes and simulates up to so many cuts; more, if all their simulations together have no more actions than that.
+
+Small pipelines are searched to the end so, which 60 cuts seldom reach (docs/adr/0023 compares other limits).
+"""
 
 LEAST_GAIN = 1e-6
 """The least reduction of the step, relative to it, for which a move is accepted."""
@@ -263,7 +266,8 @@ def improved(problem: CutProblem, fitting: Fitting, time_s: float) -> Fitting:
     """
     moves, covers, masks = _Moves(problem, fitting), RankCovers(problem), problem.masks()
     seen, best = {fitting.stops}, fitting
-    while len(seen) <= MAX_TRIED_CUTS:
+    most = max(TRIED_CUTS, TRIED_ACTIONS // (2 * problem.num_stages * problem.candidate.num_micro_batches))
+    while len(seen) <= most:
         stops = moves.most_promising(seen, time_s * (1 - LEAST_GAIN), masks)
         if stops is None:
             break
