@@ -10,7 +10,6 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from autopar.errors import RuntimeMismatchError
 from autopar.hardware.cluster import Cluster, NodeGroup
@@ -59,13 +58,6 @@ def place_here() -> Place:
         boot = ""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     return Place(host=(socket.gethostname(), boot), kind=kind, device=device_name(), memory_bytes=device_bytes())
-
-
-def gathered_places() -> tuple[Place, ...]:
-    """Return the places of all ranks of the default process group, in order; all ranks call this."""
-    places: list[Place | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(places, place_here())
-    return tuple(place for place in places if place is not None)
 
 
 def cluster_at(places: Sequence[Place], *, cache_dir: Path | None = None) -> Cluster:

@@ -52,16 +52,15 @@ def markdown(scores: Sequence[Score]) -> str:
     return plain_table(HEADER, map(row_of, scores), left=HEADER, width=_WIDTH, indent=0, markdown=True)
 
 
-def failures(failed: Sequence[FailedRow], count: int) -> list[str]:
-    """Return lines that say how many rows failed, and why each did; none if no row failed.
+def failures(failed: Sequence[FailedRow], count: int) -> str:
+    """Return lines that say how many rows failed, and why each did; empty if no row failed.
 
     Args:
         failed: the rows that failed.
         count: the number of all rows.
     """
-    if not failed:
-        return []
-    return [f"{len(failed)} of {count} rows failed:", *(f"- {row.name}: {row.error}" for row in failed)]
+    lines = [f"{len(failed)} of {count} rows failed:", *(f"- {row.name}: {row.error}" for row in failed)]
+    return "\n".join(lines) if failed else ""
 
 
 def worst(runs: Sequence[Run], predictions: Sequence[Prediction]) -> list[str]:
@@ -119,10 +118,9 @@ class Validation:
         sections.append(
             "Missed most:\n\n" + "\n".join(f"- {line}" for line in worst(self.session.runs, self.outcome.predictions))
         )
-        missing = failures(self.outcome.failed, len(self.session.runs) + len(self.outcome.failed))
-        sections += ["\n".join(missing)] if missing else []
+        sections.append(failures(self.outcome.failed, len(self.session.runs) + len(self.outcome.failed)))
         sections += [as_toml(as_table(p), comment=f"{name}.toml") for name, p in self.profiles.items()]
-        return "\n\n".join(sections)
+        return "\n\n".join(filter(None, sections))
 
     def write_profiles(self, folder: Path) -> list[Path]:
         """Write each profile to a file of its name, and return the files."""

@@ -285,15 +285,14 @@ def calibrate(session: Session, sources: Sequence[str]) -> tuple[dict[str, Machi
                 fix="Known: " + "; ".join(dict.fromkeys(run.release for run in session.runs)),
             )
     rows = [i for i in session.timed if any(s == "all" or s in session.runs[i].source for s in sources)]
-    fit, chosen = session.fitted(rows)
+    fit = session.fitted(rows)
     releases = Counter(session.runs[i].release for i in rows)
     text = "fitted on: " + ", ".join(f"{name} ({count} runs)" for name, count in releases.items())
-    keys = {p.key for p in chosen}
-    values = {key: float(f"{value:.4g}") for key, value in fit.values.items() if key in keys}
+    values = {key: float(f"{value:.4g}") for key, value in fit.values.items() if key in fit.num_seen}
     devices = {session.runs[i].device for i in rows}
     read = [i for i in rows if session.runs[i].peak_memory_bytes]
     width = memory_width([session.runs[i] for i in read], session.predictions(fit.values, read))
-    if not chosen and width is None:
+    if not fit.num_seen and width is None:
         raise UsageError(
             f"{len(rows)} runs of these sources are too few to calibrate: each number needs {LEAST_SEEN} timed runs that see it",
             where=session.place,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import cached_property
 
@@ -12,6 +12,7 @@ from autopar.errors import AutoparError, UsageError
 from autopar.hardware.device import ALIGNED_ELEMENTS
 from autopar.hardware.read import MachineProfile, load_profile
 from autopar.plan.prediction import Prediction
+from autopar.planner.search import Progress
 from autopar.validate import parameters as free
 from autopar.validate.express import Expressed, Structure, predict
 from autopar.validate.parameters import PARAMETERS, Array, Fit, Linearized, Parameter
@@ -30,7 +31,7 @@ LEAST_SEEN = 4
 
 
 def predictable(
-    rows: Sequence[Run | FailedRow], *, place: str = "runs", progress: Callable[[str, int, int], None] | None = None
+    rows: Sequence[Run | FailedRow], *, place: str = "runs", progress: Progress = lambda *_: None
 ) -> tuple[Session, tuple[FailedRow, ...]]:
     """Return a session of the runs that can be predicted, and the other rows with their errors."""
     failed = [row for row in rows if isinstance(row, FailedRow)]
@@ -85,7 +86,7 @@ class Session:
         place: str = "runs",
         sites: Sequence[Site] | None = None,
         profiles: Mapping[str, MachineProfile] | None = None,
-        progress: Callable[[str, int, int], None] | None = None,
+        progress: Progress = lambda *_: None,
     ) -> None:
         self.place, self.progress = place, progress
         sites = tuple(load_sites() if sites is None else sites)
@@ -113,8 +114,7 @@ class Session:
             UsageError: the planner cannot express its layout; the error names file and row.
         """
         run = self.runs[index]
-        if self.progress is not None:
-            self.progress("laying out runs", index, len(self.runs))
+        self.progress("laying out runs", index, len(self.runs))
         try:
             return self._expressed.structures(run, self.sites[index], self.profiles[run.device])
         except AutoparError as error:
@@ -220,14 +220,13 @@ class Session:
         log_times, slopes = self.log_times(values, runs), np.zeros((len(self.runs), len(PARAMETERS)))
         for done, j in enumerate(columns):
             parameter = PARAMETERS[j]
-            if self.progress is not None:
-                self.progress(f"measuring what {parameter.key} changes", done, len(columns))
+            self.progress(f"measuring what {parameter.key} changes", done, len(columns))
             rows = [i for i in runs if self.touches(parameter, i)]
             slopes[rows, j] = free.sensitivity(self.times_s, values, parameter, rows, log_times[rows])
         return Linearized(values=dict(values), log_times=log_times, slopes=slopes)
 
-    def fitted(self, runs: Sequence[int], *, near: Linearized | None = None) -> tuple[Fit, tuple[Parameter, ...]]:
-        """Return the parameters fitted to ``runs`` alone, and which they are: those that at least :data:`LEAST_SEEN` of the runs depend on.
+    def fitted(self, runs: Sequence[int], *, near: Linearized | None = None) -> Fit:
+        """Return a fit to ``runs`` alone of the parameters that at least :data:`LEAST_SEEN` of the runs depend on.
 
         Each round steps on the linear model and predicts the runs at the new point. Slopes are measured at the start and in
         :data:`MEASURED_ROUNDS`; in other rounds they are corrected by the change of times (:func:`~autopar.validate.parameters.corrected`). The values with the least
@@ -260,7 +259,7 @@ class Session:
             elif loss > best[0] * (1 - SETTLED):
                 break
         assert best is not None
-        return best[1], chosen
+        return best[1]
 
     def left_out(self, groups: Sequence[str]) -> dict[str, dict[str, float]]:
         """Return for each distinct group the values fitted to the timed runs of all other groups.
@@ -272,5 +271,5 @@ class Session:
         result = {}
         for group in dict.fromkeys(groups):
             others = [i for i in self.timed if groups[i] != group]
-            result[group] = self.fitted(others, near=near)[0].values if others else dict(self.start)
+            result[group] = self.fitted(others, near=near).values if others else dict(self.start)
         return result

@@ -8,7 +8,7 @@ from autopar import api
 from autopar.errors import AutoparError
 from autopar.models.resolve import resolve_model
 from autopar.plan.mesh import Mesh
-from autopar.runtime.checkpoint.chunk_files import Folder
+from autopar.runtime.checkpoint.load import Folder
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
 from tests.support.distributed import checkpoints, jobs

@@ -96,7 +96,7 @@ def hidden(runs: Sequence[Run]) -> tuple[Run, ...]:
     return tuple(replace(run, source=f"unnamed {numbers[run.release]}", name=f"row {run.line}") for run in runs)
 
 
-def figures(session: Session, outcome: Outcome, progress: Callable[[str, int, int], None] | None = None) -> Figures:
+def figures(session: Session, outcome: Outcome, progress: Callable[[str, int, int], None] = lambda *_: None) -> Figures:
     """The figures of one test; lays out and predicts its runs once more with their names hidden."""
     unnamed = evaluate(Session(hidden(session.runs), place=session.place, progress=progress))
     return Figures(

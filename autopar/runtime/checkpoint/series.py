@@ -19,9 +19,8 @@ from torch.optim import Optimizer
 from autopar.errors import AutoparError, CheckpointError, PlanError, UsageError, check_counts, check_flags
 from autopar.plan.plan import Plan
 from autopar.runtime.checkpoint import checkpoint_index, contents
-from autopar.runtime.checkpoint.chunk_files import Folder
 from autopar.runtime.checkpoint.contents import RankContents, Settings, part_of
-from autopar.runtime.checkpoint.load import Loading, saved_state, whole
+from autopar.runtime.checkpoint.load import Folder, Loading, saved_state, whole
 from autopar.runtime.checkpoint.write import Save, copied_to_host
 from autopar.runtime.checks import check_model
 from autopar.runtime.state_dict import State, Untrained
