@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -17,12 +17,9 @@ from autopar.errors import NonFiniteError, UsageError, check_counts
 from autopar.runtime.checkpoint.series import Checkpoints
 from autopar.runtime.checks import check_max_norm, check_model, is_out_of_memory
 from autopar.runtime.job import on_sigterm
+from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.step.gradients import clip
 from autopar.runtime.step.runner import Batch
-
-if TYPE_CHECKING:
-    from autopar.runtime.parallel_model import ParallelModel
-
 
 _LOGGER = logging.getLogger("autopar")
 

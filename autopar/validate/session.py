@@ -1,16 +1,19 @@
-"""A table of runs and their predictions under profiles that may change, as the command, the fit and the tests use it."""
+"""A table of runs, their predictions under profiles that may change, and profiles that are calibrated to them."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
 from autopar.errors import AutoparError, UsageError
-from autopar.hardware.device import ALIGNED_ELEMENTS
-from autopar.hardware.read import MachineProfile, load_profile
+from autopar.hardware.device import ALIGNED_ELEMENTS, Device
+from autopar.hardware.read import MachineProfile, known_devices, load_profile
 from autopar.plan.prediction import Prediction
 from autopar.planner.search import Progress
 from autopar.validate import parameters as free
@@ -273,3 +276,93 @@ class Session:
             others = [i for i in self.timed if groups[i] != group]
             result[group] = self.fitted(others, near=near).values if others else dict(self.start)
         return result
+
+
+# --- profiles that are fitted to runs
+
+
+def calibrate(session: Session, sources: Sequence[str]) -> tuple[dict[str, MachineProfile], Fit, list[int]]:
+    """Return profiles of the devices of some runs, with parameters fitted to these runs.
+
+    Args:
+        session: all runs.
+        sources: parts of the column ``source``, or ``all`` for every run. With ``all``, shipped profiles of devices without runs also get
+            the parameters that all devices or their chip share.
+
+    Returns:
+        Profiles by name, the fit, and the indices of the runs that it was fitted to.
+
+    Raises:
+        UsageError: no run has one of the sources, or too few runs do.
+    """
+    for source in sources:
+        if source != "all" and not any(source in run.source for run in session.runs):
+            raise UsageError(
+                f"No run has a source that contains '{source}'",
+                where=session.place,
+                fix="Known: " + "; ".join(dict.fromkeys(run.release for run in session.runs)),
+            )
+    rows = [i for i in session.timed if any(s == "all" or s in session.runs[i].source for s in sources)]
+    fit = session.fitted(rows)
+    releases = Counter(session.runs[i].release for i in rows)
+    text = "fitted on: " + ", ".join(f"{name} ({count} runs)" for name, count in releases.items())
+    values = {key: float(f"{value:.4g}") for key, value in fit.values.items() if key in fit.num_seen}
+    devices = {session.runs[i].device for i in rows}
+    read = [i for i in rows if session.runs[i].peak_memory_bytes]
+    width = memory_width([session.runs[i] for i in read], session.predictions(fit.values, read))
+    if not fit.num_seen and width is None:
+        raise UsageError(
+            f"{len(rows)} runs of these sources are too few to calibrate: each number needs {LEAST_SEEN} timed runs that see it",
+            where=session.place,
+            fix="Add runs, or calibrate to more sources (--calibrate all)",
+        )
+    profiles = {}
+    for name in sorted(devices):
+        profile = free.write(session.profiles[name], values, provenance=f"{text}; by autopar validate --calibrate")
+        profile = replace(profile, device=_with_width(profile.device, width, len(read)))
+        profiles[profile.device.name] = profile
+    if "all" in sources:
+        profiles |= others(profiles, values, f"{text}; none on this device; by autopar validate --calibrate")
+    return profiles, fit, rows
+
+
+def others(
+    fitted: Mapping[str, MachineProfile], values: Mapping[str, float], provenance: str
+) -> dict[str, MachineProfile]:
+    """Return shipped profiles of accelerators without runs, with the shared values."""
+    shipped = (load_profile(name) for name in known_devices() if name not in fitted)
+    return {
+        profile.device.name: free.write(profile, values, provenance=provenance)
+        for profile in shipped
+        if profile.device.kind == "cuda"
+    }
+
+
+def memory_width(runs: Sequence[Run], predictions: Sequence[Prediction]) -> float | None:
+    """Return the half width of the interval of peak memory that holds 19 of 20 runs; None if too few have a measured peak."""
+    errors = sorted(max(ratio, 1 / ratio) - 1 for ratio in memory_ratios(runs, predictions))
+    return errors[math.ceil(0.95 * len(errors)) - 1] if len(errors) >= LEAST_SEEN else None
+
+
+def _with_width(device: Device, width: float | None, num_runs: int) -> Device:
+    """Return a device with the interval of peak memory."""
+    if width is None:
+        return device
+    text = f"fitted on: memory_fraction by {num_runs} measured peaks, of which 19 in 20 lie inside"
+    note = free.noted(device.provenance["uncertainty"], f"{text}; by autopar validate --calibrate")
+    return replace(
+        device, memory_uncertainty=float(f"{width:.3g}"), provenance={**device.provenance, "uncertainty": note}
+    )
+
+
+def as_read(run: Run, prediction: Prediction) -> float:
+    """Return the predicted peak as the run measured it: an allocator does not see the context and the buffers of libraries."""
+    if run.memory_kind == "allocator":
+        return max(m.total - m.reserved for m in prediction.memory)
+    return float(prediction.peak_memory_bytes)
+
+
+def memory_ratios(runs: Sequence[Run], predictions: Sequence[Prediction]) -> list[float]:
+    """Return predicted over measured peak memory of the runs in which it was measured."""
+    pairs = zip(runs, predictions, strict=True)
+    return [as_read(run, p) / run.peak_memory_bytes for run, p in pairs if run.peak_memory_bytes]

@@ -17,9 +17,8 @@ from autopar.util.toml import Table, as_table
 from autopar.validate import parameters as free
 from autopar.validate.parameters import Fit, Linearized, Parameter, fit, sensitivity
 from autopar.validate.practice import site_from
-from autopar.validate.report import markdown
-from autopar.validate.scores import as_read, calibrate, evaluate, may_fit, memory_width, score
-from autopar.validate.session import Session
+from autopar.validate.scores import evaluate, markdown, may_fit, score
+from autopar.validate.session import Session, as_read, calibrate, memory_width
 from tests.support.published import NEEDS_PUBLISHED, OWN, PUBLISHED, parameter_values, read_runs
 from tests.support.said import refuses
 from tools.evidence.accuracy import ERRATA, document, unslowed, without_errata

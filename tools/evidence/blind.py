@@ -16,9 +16,8 @@ from typing import Any
 from autopar.cli.options import progress
 from autopar.errors import UsageError
 from autopar.util.formatting import percent
-from autopar.validate.report import failures, validated, worst
 from autopar.validate.runs import Run
-from autopar.validate.scores import Outcome, Score, evaluate
+from autopar.validate.scores import Outcome, Score, evaluate, failures, validated, worst
 from autopar.validate.session import Session
 from tools.revision import revision
 
