@@ -247,17 +247,11 @@ def measure_device(device: torch.device) -> dict[str, Any]:
         measured |= measure_host(device, dtypes, measured["matmul"])
     else:
         measured["host"] = measure.host_link(device)
-        if not is_older:
-            measured["matmul"]["tf32"] = _in_tf32(device)
+        if not is_older:  # the mode is the process's, which exists for measurements only
+            torch.set_float32_matmul_precision("high")
+            measured["matmul"]["tf32"] = measure.matmul_rates(device, torch.float32)
+            torch.set_float32_matmul_precision("highest")
     return measured
-
-
-def _in_tf32(device: torch.device) -> list[dict[str, float]]:
-    """Return rates of float32 products in TF32. The mode is the process's, which exists for measurements only."""
-    torch.set_float32_matmul_precision("high")
-    rates = measure.matmul_rates(device, torch.float32)
-    torch.set_float32_matmul_precision("highest")
-    return rates
 
 
 def measure_host(

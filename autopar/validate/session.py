@@ -17,7 +17,7 @@ from autopar.hardware.read import MachineProfile, known_devices, load_profile
 from autopar.plan.prediction import Prediction
 from autopar.planner.search import Progress
 from autopar.validate import parameters as free
-from autopar.validate.express import Expressed, Structure, predict
+from autopar.validate.express import Solved, Structure, predict, structures_of
 from autopar.validate.parameters import PARAMETERS, Array, Fit, Linearized, Parameter
 from autopar.validate.practice import Site, cluster_of, load_sites, released, site_of
 from autopar.validate.runs import FailedRow, Run
@@ -95,7 +95,7 @@ class Session:
         sites = tuple(load_sites() if sites is None else sites)
         self.sites = tuple(site_of(run, sites) for run in runs)
         self.runs = tuple(released(run, site) for run, site in zip(runs, self.sites, strict=True))
-        self._expressed = Expressed()
+        self._solved: Solved = {}
         self.profiles: dict[str, MachineProfile] = dict(profiles or {})
         self.profiles |= {run.device: profile_of(run) for run in self.runs if run.device not in self.profiles}
 
@@ -119,7 +119,7 @@ class Session:
         run = self.runs[index]
         self.progress("laying out runs", index, len(self.runs))
         try:
-            return self._expressed.structures(run, self.sites[index], self.profiles[run.device])
+            return structures_of(run, self.sites[index], self.profiles[run.device], self._solved)
         except AutoparError as error:
             raise UsageError(
                 "The planner does not know the layout of this run",
@@ -321,21 +321,11 @@ def calibrate(session: Session, sources: Sequence[str]) -> tuple[dict[str, Machi
         profile = free.write(session.profiles[name], values, provenance=f"{text}; by autopar validate --calibrate")
         profile = replace(profile, device=_with_width(profile.device, width, len(read)))
         profiles[profile.device.name] = profile
-    if "all" in sources:
-        profiles |= others(profiles, values, f"{text}; none on this device; by autopar validate --calibrate")
+    for name in known_devices() if "all" in sources else ():
+        if name not in profiles and (profile := load_profile(name)).device.kind == "cuda":
+            note = f"{text}; none on this device; by autopar validate --calibrate"
+            profiles[profile.device.name] = free.write(profile, values, provenance=note)
     return profiles, fit, rows
-
-
-def others(
-    fitted: Mapping[str, MachineProfile], values: Mapping[str, float], provenance: str
-) -> dict[str, MachineProfile]:
-    """Return shipped profiles of accelerators without runs, with the shared values."""
-    shipped = (load_profile(name) for name in known_devices() if name not in fitted)
-    return {
-        profile.device.name: free.write(profile, values, provenance=provenance)
-        for profile in shipped
-        if profile.device.kind == "cuda"
-    }
 
 
 def memory_width(runs: Sequence[Run], predictions: Sequence[Prediction]) -> float | None:
