@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from io import BufferedReader
 from math import prod
 from pathlib import Path
@@ -92,7 +91,6 @@ class Folder:
         return CheckpointError(f"The checkpoint is damaged: {problem}", where=where, got=got, fix=AGAIN)
 
 
-@dataclass(frozen=True, slots=True)
 class Loading:
     """A checkpoint that is being loaded; all ranks begin one and call the same methods: first ``verify``, then ``put`` with the same parts.
 
@@ -105,17 +103,14 @@ class Loading:
         PlanError: it does not fit, or ranks load different ones; raised on all ranks.
     """
 
-    peers: Peers
-    source: Folder
-
-    @classmethod
-    def begin(cls, path: Path, peers: Peers) -> Loading:
+    def __init__(self, path: Path, peers: Peers) -> None:
         """Open the folder on every rank, and check that it is the same one."""
+        self.peers = peers
         with peers.failing_together():
-            source = Folder(path)
+            self.source = Folder(path)
             if peers.rank == 0:
-                source.check_files()
-        digests = peers.all_gather(source.digest)
+                self.source.check_files()
+        digests = peers.all_gather(self.source.digest)
         other_rank = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), 0)
         if other_rank:
             raise PlanError(
@@ -123,7 +118,6 @@ class Loading:
                 where=str(path),
                 fix="Choose the folder on one rank, and send its name to the others",
             )
-        return cls(peers, source)
 
     def check_holds(self, names: Sequence[str], missing_settings: Sequence[str] = ()) -> None:
         """Check that the checkpoint has what all ranks need.

@@ -125,7 +125,7 @@ class Checkpointed:
             self.check_optimizer(optimizer)
         without_state = [] if optimizer is None else contents.make_state(optimizer)
         try:
-            return self._load(Loading.begin(Path(path), self.peers), optimizer, given)
+            return self._load(Loading(Path(path), self.peers), optimizer, given)
         except PlanError:
             if optimizer is not None:
                 for parameter in without_state:  # whose states have counted a step
