@@ -237,9 +237,10 @@ def _prepared(
     Args:
         limits: ``trials`` and ``search_timeout_s`` of a search.
     """
-    from autopar.hardware.places import cluster_at, gathered_places
+    from autopar.hardware.places import cluster_at, place_here
     from autopar.runtime.failure_watch import ordinary
     from autopar.runtime.job import check_alone, choose_device_type, how_to_start, start
+    from autopar.runtime.world import Peers
 
     cluster = Cluster.parse(request.cluster) if isinstance(request.cluster, str) else request.cluster
     is_cpu = cluster is not None and cluster.devices[0].kind == "cpu"
@@ -264,7 +265,7 @@ def _prepared(
         )
     # only rank 0 plans, and it can see only its own machine
     with ordinary():
-        places = gathered_places() if plan is None and cluster is None else ()
+        places = Peers(dist.group.WORLD).all_gather(place_here()) if plan is None and cluster is None else []
 
     def make() -> tuple[Plan, Graph]:
         if plan is not None:

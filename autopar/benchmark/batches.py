@@ -12,8 +12,7 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from autopar.benchmark import rank_runs as ranks
-from autopar.benchmark.rank_links import LinkTask
-from autopar.benchmark.rank_runs import Job
+from autopar.benchmark.rank_runs import Job, LinkTask
 from autopar.errors import AutoparError
 from autopar.hardware.link import load_json
 from autopar.plan.plan import Plan
@@ -25,6 +24,7 @@ from autopar.validate.scores import rank_correlation
 from autopar.verification.rank_pool import WorkerPool
 
 Advance = Callable[[str, int, int], None]
+"""Takes what is done, the number done and the total."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +205,7 @@ def benchmark(
     title: str,
     results: Path | None = None,
     batch: int = BATCH,
-    advance: Advance | None = None,
+    advance: Advance = lambda *_: None,
 ) -> Outcome:
     """Measure the plans of ``choice`` that ``results`` does not have, and score all.
 
@@ -225,8 +225,7 @@ def benchmark(
     records = _read(results, title) if results is not None else {}
     missing = [entry for entry in choice.entries if entry.key not in records]
     for done in range(0, len(missing), batch):
-        if advance is not None:
-            advance("running plans", done, len(missing))
+        advance("running plans", done, len(missing))
         records |= _measure(job, missing[done : done + batch], launch)
         if results is not None:
             write_text(results, json.dumps({"title": title, "measured": records}, indent=1), make_folder=True)

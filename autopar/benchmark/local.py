@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 
 from autopar.benchmark.batches import Advance, Choice, Entry, Launch, Outcome, benchmark, local_ranks
-from autopar.benchmark.rank_links import measured_cluster
-from autopar.benchmark.rank_runs import OPTIMIZERS, Job
+from autopar.benchmark.rank_runs import OPTIMIZERS, Job, measured_cluster
 from autopar.errors import InfeasibleError, UsageError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.machine import fingerprint, machine_profile, profile_path
@@ -77,7 +76,7 @@ def run_local(
     *,
     results: Path | None = None,
     cache_dir: Path | None = None,
-    advance: Advance | None = None,
+    advance: Advance = lambda *_: None,
 ) -> Outcome:
     """Run plans on this machine: on ranks of its CPU, every variant on its one GPU, or one rank of plans for more.
 
@@ -102,7 +101,7 @@ def run_local(
     if request.as_rank is None and not is_gpu:  # as one rank, the model may be too large for a device
         trained_alone(source.build(), [source.make_batch(source.batch_size)])  # if it fails, every plan fails
     again, note = whether_again(profile_path(cache_dir), fresh=request.fresh)
-    if again and advance is not None:
+    if again:
         advance(note, 0, 1)
     machine = machine_profile(cache_dir=cache_dir, refresh=again)
     is_alone = request.as_rank is not None or is_gpu
@@ -117,7 +116,7 @@ def run_local(
         else:
             kept = (cache_dir or default_cache_dir()) / f"ranks-{fingerprint()}-{request.num_ranks}.json"
             again, note = whether_again(kept, fresh=request.fresh or again)
-            if again and advance is not None:
+            if again:
                 advance(note, 0, 1)
             cluster = measured_cluster("local", machine, (1, request.num_ranks), launch, kept=kept, again=again)
         outcome = on_cluster(request, source, cluster, launch, results=results, advance=advance)
@@ -165,7 +164,7 @@ def on_cluster(
     launch: Launch,
     *,
     results: Path | None = None,
-    advance: Advance | None = None,
+    advance: Advance = lambda *_: None,
 ) -> Outcome:
     """Run plans on the ranks that ``launch`` reaches and ``cluster`` describes; on one GPU every variant of a plan.
 
@@ -217,7 +216,7 @@ def task_of(request: BenchmarkRequest, source: ModelSource, cluster: Cluster, pr
 # --- the choice of plans
 
 
-def choose(task: Task, request: BenchmarkRequest, advance: Advance | None = None) -> Choice:
+def choose(task: Task, request: BenchmarkRequest, advance: Advance = lambda *_: None) -> Choice:
     """Return the best plan of each candidate of the space, or of a sample of candidates, with that of the search.
 
     Raises:
@@ -229,8 +228,7 @@ def choose(task: Task, request: BenchmarkRequest, advance: Advance | None = None
     drawn = pool if sample is None or sample >= len(pool) else random.Random(seed).sample(pool, sample)
     by_key, misfits = {picked.key: picked}, []
     for i, candidate in enumerate(drawn):
-        if advance is not None:
-            advance("planning", i, len(drawn))
+        advance("planning", i, len(drawn))
         planner.pool = [candidate]  # a search with one candidate returns its best plan
         try:
             entry = entry_of(planner.search(limits=Limits()))

@@ -159,7 +159,7 @@ def validate(
         check_writable(out / "profile.toml", make_folder=True)
     if not files:
         raise UsageError("No runs to validate with", fix="Give RUNS.csv files, or --from-run DIR")
-    from autopar.validate.report import validated
+    from autopar.validate.scores import validated
 
     with progress("reading runs") as advance:
         report = validated(files, sources=calibrate or (), leave_one_out=leave_one_out, progress=advance)

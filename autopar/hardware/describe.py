@@ -154,8 +154,7 @@ def _whole(text: str, options: dict[str, str], key: str) -> int | None:
 def _bytes(text: str, key: str, value: str) -> int:
     size = bytes_of(value)
     if size is None:
-        fix = f"Give {SIZE}"
-        raise UsageError(f"'{key}' is '{value}'", where=f"cluster '{text}'", fix=fix)
+        raise UsageError(f"'{key}' is '{value}'", where=f"cluster '{text}'", fix=f"Give {SIZE}")
     return size
 
 
@@ -197,10 +196,6 @@ def _devices(change: Callable[[Device, float], Device]) -> Callable[[Cluster, fl
     )
 
 
-def _memory(device: Device, factor: float) -> Device:
-    return replace(device, memory_bytes=round(device.memory_bytes * factor))
-
-
 def _matmul(device: Device, factor: float) -> Device:
     return replace(device, matmul=tuple(times(rate, factor, "ceiling_flops_per_s") for rate in device.matmul))
 
@@ -210,7 +205,7 @@ SCALES: dict[str, tuple[str, Callable[[Cluster, float], Cluster]]] = {
     "link.latency": ("delays of links and of a collective's steps", _latency),
     "node.bandwidth": ("the links inside nodes", _links("bandwidth_bytes_per_s", network=False)),
     "network.bandwidth": ("cards and uplinks", _links("bandwidth_bytes_per_s", node=False)),
-    "device.memory": ("bytes of a device", _devices(_memory)),
+    "device.memory": ("bytes of a device", _devices(lambda d, f: replace(d, memory_bytes=round(d.memory_bytes * f)))),
     "device.bandwidth": ("of the device's memory", _devices(lambda d, f: times(d, f, "memory_bandwidth_bytes_per_s"))),
     "device.matmul": ("ceilings of products", _devices(_matmul)),
     "device.launch": ("overhead of an operator", _devices(lambda d, f: times(d, f, "launch_s"))),

@@ -10,7 +10,6 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from autopar.errors import RuntimeMismatchError
 from autopar.hardware.cluster import Cluster, NodeGroup
@@ -61,25 +60,15 @@ def place_here() -> Place:
     return Place(host=(socket.gethostname(), boot), kind=kind, device=device_name(), memory_bytes=device_bytes())
 
 
-def gathered_places() -> tuple[Place, ...]:
-    """Return the places of all ranks of the default process group, in order; all ranks call this."""
-    places: list[Place | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(places, place_here())
-    return tuple(place for place in places if place is not None)
-
-
-def cluster_at(places: Sequence[Place], *, cache_dir: Path | None = None) -> Cluster:
+def cluster_at(places: Sequence[Place]) -> Cluster:
     """Return the cluster of ranks at ``places``. It is called on the first of them, whose machine is measured if it has no shipped profile.
-
-    Args:
-        cache_dir: where the measurement is kept; None for the user's cache directory.
 
     Raises:
         RuntimeMismatchError: the ranks of a node are not consecutive, a node has different devices, or devices have no shipped profile and
             differ from those of the first rank.
     """
     nodes = _nodes(places)
-    profiles = {model: _profile(model, places, cache_dir) for model in dict.fromkeys(place.model for place in places)}
+    profiles = {model: _profile(model, places) for model in dict.fromkeys(place.model for place in places)}
     groups: list[NodeGroup] = []
     for (model, per_node), alike in groupby((ranks[0].model, len(ranks)) for ranks in nodes):
         group = profiles[model].group(len(list(alike)), per_node)
@@ -132,7 +121,7 @@ def _nodes(places: Sequence[Place]) -> list[list[Place]]:
     return nodes
 
 
-def _profile(model: tuple[str, bool], places: Sequence[Place], cache_dir: Path | None) -> MachineProfile:
+def _profile(model: tuple[str, bool], places: Sequence[Place]) -> MachineProfile:
     name, is_shipped = model
     if is_shipped:
         return load_profile(name)
@@ -145,4 +134,4 @@ def _profile(model: tuple[str, bool], places: Sequence[Place], cache_dir: Path |
                 where=f"host {place.host[0]}",
                 fix=_DESCRIBE,
             )
-    return machine_profile(cache_dir=cache_dir)
+    return machine_profile()

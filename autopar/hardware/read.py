@@ -127,10 +127,7 @@ def slowed(device: Device, share: float, why: str = "the cores that each rank ha
         memory_bandwidth_bytes_per_s=device.memory_bandwidth_bytes_per_s * share,
         launch_s=device.launch_s / share,
         operators=None if table is None else replace(table, scale=table.scale / share),
-        functions=tuple(
-            replace(rate, forward_s=rate.forward_s / share, backward_s=rate.backward_s / share)
-            for rate in device.functions
-        ),
+        functions=tuple(times(rate, 1 / share, "forward_s", "backward_s") for rate in device.functions),
         overheads=replace(times(overheads, 1 / share, *numbers), provenance=overheads.provenance + note),
         provenance=notes,
     )

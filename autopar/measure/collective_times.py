@@ -252,7 +252,7 @@ class LinkJob:
 
     # --- rank 0
 
-    def lead(self, path: Path | None = None, *, progress: Progress | None = None) -> LinkPoints:
+    def lead(self, path: Path | None, progress: Progress) -> LinkPoints:
         """Measure all points that the file does not have; the other ranks :meth:`follow`.
 
         Args:
@@ -271,8 +271,7 @@ class LinkJob:
             end = time.monotonic() + self.limits.budget_s
             opened = -1
             for turn, (index, kind) in enumerate(turns):
-                if progress is not None:
-                    progress(f"{links.sets[index].name}: {kind}", turn, len(turns))
+                progress(f"{links.sets[index].name}: {kind}", turn, len(turns))
                 allowed_s = max(end - time.monotonic(), 0.0) / (len(turns) - turn)
                 try:
                     if opened != index:
@@ -363,9 +362,9 @@ class _PointError(Exception):
     """A task failed on a rank. All ranks are ready for the next task."""
 
 
-def measure_links(job: LinkJob, path: Path | None = None, *, progress: Progress | None = None) -> LinkPoints | None:
+def measure_links(job: LinkJob, path: Path | None = None, *, progress: Progress = lambda *_: None) -> LinkPoints | None:
     """Measure on all ranks; return the points on rank 0, and None on the others. All ranks must call it."""
     if job.rank == 0:
-        return job.lead(path, progress=progress)
+        return job.lead(path, progress)
     job.follow()
     return None

@@ -224,7 +224,7 @@ class OperatorFile:
         data = {"device": self.device, "times": list(self.times.values()), "failed": failed}
         write_json(self.path, data, make_folder=True)
 
-    def measure(self, calls: Sequence[str], device: torch.device, *, progress: Progress | None = None) -> None:
+    def measure(self, calls: Sequence[str], device: torch.device, *, progress: Progress = lambda *_: None) -> None:
         """Time the calls that are missing. The file is saved every few seconds and at the end, also after an error.
 
         A call that fails is kept with its reason and tried again in the next run.
@@ -237,8 +237,7 @@ class OperatorFile:
             with one_rank(device):
                 engine = engine_s(device)
                 for done, call in enumerate(missing):
-                    if progress is not None:
-                        progress(f"timing {json.loads(call)[0]}", len(calls) - len(missing) + done, len(calls))
+                    progress(f"timing {json.loads(call)[0]}", len(calls) - len(missing) + done, len(calls))
                     self._time(call, device, engine)
                     if time.monotonic() - saved > SAVE_EVERY_S:
                         self.save()

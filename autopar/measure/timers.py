@@ -250,9 +250,7 @@ def function_times(device: torch.device) -> dict[str, tuple[float, float]]:
         def stacked(function: Any = function, inputs: Any = inputs) -> torch.Tensor:
             return torch.stack([function(x) for x in inputs])
 
-        def copied(inputs: Any = inputs) -> torch.Tensor:
-            return torch.stack(inputs)
-
+        copied = partial(torch.stack, inputs)
         forward = median_time_s(stacked, device) - median_time_s(copied, device)
         backward = _backward_s(stacked, inputs, device) - _backward_s(copied, inputs, device)
         elements = _TENSORS * _TENSOR_ROWS * _TENSOR_WIDTH

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
@@ -193,20 +193,9 @@ def _pipeline(
 
 
 def _units(num_parameters: int) -> nn.Sequential:
-    return nn.Sequential(*(_Unit(num_parameters) for _ in range(_UNITS)))
-
-
-class _Unit(nn.Module):
-    """A module of small products, one for each parameter."""
-
-    def __init__(self, num_parameters: int) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList([nn.Parameter(torch.eye(_SIZE)) for _ in range(num_parameters)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for weight in self.weights:
-            x = x @ weight
-        return x
+    """Return modules of small products, one for each parameter."""
+    layers = ([nn.Linear(_SIZE, _SIZE, bias=False) for _ in range(num_parameters)] for _ in range(_UNITS))
+    return nn.Sequential(*(nn.Sequential(*unit) for unit in layers))
 
 
 def _sharded(units: nn.Sequential, mesh: DeviceMesh, *, reshard: bool) -> FSDPModule:
@@ -258,17 +247,11 @@ def measure_device(device: torch.device) -> dict[str, Any]:
         measured |= measure_host(device, dtypes, measured["matmul"])
     else:
         measured["host"] = measure.host_link(device)
-        if not is_older:
-            measured["matmul"]["tf32"] = _in_tf32(device)
+        if not is_older:  # the mode is the process's, which exists for measurements only
+            torch.set_float32_matmul_precision("high")
+            measured["matmul"]["tf32"] = measure.matmul_rates(device, torch.float32)
+            torch.set_float32_matmul_precision("highest")
     return measured
-
-
-def _in_tf32(device: torch.device) -> list[dict[str, float]]:
-    """Return rates of float32 products in TF32. The mode is the process's, which exists for measurements only."""
-    torch.set_float32_matmul_precision("high")
-    rates = measure.matmul_rates(device, torch.float32)
-    torch.set_float32_matmul_precision("highest")
-    return rates
 
 
 def measure_host(

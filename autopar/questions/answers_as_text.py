@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from autopar.plan.plan import Plan
 from autopar.plan.text import diff_plans, render_plan, short_text
+from autopar.questions.comparisons import Point, Study, StudyResult, Swept
+from autopar.questions.sizing import Answer, Trial
 from autopar.report.summaries import plan_summary, render_comparison
 from autopar.util.formatting import num_bytes, percent, plain_table, seconds
-
-if TYPE_CHECKING:
-    from autopar.plan.plan import Plan
-    from autopar.questions.comparisons import Point, Study, StudyResult, Swept
-    from autopar.questions.sizing import Answer, Trial
 
 _HEAD = ("step\ntime", "peak\nmemory", "plan")
 _WIDTH = 80

@@ -14,23 +14,19 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 from autopar.errors import InfeasibleError, UsageError
+from autopar.graph.graph import Graph
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.describe import SCALES, scaled
 from autopar.models.transformer import Sizes, build
 from autopar.plan.plan import Plan
-from autopar.planner.search import Limits, peak_bytes
+from autopar.planner.search import Limits, Progress, peak_bytes
 from autopar.planner.space.pins import Pins
 from autopar.questions.sizing import Ask, prices_of, sizes_of
 from autopar.util.files import data_files
 from autopar.util.toml import Table
-
-if TYPE_CHECKING:
-    from autopar.graph.graph import Graph
-    from autopar.planner.search import Progress
-
 
 Swept = tuple[float, Plan | None]
 """One factor of a sweep and its plan; None if nothing fits."""

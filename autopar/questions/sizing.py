@@ -47,7 +47,7 @@ class Ask(Request):
     cache_dir: Path | None = None
     sequence: int | None = None
     max_step_time_s: float | None = None
-    progress: Progress | None = None
+    progress: Progress = lambda *_: None
     processes: int = 1
 
     def planner(self, cluster: Cluster) -> Planner:
@@ -67,8 +67,7 @@ class Ask(Request):
 
     def say(self, what: str) -> None:
         """Report what is tried."""
-        if self.progress is not None:
-            self.progress(what, 0, 0)
+        self.progress(what, 0, 0)
 
 
 def tracer(

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar.cost.step.simulation import compiled
 from autopar.errors import PlanError
 from autopar.plan.file import plan_to_dict
+from autopar.plan.plan import Plan
 from autopar.plan.text import memory_parts, render_plan, time_parts
 from autopar.util.files import dumps
 from autopar.util.formatting import num_bytes, seconds
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from autopar.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

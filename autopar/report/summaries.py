@@ -9,19 +9,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar.cost.model import flops_of_block
-from autopar.graph.graph import Graph
+from autopar.graph.graph import Block, Graph
+from autopar.plan.plan import Plan
 from autopar.plan.run_log import RunRecord
 from autopar.plan.text import choices, diff_plans, time_parts
 from autopar.rules.table import has_rule
 from autopar.util.formatting import flops, num_bytes, percent, plain_table, ranges, seconds
 from autopar.util.toml import as_table
-
-if TYPE_CHECKING:
-    from autopar.graph.graph import Block
-    from autopar.plan.plan import Plan
 
 
 def plan_summary(plan: Plan) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -17,12 +17,9 @@ from autopar.errors import NonFiniteError, UsageError, check_counts
 from autopar.runtime.checkpoint.series import Checkpoints
 from autopar.runtime.checks import check_max_norm, check_model, is_out_of_memory
 from autopar.runtime.job import on_sigterm
+from autopar.runtime.parallel_model import ParallelModel
 from autopar.runtime.step.gradients import clip
 from autopar.runtime.step.runner import Batch
-
-if TYPE_CHECKING:
-    from autopar.runtime.parallel_model import ParallelModel
-
 
 _LOGGER = logging.getLogger("autopar")
 
@@ -138,27 +135,24 @@ def _check_parts(par: Any, optimizer: Any, batches: Any, scheduler: Any, checkpo
     par._checkpointed.check_optimizer(optimizer)
 
 
+@dataclass
 class _Loop:
-    """The state of one :func:`fit`."""
+    """The arguments and the state of one :func:`fit`."""
 
-    def __init__(
-        self,
-        par: ParallelModel,
-        optimizer: Optimizer,
-        batches: Iterable[Batch],
-        scheduler: Any,
-        checkpoints: Checkpoints | None,
-        accumulate: int,
-        max_norm: float | None,
-        on_non_finite: OnNonFinite,
-    ) -> None:
-        self.par, self.optimizer, self.batches, self.scheduler = par, optimizer, batches, scheduler
-        self.checkpoints, self.accumulate, self.max_norm = checkpoints, accumulate, max_norm
-        self.on_non_finite = on_non_finite
+    par: ParallelModel
+    optimizer: Optimizer
+    batches: Iterable[Batch]
+    scheduler: Any
+    checkpoints: Checkpoints | None
+    accumulate: int
+    max_norm: float | None
+    on_non_finite: OnNonFinite
+
+    def __post_init__(self) -> None:
         self.step, self.saved, self.skipped, self.epoch = 0, 0, 0, 0
-        has_state = hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict")
-        self.loader = batches if has_state else None
-        self.scaler = par.grad_scaler() if par.plan.precision.scales_loss else None
+        has_state = hasattr(self.batches, "state_dict") and hasattr(self.batches, "load_state_dict")
+        self.loader = self.batches if has_state else None
+        self.scaler = self.par.grad_scaler() if self.par.plan.precision.scales_loss else None
         self.iterator: Iterator[Batch] | None = None
         self.agreed, self.next_agreement, self.agreed_at = 0, 1, time.monotonic()
 

@@ -164,9 +164,9 @@ PLAN = "AUTOPAR_PLAN"
 """The variable by which ``autopar run`` gives each rank the path of its plan's file."""
 
 
-def given_plan(environment: Mapping[str, str] = os.environ) -> Path | None:
+def given_plan() -> Path | None:
     """Return the path of the plan's file for which ``autopar run`` started this rank; None if something else did."""
-    value = environment.get(PLAN, "")
+    value = os.environ.get(PLAN, "")
     return Path(value) if value else None
 
 

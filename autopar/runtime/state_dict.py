@@ -249,11 +249,11 @@ class State:
         if self._group is not None:
             for name, maker in self._broadcast:
                 spec = self._known[name].spec
-                value = new_values.get(name)
-                empty = torch.empty(spec.shape, dtype=spec.dtype, device=self._world.device)
-                value = empty if value is None else value.contiguous().clone()
-                dist.broadcast(value, src=dist.get_global_rank(self._group, maker), group=self._group)
-                new_values[name] = value
+                sent = torch.empty(spec.shape, dtype=spec.dtype, device=self._world.device)
+                if name in new_values:
+                    sent.copy_(new_values[name])
+                dist.broadcast(sent, group_src=maker, group=self._group)
+                new_values[name] = sent
         self.values |= {name: value.clone() for name, value in new_values.items() if name in self.values}
         self._pass_to_stages()
 

@@ -204,18 +204,14 @@ class TrainedModule(PlannedModule):
         with ordinary(), self._calls.together("predict"):
             check_flags(gather=gather)
             self._calls.meet("predict")
-            return self._predict(batch, gather=gather)
-
-    def _predict(self, batch: Batch, *, gather: bool) -> Any:
-        """Return the prediction itself, inside the context of all ranks."""
-        full, missing = self._outputs.filled(batch)
-        if self._outputs.is_loss_alone:
-            return self._loss.of(self._evaluation_forward(full, "predict")[0])
-        with self._outputs.taking():
-            loss, split = self._evaluation_forward(full, "predict")
-            total = self._loss.of(loss)
-            given = None if missing else total
-            return self._outputs.made(batch, split, loss=given, missing=missing, gather=gather)
+            full, missing = self._outputs.filled(batch)
+            if self._outputs.is_loss_alone:
+                return self._loss.of(self._evaluation_forward(full, "predict")[0])
+            with self._outputs.taking():
+                loss, split = self._evaluation_forward(full, "predict")
+                total = self._loss.of(loss)
+                given = None if missing else total
+                return self._outputs.made(batch, split, loss=given, missing=missing, gather=gather)
 
     @_not_compiled
     def forward(self, *given: Any, **batch: Any) -> Any:
@@ -235,15 +231,11 @@ class TrainedModule(PlannedModule):
         with ordinary(), self._calls.together("call"):
             if not torch.is_grad_enabled():
                 self._calls.meet("call without gradients")
-            return self._call(batch)
-
-    def _call(self, batch: Batch) -> Any:
-        """Return the output of the model in training, inside the context of all ranks."""
-        if self._outputs.is_loss_alone or not self._outputs.has_loss:
-            return self._called_loss(batch)[0]
-        with self._outputs.taking():
-            loss, split = self._called_loss(batch)
-            return self._outputs.made(batch, split, loss=loss, gather=False, communicates=False)
+            if self._outputs.is_loss_alone or not self._outputs.has_loss:
+                return self._called_loss(batch)[0]
+            with self._outputs.taking():
+                loss, split = self._called_loss(batch)
+                return self._outputs.made(batch, split, loss=loss, gather=False, communicates=False)
 
     def _called_loss(self, batch: Batch) -> tuple[Tensor, BatchSplit]:
         """Return the loss of the global batch, whose backward the user calls; if gradients are on, a step begins here and ends with it."""

@@ -67,46 +67,46 @@ class Structure:
     flops_per_sample: float
 
 
-class Expressed:
-    """Runs as blocks. Solutions are shared by runs with equal graphs, and use the first profile that is given for a device."""
+Solved = dict[object, Layouts]
+"""Layouts that runs with equal graphs share; they use the first profile that is given for a device."""
 
-    def __init__(self) -> None:
-        self._layouts: dict[object, Layouts] = {}
 
-    def structures(self, run: Run, site: Site, profile: MachineProfile) -> tuple[Structure, ...]:
-        """Return the layouts that the run may have had: several if the sequence can be split in several ways.
+def structures_of(run: Run, site: Site, profile: MachineProfile, solved: Solved) -> tuple[Structure, ...]:
+    """Return the layouts that the run may have had: several if the sequence can be split in several ways.
 
-        Args:
-            run: the run.
-            site: its site.
-            profile: the profile of its device.
-        """
-        layouts = self._layouts_of(run, site, profile)
-        split = LayoutKey(micro_batch_size=run.micro_batch, cp=run.cp, tp=run.tp)
-        typings = layouts.typed(split, num_micro_batches=8, in_flight=1)
-        by_kind = {typed.kind: layouts.price(typed) for typed in typings}
-        return tuple(_structure(layouts, option, run, site) for option in by_kind.values())
+    Args:
+        run: the run.
+        site: its site.
+        profile: the profile of its device.
+        solved: the layouts of other runs, to which those of this run are added.
+    """
+    layouts = _layouts_of(run, site, profile, solved)
+    split = LayoutKey(micro_batch_size=run.micro_batch, cp=run.cp, tp=run.tp)
+    typings = layouts.typed(split, num_micro_batches=8, in_flight=1)
+    by_kind = {typed.kind: layouts.price(typed) for typed in typings}
+    return tuple(_structure(layouts, option, run, site) for option in by_kind.values())
 
-    def _layouts_of(self, run: Run, site: Site, profile: MachineProfile) -> Layouts:
-        """Return the layouts of the run's model on a single pipeline stage inside one node."""
-        sizes, whole_vocabulary = sizes_of(run, site), "whole_vocabulary" in site.practices
-        split_rows = run.sequence_parallel
-        if split_rows is None and "sequence_parallel" in site.practices:
-            split_rows = True
-        key = (sizes, run.device, None if run.tp == 1 else (split_rows, whole_vocabulary))
-        if key not in self._layouts:
-            inside = run.devices_per_node if run.devices_per_node % (run.tp * run.cp) == 0 else run.tp * run.cp
-            one_stage = replace(run, devices=inside, pp=1, dp=max(inside // (run.tp * run.cp), 1))
-            space = replace(load_space("default"), price_ratios=(0.0,))
-            self._layouts[key] = Layouts(
-                _graph_of(sizes),
-                CostModel(practice.cluster_of(one_stage, profile, site), PRECISIONS[run.precision], "adamw"),
-                global_batch_size=run.global_batch,
-                pins=Pins.parse(()),
-                space=space,
-                narrow=partial(practice.as_megatron, run.seq, split_rows, whole_vocabulary=whole_vocabulary),
-            )
-        return self._layouts[key]
+
+def _layouts_of(run: Run, site: Site, profile: MachineProfile, solved: Solved) -> Layouts:
+    """Return the layouts of the run's model on a single pipeline stage inside one node."""
+    sizes, whole_vocabulary = sizes_of(run, site), "whole_vocabulary" in site.practices
+    split_rows = run.sequence_parallel
+    if split_rows is None and "sequence_parallel" in site.practices:
+        split_rows = True
+    key = (sizes, run.device, None if run.tp == 1 else (split_rows, whole_vocabulary))
+    if key not in solved:
+        inside = run.devices_per_node if run.devices_per_node % (run.tp * run.cp) == 0 else run.tp * run.cp
+        one_stage = replace(run, devices=inside, pp=1, dp=max(inside // (run.tp * run.cp), 1))
+        space = replace(load_space("default"), price_ratios=(0.0,))
+        solved[key] = Layouts(
+            _graph_of(sizes),
+            CostModel(practice.cluster_of(one_stage, profile, site), PRECISIONS[run.precision], "adamw"),
+            global_batch_size=run.global_batch,
+            pins=Pins.parse(()),
+            space=space,
+            narrow=partial(practice.as_megatron, run.seq, split_rows, whole_vocabulary=whole_vocabulary),
+        )
+    return solved[key]
 
 
 @cache

@@ -241,7 +241,7 @@ def as_megatron(graph: Graph, op: Op, operands: Specs, work: Work, practices: Co
         return replace(work, num_bytes=work.num_bytes + op.spec.num_bytes, launches=work.launches + 1)
     if op.target == NORM and work.backward_launches == 2:
         return replace(work, backward_bytes=work.backward_bytes + operands[0].num_bytes, backward_launches=3)
-    if op.target == ADD and any(_made_by(graph, ref) == DROPOUT for ref in op.operands):
+    if op.target == ADD and DROPOUT in {made.target for made in map(graph.producer, op.operands) if made is not None}:
         return replace(work, backward_bytes=0, backward_launches=0)
     if op.target in LOSSES:
         return _loss(operands[0], work, "copied_logits" in practices)
@@ -257,11 +257,6 @@ def split_projections(group: list[int], works: list[Work], outputs_bytes: int) -
             backward_extra_bytes=first.backward_extra_bytes + 2 * outputs_bytes,
             backward_launches=first.backward_launches + SPLIT_LAUNCHES,
         )
-
-
-def _made_by(graph: Graph, ref: Ref) -> str:
-    producer = graph.producer(ref)
-    return "" if producer is None else producer.target
 
 
 def _makes_scores(graph: Graph, op: Op) -> bool:

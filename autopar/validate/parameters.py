@@ -163,8 +163,8 @@ class Fit:
     """The result of a fit.
 
     Attributes:
-        values: values by parameter key.
-        num_seen: the number of runs whose time depends on each parameter.
+        values: values by parameter key, also of parameters that were not fitted.
+        num_seen: the number of runs whose time depends on each fitted parameter.
     """
 
     values: dict[str, float]

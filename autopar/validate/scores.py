@@ -1,24 +1,25 @@
-"""Scores of predictions against measured runs, tables of scores, and profiles that are calibrated to runs."""
+"""Scores of predictions against measured runs, and the report of ``autopar validate`` with them."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from autopar.errors import UsageError
-from autopar.hardware.device import Device
-from autopar.hardware.read import MachineProfile, known_devices, load_profile
+from autopar.hardware.read import MachineProfile
 from autopar.plan.prediction import Prediction
-from autopar.validate import parameters as free
+from autopar.planner.search import Progress
+from autopar.util.files import as_toml, write_toml
+from autopar.util.formatting import percent, plain_table
+from autopar.util.toml import as_table
 from autopar.validate.parameters import Fit
-from autopar.validate.runs import FailedRow, Run
-from autopar.validate.session import LEAST_SEEN, Session
+from autopar.validate.runs import FailedRow, Run, read_rows
+from autopar.validate.session import Session, calibrate, memory_ratios, predictable
 
 NOTABLE = 1.02
 """Ratio of measured times above which two plans of one model count as different."""
@@ -87,7 +88,7 @@ def score(name: str, runs: Sequence[Run], predictions: Sequence[Prediction], wid
     by_model = _different_plans(timed)
     pairs = [pair for plans in by_model for pair in combinations(plans, 2) if _notable(*pair)]
     regrets = list(map(_regret, by_model))
-    errors = np.array(_memory_ratios(runs, predictions)) - 1
+    errors = np.array(memory_ratios(runs, predictions)) - 1
     return Score(
         name=name,
         runs=len(runs),
@@ -109,13 +110,6 @@ def score(name: str, runs: Sequence[Run], predictions: Sequence[Prediction], wid
     )
 
 
-def as_read(run: Run, prediction: Prediction) -> float:
-    """Return the predicted peak as the run measured it: an allocator does not see the context and the buffers of libraries."""
-    if run.memory_kind == "allocator":
-        return max(m.total - m.reserved for m in prediction.memory)
-    return float(prediction.peak_memory_bytes)
-
-
 def may_fit(prediction: Prediction, width: float) -> bool:
     """Return whether the lower end of the interval of memory fits; otherwise the plan is predicted to be impossible."""
     return prediction.peak_memory_bytes / (1 + width) <= prediction.memory_limit_bytes
@@ -125,12 +119,6 @@ def _false_fit(run: Run, prediction: Prediction, width: float) -> bool:
     """Return whether the upper end of the interval of memory fits and the measured peak does not."""
     fits = prediction.peak_memory_bytes * (1 + width) <= prediction.memory_limit_bytes
     return fits and (run.peak_memory_bytes or 0) > prediction.memory_limit_bytes
-
-
-def _memory_ratios(runs: Sequence[Run], predictions: Sequence[Prediction]) -> list[float]:
-    """Return predicted over measured peak memory of the runs in which it was measured."""
-    pairs = zip(runs, predictions, strict=True)
-    return [as_read(run, p) / run.peak_memory_bytes for run, p in pairs if run.peak_memory_bytes]
 
 
 _Plan = tuple[float, float]
@@ -174,7 +162,7 @@ def _mean(values: np.ndarray) -> float | None:
     return float(values.mean()) if len(values) else None
 
 
-# --- tables of runs, and profiles that are fitted to them
+# --- tables of runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,76 +251,142 @@ def scored(session: Session, predictions: Sequence[Prediction]) -> list[Score]:
     return scores
 
 
-def calibrate(session: Session, sources: Sequence[str]) -> tuple[dict[str, MachineProfile], Fit, list[int]]:
-    """Return profiles of the devices of some runs, with parameters fitted to these runs.
+# --- the report of the command, whose tables are Markdown
+
+HEADER = ("source", "runs", "MAPE", "bias", "scaled", "rho", "inside", "pairs in order", "regret (worst)", "memory",
+          "false fits", "false misfits")  # fmt: skip
+_WIDTH = 400
+"""Columns of the table of scores, in which no cell is wrapped."""
+WORST = 12
+"""Runs with the largest errors that are listed."""
+
+
+def row_of(score: Score) -> tuple[str, ...]:
+    """Return the cells of :data:`HEADER`."""
+    regret = f"{percent(score.regret)} ({percent(score.worst_regret)}) of {score.groups}" if score.groups else "-"
+    memory = f"{percent(score.memory_mape)} ({percent(score.memory_bias, sign=True)}) of {score.memory_runs}"
+    return (
+        score.name,
+        str(score.runs),
+        percent(score.mape),
+        percent(score.bias, sign=True),
+        percent(score.scaled_mape),
+        "-" if score.rho is None else f"{score.rho:.3f}",
+        percent(score.coverage),
+        f"{score.ordered} of {score.pairs}" if score.pairs else "-",
+        regret,
+        memory if score.memory_runs else "-",
+        str(score.false_fits),
+        str(score.false_misfits),
+    )
+
+
+def markdown(scores: Sequence[Score]) -> str:
+    """Return the scores as a Markdown table that is aligned for terminals."""
+    return plain_table(HEADER, map(row_of, scores), left=HEADER, width=_WIDTH, indent=0, markdown=True)
+
+
+def failures(failed: Sequence[FailedRow], count: int) -> list[str]:
+    """Return lines that say how many rows failed, and why each did; none if no row failed.
 
     Args:
-        session: all runs.
-        sources: parts of the column ``source``, or ``all`` for every run. With ``all``, shipped profiles of devices without runs also get
-            the parameters that all devices or their chip share.
+        failed: the rows that failed.
+        count: the number of all rows.
+    """
+    if not failed:
+        return []
+    return [f"{len(failed)} of {count} rows failed:", *(f"- {row.name}: {row.error}" for row in failed)]
 
-    Returns:
-        Profiles by name, the fit, and the indices of the runs that it was fitted to.
+
+def worst(runs: Sequence[Run], predictions: Sequence[Prediction]) -> list[str]:
+    """Return lines for the runs with the largest errors of step time, with the largest parts of their predicted time."""
+    timed = [(r, p) for r, p in zip(runs, predictions, strict=True) if r.step_time_s]
+    timed.sort(key=lambda pair: -abs(math.log(pair[1].step_time_s / (pair[0].step_time_s or 1.0))))
+    lines = []
+    for run, prediction in timed[:WORST]:
+        parts = prediction.breakdown
+        shares = [(name.removesuffix("_s"), getattr(parts, name) / prediction.step_time_s) for name in parts.__slots__]
+        largest = ", ".join(f"{name} {100 * part:.0f} %" for name, part in sorted(shares, key=lambda s: -s[1])[:3])
+        error = prediction.step_time_s / (run.step_time_s or 1.0) - 1
+        lines.append(
+            f"{run.name} (row {run.line}): {percent(error, sign=True)}; {run.devices} {run.device}, tp {run.tp}, "
+            f"pp {run.pp}, cp {run.cp}, dp {run.dp}, micro-batch {run.micro_batch}, {run.heads} heads, {run.precision}; "
+            f"predicted {prediction.step_time_s:.4g} s, measured {run.step_time_s:.4g} s: {largest}"
+        )
+    return lines
+
+
+def parameters_table(values: Mapping[str, float], start: Mapping[str, float], seen: Mapping[str, int]) -> str:
+    """Return a table of fitted values and priors, with the number of runs whose time depends on each parameter."""
+    rows = [(key, f"{start[key]:.4g}", f"{values[key]:.4g}", str(count)) for key, count in seen.items()]
+    return plain_table(
+        ("parameter", "prior", "fitted", "runs that see it"), rows, left=("parameter",), indent=0, markdown=True
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """The predictions for the runs of some files.
+
+    Attributes:
+        session: the runs, under the profiles of the predictions.
+        outcome: predictions and scores.
+        fit: the fit of the profiles' parameters; None if profiles are unchanged.
+        profiles: the fitted profiles by name.
+    """
+
+    session: Session
+    outcome: Outcome
+    fit: Fit | None = None
+    profiles: Mapping[str, MachineProfile] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        fitted = {name: as_table(profile) for name, profile in self.profiles.items()}
+        return self.outcome.to_dict(self.session) | ({"profiles": fitted} if fitted else {})
+
+    def text(self) -> str:
+        """Return scores, fitted parameters, the largest errors, failed rows, and the fitted profiles as TOML."""
+        sections = [markdown(self.outcome.scores)]
+        if self.fit is not None:
+            sections.append(parameters_table(self.fit.values, self.session.start, self.fit.num_seen))
+        sections.append(
+            "Missed most:\n\n" + "\n".join(f"- {line}" for line in worst(self.session.runs, self.outcome.predictions))
+        )
+        missing = failures(self.outcome.failed, len(self.session.runs) + len(self.outcome.failed))
+        sections += ["\n".join(missing)] if missing else []
+        sections += [as_toml(as_table(p), comment=f"{name}.toml") for name, p in self.profiles.items()]
+        return "\n\n".join(sections)
+
+    def write_profiles(self, folder: Path) -> list[Path]:
+        """Write each profile to a file of its name, and return the files."""
+        paths = {folder / f"{name}.toml": profile for name, profile in self.profiles.items()}
+        for path, profile in paths.items():
+            write_toml(path, as_table(profile))
+        return list(paths)
+
+
+def validated(
+    files: Sequence[Path], *, sources: Sequence[str] = (), leave_one_out: bool = False, progress: Progress
+) -> Validation:
+    """Predict the runs of some files.
+
+    Args:
+        files: CSV files of runs.
+        sources: the sources that profiles are fitted to first; none leaves the profiles unchanged.
+        leave_one_out: whether each source is predicted with parameters that are fitted to the others.
+        progress: called with the progress.
 
     Raises:
-        UsageError: no run has one of the sources, or too few runs do.
+        UsageError: a file cannot be read, or no run has one of the sources.
     """
-    for source in sources:
-        if source != "all" and not any(source in run.source for run in session.runs):
-            raise UsageError(
-                f"No run has a source that contains '{source}'",
-                where=session.place,
-                fix="Known: " + "; ".join(dict.fromkeys(run.release for run in session.runs)),
-            )
-    rows = [i for i in session.timed if any(s == "all" or s in session.runs[i].source for s in sources)]
-    fit, chosen = session.fitted(rows)
-    releases = Counter(session.runs[i].release for i in rows)
-    text = "fitted on: " + ", ".join(f"{name} ({count} runs)" for name, count in releases.items())
-    keys = {p.key for p in chosen}
-    values = {key: float(f"{value:.4g}") for key, value in fit.values.items() if key in keys}
-    devices = {session.runs[i].device for i in rows}
-    read = [i for i in rows if session.runs[i].peak_memory_bytes]
-    width = memory_width([session.runs[i] for i in read], session.predictions(fit.values, read))
-    if not chosen and width is None:
-        raise UsageError(
-            f"{len(rows)} runs of these sources are too few to calibrate: each number needs {LEAST_SEEN} timed runs that see it",
-            where=session.place,
-            fix="Add runs, or calibrate to more sources (--calibrate all)",
-        )
-    profiles = {}
-    for name in sorted(devices):
-        profile = free.write(session.profiles[name], values, provenance=f"{text}; by autopar validate --calibrate")
-        profile = replace(profile, device=_with_width(profile.device, width, len(read)))
-        profiles[profile.device.name] = profile
-    if "all" in sources:
-        profiles |= others(profiles, values, f"{text}; none on this device; by autopar validate --calibrate")
-    return profiles, fit, rows
-
-
-def others(
-    fitted: Mapping[str, MachineProfile], values: Mapping[str, float], provenance: str
-) -> dict[str, MachineProfile]:
-    """Return shipped profiles of accelerators without runs, with the shared values."""
-    shipped = (load_profile(name) for name in known_devices() if name not in fitted)
-    return {
-        profile.device.name: free.write(profile, values, provenance=provenance)
-        for profile in shipped
-        if profile.device.kind == "cuda"
-    }
-
-
-def memory_width(runs: Sequence[Run], predictions: Sequence[Prediction]) -> float | None:
-    """Return the half width of the interval of peak memory that holds 19 of 20 runs; None if too few have a measured peak."""
-    errors = sorted(max(ratio, 1 / ratio) - 1 for ratio in _memory_ratios(runs, predictions))
-    return errors[math.ceil(0.95 * len(errors)) - 1] if len(errors) >= LEAST_SEEN else None
-
-
-def _with_width(device: Device, width: float | None, num_runs: int) -> Device:
-    """Return a device with the interval of peak memory."""
-    if width is None:
-        return device
-    text = f"fitted on: memory_fraction by {num_runs} measured peaks, of which 19 in 20 lie inside"
-    note = free.noted(device.provenance["uncertainty"], f"{text}; by autopar validate --calibrate")
-    return replace(
-        device, memory_uncertainty=float(f"{width:.3g}"), provenance={**device.provenance, "uncertainty": note}
-    )
+    rows = tuple(row for path in files for row in read_rows(path))
+    session, failed = predictable(rows, place=", ".join(map(str, files)), progress=progress)
+    fit: Fit | None = None
+    profiles: Mapping[str, MachineProfile] = {}
+    if sources:
+        profiles, fit, fitted = calibrate(session, sources)
+        devices = {session.runs[i].device for i in fitted}
+        session = session.under({d: profiles[session.profiles[d].device.name] for d in devices})
+    outcome = evaluate(session, leave_one_out=leave_one_out, failed=failed)
+    return Validation(session=session, outcome=outcome, fit=fit, profiles=profiles)

@@ -1,19 +1,23 @@
-"""A table of runs and their predictions under profiles that may change, as the command, the fit and the tests use it."""
+"""A table of runs, their predictions under profiles that may change, and profiles that are calibrated to them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
 from autopar.errors import AutoparError, UsageError
-from autopar.hardware.device import ALIGNED_ELEMENTS
-from autopar.hardware.read import MachineProfile, load_profile
+from autopar.hardware.device import ALIGNED_ELEMENTS, Device
+from autopar.hardware.read import MachineProfile, known_devices, load_profile
 from autopar.plan.prediction import Prediction
+from autopar.planner.search import Progress
 from autopar.validate import parameters as free
-from autopar.validate.express import Expressed, Structure, predict
+from autopar.validate.express import Solved, Structure, predict, structures_of
 from autopar.validate.parameters import PARAMETERS, Array, Fit, Linearized, Parameter
 from autopar.validate.practice import Site, cluster_of, load_sites, released, site_of
 from autopar.validate.runs import FailedRow, Run
@@ -30,7 +34,7 @@ LEAST_SEEN = 4
 
 
 def predictable(
-    rows: Sequence[Run | FailedRow], *, place: str = "runs", progress: Callable[[str, int, int], None] | None = None
+    rows: Sequence[Run | FailedRow], *, place: str = "runs", progress: Progress = lambda *_: None
 ) -> tuple[Session, tuple[FailedRow, ...]]:
     """Return a session of the runs that can be predicted, and the other rows with their errors."""
     failed = [row for row in rows if isinstance(row, FailedRow)]
@@ -85,13 +89,13 @@ class Session:
         place: str = "runs",
         sites: Sequence[Site] | None = None,
         profiles: Mapping[str, MachineProfile] | None = None,
-        progress: Callable[[str, int, int], None] | None = None,
+        progress: Progress = lambda *_: None,
     ) -> None:
         self.place, self.progress = place, progress
         sites = tuple(load_sites() if sites is None else sites)
         self.sites = tuple(site_of(run, sites) for run in runs)
         self.runs = tuple(released(run, site) for run, site in zip(runs, self.sites, strict=True))
-        self._expressed = Expressed()
+        self._solved: Solved = {}
         self.profiles: dict[str, MachineProfile] = dict(profiles or {})
         self.profiles |= {run.device: profile_of(run) for run in self.runs if run.device not in self.profiles}
 
@@ -113,10 +117,9 @@ class Session:
             UsageError: the planner cannot express its layout; the error names file and row.
         """
         run = self.runs[index]
-        if self.progress is not None:
-            self.progress("laying out runs", index, len(self.runs))
+        self.progress("laying out runs", index, len(self.runs))
         try:
-            return self._expressed.structures(run, self.sites[index], self.profiles[run.device])
+            return structures_of(run, self.sites[index], self.profiles[run.device], self._solved)
         except AutoparError as error:
             raise UsageError(
                 "The planner does not know the layout of this run",
@@ -220,14 +223,13 @@ class Session:
         log_times, slopes = self.log_times(values, runs), np.zeros((len(self.runs), len(PARAMETERS)))
         for done, j in enumerate(columns):
             parameter = PARAMETERS[j]
-            if self.progress is not None:
-                self.progress(f"measuring what {parameter.key} changes", done, len(columns))
+            self.progress(f"measuring what {parameter.key} changes", done, len(columns))
             rows = [i for i in runs if self.touches(parameter, i)]
             slopes[rows, j] = free.sensitivity(self.times_s, values, parameter, rows, log_times[rows])
         return Linearized(values=dict(values), log_times=log_times, slopes=slopes)
 
-    def fitted(self, runs: Sequence[int], *, near: Linearized | None = None) -> tuple[Fit, tuple[Parameter, ...]]:
-        """Return the parameters fitted to ``runs`` alone, and which they are: those that at least :data:`LEAST_SEEN` of the runs depend on.
+    def fitted(self, runs: Sequence[int], *, near: Linearized | None = None) -> Fit:
+        """Return a fit to ``runs`` alone of the parameters that at least :data:`LEAST_SEEN` of the runs depend on.
 
         Each round steps on the linear model and predicts the runs at the new point. Slopes are measured at the start and in
         :data:`MEASURED_ROUNDS`; in other rounds they are corrected by the change of times (:func:`~autopar.validate.parameters.corrected`). The values with the least
@@ -260,7 +262,7 @@ class Session:
             elif loss > best[0] * (1 - SETTLED):
                 break
         assert best is not None
-        return best[1], chosen
+        return best[1]
 
     def left_out(self, groups: Sequence[str]) -> dict[str, dict[str, float]]:
         """Return for each distinct group the values fitted to the timed runs of all other groups.
@@ -272,5 +274,85 @@ class Session:
         result = {}
         for group in dict.fromkeys(groups):
             others = [i for i in self.timed if groups[i] != group]
-            result[group] = self.fitted(others, near=near)[0].values if others else dict(self.start)
+            result[group] = self.fitted(others, near=near).values if others else dict(self.start)
         return result
+
+
+# --- profiles that are fitted to runs
+
+
+def calibrate(session: Session, sources: Sequence[str]) -> tuple[dict[str, MachineProfile], Fit, list[int]]:
+    """Return profiles of the devices of some runs, with parameters fitted to these runs.
+
+    Args:
+        session: all runs.
+        sources: parts of the column ``source``, or ``all`` for every run. With ``all``, shipped profiles of devices without runs also get
+            the parameters that all devices or their chip share.
+
+    Returns:
+        Profiles by name, the fit, and the indices of the runs that it was fitted to.
+
+    Raises:
+        UsageError: no run has one of the sources, or too few runs do.
+    """
+    for source in sources:
+        if source != "all" and not any(source in run.source for run in session.runs):
+            raise UsageError(
+                f"No run has a source that contains '{source}'",
+                where=session.place,
+                fix="Known: " + "; ".join(dict.fromkeys(run.release for run in session.runs)),
+            )
+    rows = [i for i in session.timed if any(s == "all" or s in session.runs[i].source for s in sources)]
+    fit = session.fitted(rows)
+    releases = Counter(session.runs[i].release for i in rows)
+    text = "fitted on: " + ", ".join(f"{name} ({count} runs)" for name, count in releases.items())
+    values = {key: float(f"{value:.4g}") for key, value in fit.values.items() if key in fit.num_seen}
+    devices = {session.runs[i].device for i in rows}
+    read = [i for i in rows if session.runs[i].peak_memory_bytes]
+    width = memory_width([session.runs[i] for i in read], session.predictions(fit.values, read))
+    if not fit.num_seen and width is None:
+        raise UsageError(
+            f"{len(rows)} runs of these sources are too few to calibrate: each number needs {LEAST_SEEN} timed runs that see it",
+            where=session.place,
+            fix="Add runs, or calibrate to more sources (--calibrate all)",
+        )
+    profiles = {}
+    for name in sorted(devices):
+        profile = free.write(session.profiles[name], values, provenance=f"{text}; by autopar validate --calibrate")
+        profile = replace(profile, device=_with_width(profile.device, width, len(read)))
+        profiles[profile.device.name] = profile
+    for name in known_devices() if "all" in sources else ():
+        if name not in profiles and (profile := load_profile(name)).device.kind == "cuda":
+            note = f"{text}; none on this device; by autopar validate --calibrate"
+            profiles[profile.device.name] = free.write(profile, values, provenance=note)
+    return profiles, fit, rows
+
+
+def memory_width(runs: Sequence[Run], predictions: Sequence[Prediction]) -> float | None:
+    """Return the half width of the interval of peak memory that holds 19 of 20 runs; None if too few have a measured peak."""
+    errors = sorted(max(ratio, 1 / ratio) - 1 for ratio in memory_ratios(runs, predictions))
+    return errors[math.ceil(0.95 * len(errors)) - 1] if len(errors) >= LEAST_SEEN else None
+
+
+def _with_width(device: Device, width: float | None, num_runs: int) -> Device:
+    """Return a device with the interval of peak memory."""
+    if width is None:
+        return device
+    text = f"fitted on: memory_fraction by {num_runs} measured peaks, of which 19 in 20 lie inside"
+    note = free.noted(device.provenance["uncertainty"], f"{text}; by autopar validate --calibrate")
+    return replace(
+        device, memory_uncertainty=float(f"{width:.3g}"), provenance={**device.provenance, "uncertainty": note}
+    )
+
+
+def as_read(run: Run, prediction: Prediction) -> float:
+    """Return the predicted peak as the run measured it: an allocator does not see the context and the buffers of libraries."""
+    if run.memory_kind == "allocator":
+        return max(m.total - m.reserved for m in prediction.memory)
+    return float(prediction.peak_memory_bytes)
+
+
+def memory_ratios(runs: Sequence[Run], predictions: Sequence[Prediction]) -> list[float]:
+    """Return predicted over measured peak memory of the runs in which it was measured."""
+    pairs = zip(runs, predictions, strict=True)
+    return [as_read(run, p) / run.peak_memory_bytes for run, p in pairs if run.peak_memory_bytes]

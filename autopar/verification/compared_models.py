@@ -24,7 +24,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.describe import with_free_links
 from autopar.models.graph_for_plan import plain, samples_of, trace_model
 from autopar.models.inputs import order_of_samples
-from autopar.models.resolve import is_factory, model_of, random_example_for, resolve_model, sequence_of
+from autopar.models.resolve import ModelSource, is_factory, model_of, random_example_for, resolve_model, sequence_of
 from autopar.ops.opaque import deep_copy, without_dropout
 from autopar.plan.check import check_model
 from autopar.plan.plan import FP32, Plan, Precision
@@ -32,7 +32,6 @@ from autopar.request import Request
 from autopar.tracing.batch import named_batch
 
 if TYPE_CHECKING:
-    from autopar.models.resolve import ModelSource
     from autopar.planner.search import Progress
 
 

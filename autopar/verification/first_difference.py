@@ -184,8 +184,8 @@ class _Search:
     def _find(self, step: int, ranks: Sequence[_Recorded]) -> Spot | None:
         """Return the first difference of the recorded tapes; one inside a block is narrowed down to an operator by a second run."""
         spot = self.trail.first([rank.tape for rank in ranks], self.tape, self.one_device.values)
-        if spot is None or not spot.is_block:
-            return spot
+        if spot is None or spot.place == PRELUDE or spot.kind not in ("value", "passed"):
+            return spot  # no block whose operators could be compared one by one
         with torch.no_grad():
             for name, value in self.before.items():
                 self.one_device.parameters[name].copy_(value)

@@ -6,8 +6,9 @@ operator reads an alias of each operand, so that the gradient that it passes bac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -17,7 +18,6 @@ from autopar.graph.graph import Graph, Op, Ref, map_refs
 from autopar.graph.interpreter import function_of, leaves
 from autopar.lower.emit import SEED
 from autopar.runtime.parallel_model import ParallelModel
-from autopar.runtime.step.stage import StageModule
 
 PRELUDE = -1
 """The place of the prelude, where blocks have their index."""
@@ -110,38 +110,18 @@ def attach(parallel: ParallelModel, watch: Watch) -> Tape:
         _record(sums.module, PRELUDE, tape, count().__next__)
     programs = {stage.index: stage for stage in parallel._program.stages}
     for stage in parallel._assembly.stages:
-        _record_stage(stage, [block.index for block in programs[stage.index].blocks], tape)
+        blocks = zip(programs[stage.index].blocks, stage.blocks, strict=True)
+        bodies = [(program.index, block.body) for program, block in blocks]
+        if isinstance(stage.prelude, fx.GraphModule):
+            bodies.append((PRELUDE, stage.prelude))
+        for place, module in bodies:
+            _record(module, place, tape, partial(getattr, stage, "micro_batch"))
     return tape
 
 
-def _record_stage(stage: StageModule, indices: Sequence[int], tape: Tape) -> None:
-    """Record a stage's prelude and blocks where its forward runs them. Recompute in backward is not recorded."""
-    numbers, running, usual = count(), list[int](), stage.forward  # the micro-batch that runs, if one does
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        running.append(next(numbers))
-        try:
-            return usual(*args, **kwargs)
-        finally:
-            running.clear()
-
-    stage.forward = forward  # type: ignore[method-assign]
-    bodies = [(index, block.body) for index, block in zip(indices, stage.blocks, strict=True)]
-    if isinstance(stage.prelude, fx.GraphModule):
-        bodies.append((PRELUDE, stage.prelude))
-    for place, module in bodies:
-        _record(module, place, tape, lambda: running[0] if running else None)
-
-
-def _record(module: fx.GraphModule, place: int, tape: Tape, micro_batch: Callable[[], int | None]) -> None:
-    """Record the module of one place at each run for which ``micro_batch`` returns a number."""
-    usual = module.forward
-
-    def forward(*values: Any) -> Any:
-        number = micro_batch()
-        return usual(*values) if number is None else _Recorder(module, tape, place, number).run(*values)
-
-    module.forward = forward
+def _record(module: fx.GraphModule, place: int, tape: Tape, micro_batch: Callable[[], int]) -> None:
+    """Record the module of one place at each run. Of a micro-batch only the first run counts: backward may run it again."""
+    module.forward = lambda *values: _Recorder(module, tape, place, micro_batch()).run(*values)
 
 
 class _Recorder(fx.Interpreter):

@@ -230,25 +230,20 @@ def places_of_draws(graph: Graph, drawn: Sequence[Draw], samples: int) -> dict[s
     Raises:
         VerificationError: one device did not draw them, such as in a part of the graph that it runs otherwise.
     """
-    places, place = {}, 0
-    for op in graph.ops:
-        if not draws_values(op):
-            continue
+    places, following = dict[str, int](), iter(enumerate(drawn))
+    for op in filter(draws_values, graph.ops):
         sizes = [{size, size * samples // graph.batch_size} for size in op.spec.shape]
-        while place < len(drawn) and not (
-            drawn[place].kind == kind_of_draw(op.target)
-            and len(sizes) == drawn[place].value.dim()
-            and all(size in known for size, known in zip(drawn[place].value.shape, sizes, strict=True))
-        ):
-            place += 1
-        if place == len(drawn):
+        for place, draw in following:
+            same_shape = len(sizes) == draw.value.dim() and all(map(set.__contains__, sizes, draw.value.shape))
+            if same_shape and draw.kind == kind_of_draw(op.target):
+                places[op.name] = place
+                break
+        else:
             raise VerificationError(
                 f"One device does not draw the random numbers of {op.name} ({op.target}) in the order of the graph",
                 where=op.source or op.module,
                 fix="Turn them off in the model that is verified",
             )
-        places[op.name] = place
-        place += 1
     return places
 
 

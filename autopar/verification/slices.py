@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 
 import torch
@@ -78,11 +78,6 @@ class Split:
         """Return the distribution of one rank's graph; ring attention has zig-zag order."""
         rings = (dict(op.kwargs)["axis"] for op in local.ops if op.target == RING)
         return Split(mesh, num_micro_batches, frozenset(axis for axis in rings if isinstance(axis, str)))
-
-    @property
-    def without_zigzag(self) -> Split:
-        """The distribution of parameters."""
-        return replace(self, zigzag_axes=frozenset())
 
     def _parts(self, axis: str) -> int:
         """Return the number of parts on an axis."""

@@ -44,11 +44,6 @@ class Spot:
     op: Op | None
     mismatch: Mismatch
 
-    @property
-    def is_block(self) -> bool:
-        """Whether the fault is inside a block, whose operators must be compared one by one."""
-        return self.place != PRELUDE and self.kind in ("value", "passed")
-
 
 class Trail:
     """The graphs of both sides under a plan, and the correspondence between them.
@@ -312,7 +307,7 @@ class _Walk:
 
     def _order(self, ref: Ref) -> Split:
         """Return how ``ref`` is distributed: parameters are never in zig-zag order."""
-        return self.split.without_zigzag if self.local.is_parameter(ref) else self.split
+        return replace(self.split, zigzag_axes=frozenset()) if self.local.is_parameter(ref) else self.split
 
     def _gradient(
         self, pieces: Mapping[tuple[int, int], Tensor | None], whole: Tensor | None, layout: Layout, split: Split

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from autopar.benchmark.rank_links import KINDS, LinkTask, measured_cluster
+from autopar.benchmark.rank_runs import KINDS, LinkTask, measured_cluster
 from autopar.cost.network.collectives import CollectiveModel
 from autopar.errors import UsageError
 from autopar.hardware.read import load_profile

@@ -13,8 +13,7 @@ from autopar.benchmark import local
 from autopar.benchmark import rank_runs as ranks
 from autopar.benchmark.batches import Choice, benchmark
 from autopar.benchmark.local import BenchmarkRequest, on_cluster, run_local, task_of
-from autopar.benchmark.rank_links import KINDS, LIMITS, LinkTask
-from autopar.benchmark.rank_runs import Job
+from autopar.benchmark.rank_runs import KINDS, LIMITS, Job, LinkTask
 from autopar.cost.step.memory import OPTIMIZERS
 from autopar.errors import UsageError
 from autopar.hardware.cluster import Cluster

@@ -8,7 +8,7 @@ from autopar import api
 from autopar.errors import AutoparError
 from autopar.models.resolve import resolve_model
 from autopar.plan.mesh import Mesh
-from autopar.runtime.checkpoint.chunk_files import Folder
+from autopar.runtime.checkpoint.load import Folder
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.close import assert_close
 from tests.support.distributed import checkpoints, jobs
@@ -40,7 +40,8 @@ def test_damage_is_refused_by_all_ranks_alike(pool: WorkerPool, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("rank", "where"), [(1, "write.write"), (0, "write.commit"), (0, "beside write.write"), (1, "beside write.write")]
+    ("rank", "where"),
+    [(1, "write.write_parts"), (0, "write.commit"), (0, "beside write.write_parts"), (1, "beside write.write_parts")],
 )
 def test_a_rank_that_is_killed_in_a_save_leaves_the_checkpoint_before(tmp_path: Path, rank: int, where: str) -> None:
     subject, plan, graph = planned_on(Mesh(dp_shard=2), zero_stage=3)

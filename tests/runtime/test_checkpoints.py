@@ -18,8 +18,10 @@ from torch.optim import lr_scheduler as rates
 from autopar.errors import CheckpointError, PlanError, UsageError
 from autopar.plan.mesh import Mesh
 from autopar.plan.plan import Plan
-from autopar.runtime.checkpoint import checkpoint_index, chunk_files, write
+from autopar.runtime.checkpoint import checkpoint_index, write
 from autopar.runtime.checkpoint.checkpoint_index import NAME, chunk_rows
+from autopar.runtime.checkpoint.contents import Part
+from autopar.runtime.checkpoint.load import Folder
 from autopar.runtime.checkpoint.series import Checkpoints
 from autopar.runtime.parallel_model import ParallelModel
 from autopar.tracing.trace import trace
@@ -272,20 +274,20 @@ def test_large_tensors_are_read_by_chunks(tmp_path: Path, kind: str, monkeypatch
     dtype = getattr(torch, kind)
     monkeypatch.setattr("autopar.runtime.checkpoint.checkpoint_index.CHUNK_BYTES", 256)
     value = (torch.randn(37, 5) * 3).to(dtype)
-    part = chunk_files.Part(name="x", whole=(37, 5), offset=(0, 0), value=value)
-    written, entries = chunk_files.write(tmp_path / "data-0-00000.safetensors", [part], {})
+    part = Part(name="x", whole=(37, 5), offset=(0, 0), value=value)
+    written, entries = write.write_parts(tmp_path / "data-0-00000.safetensors", [part], {})
     (piece,), each = entries["x"].pieces, chunk_rows((37, 5), dtype.itemsize)
     assert len(piece.sums) == -(-37 // each) > 1 or dtype.itemsize == 1
     values = {"progress": {"step": 0, "seed": 0}, "optimizer": {"settings": [], "of": {}, "numbers": {}}, "states": {}}
     index = checkpoint_index.Index(files={written.name: written}, tensors=entries, values=values)
     (tmp_path / checkpoint_index.NAME).write_bytes(checkpoint_index.encode(index))
-    reader = chunk_files.Folder(tmp_path)
+    reader = Folder(tmp_path)
     found = torch.cat([rows.view(torch.uint8) for _, rows in reader.rows("x", piece, 11, 30)])
     assert torch.equal(found, value[11:30].contiguous().view(torch.uint8))
     content = bytearray((tmp_path / written.name).read_bytes())
     content[-1] ^= 1
     (tmp_path / written.name).write_bytes(content)
-    reader = chunk_files.Folder(tmp_path)
+    reader = Folder(tmp_path)
     if dtype.itemsize > 1:
         list(reader.rows("x", piece, 0, each))  # another chunk is damaged
     refuses(CheckpointError, r"x is not what was written \(rows \d+ to 36 of", list, reader.rows("x", piece, 30, 37))
@@ -295,7 +297,7 @@ class Killed(BaseException):
     """As a signal: nothing that runs after it is to tidy up."""
 
 
-@pytest.mark.parametrize("where", ["files.write", "folder.write_synced", "folder.commit", "folder._sync"])
+@pytest.mark.parametrize("where", ["write_parts", "write_synced", "commit", "_sync"])
 @pytest.mark.parametrize("replaces", [False, True])
 def test_a_killed_save_leaves_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, replaces: bool) -> None:
     par, optimizer = trained()
@@ -305,10 +307,9 @@ def test_a_killed_save_leaves_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     if not replaces:
         steps(par, optimizer, [batch()])
     halve(par)
-    module, _, name = where.partition(".")
     for after in range(3):  # at its first, second, third call
         calls = []
-        original = getattr({"files": chunk_files, "folder": write}[module], name)
+        original = getattr(write, where)
 
         def killed(*args: Any, after: int = after, calls: list[int] = calls, original: Any = original) -> Any:
             calls.append(1)
@@ -317,13 +318,13 @@ def test_a_killed_save_leaves_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             return original(*args)
 
         with monkeypatch.context() as patched:
-            patched.setattr(f"autopar.runtime.checkpoint.write.{name}", killed)
+            patched.setattr(f"autopar.runtime.checkpoint.write.{where}", killed)
             try:
                 checkpoints.save(par, optimizer)
             except Killed:
                 found = Checkpoints(tmp_path).latest()
                 there = loaded_values(found)
-                if found == kept and not (where == "folder._sync" and after):  # the index is in place before the last
+                if found == kept and not (where == "_sync" and after):  # the index is in place before the last
                     assert same(there, wanted)
     final = checkpoints.save(par, optimizer)
     assert {path.name for path in tmp_path.iterdir()} == {kept.name, final.name}, "nothing is left of the others"

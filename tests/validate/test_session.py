@@ -17,9 +17,8 @@ from autopar.util.toml import Table, as_table
 from autopar.validate import parameters as free
 from autopar.validate.parameters import Fit, Linearized, Parameter, fit, sensitivity
 from autopar.validate.practice import site_from
-from autopar.validate.report import markdown
-from autopar.validate.scores import as_read, calibrate, evaluate, may_fit, memory_width, score
-from autopar.validate.session import Session
+from autopar.validate.scores import evaluate, markdown, may_fit, score
+from autopar.validate.session import Session, as_read, calibrate, memory_width
 from tests.support.published import NEEDS_PUBLISHED, OWN, PUBLISHED, parameter_values, read_runs
 from tests.support.said import refuses
 from tools.evidence.accuracy import ERRATA, document, unslowed, without_errata
@@ -66,11 +65,11 @@ def test_planted_parameters_come_back_and_a_source_left_out_is_not_used(session:
         made.__dict__["structures"] = session.structures
         return made
 
-    found, _ = measured(1.0).fitted(range(len(groups)))
+    found = measured(1.0).fitted(range(len(groups)))
     assert found.values["launch_s"] == pytest.approx(8e-6, rel=0.1)
     right, wrong = measured(1.0).left_out(groups), measured(100.0).left_out(groups)
     assert right["other"] == wrong["other"]
-    assert measured(1.0).fitted(range(len(groups)))[0].values != measured(100.0).fitted(range(len(groups)))[0].values
+    assert measured(1.0).fitted(range(len(groups))).values != measured(100.0).fitted(range(len(groups))).values
 
 
 def test_calibrated_profiles_say_so_and_read_back(session: Session, tmp_path: Path) -> None:

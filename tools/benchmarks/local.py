@@ -26,8 +26,7 @@ from typing import Any
 
 from autopar.benchmark.batches import Launch, Outcome, local_ranks
 from autopar.benchmark.local import BenchmarkRequest, on_cluster
-from autopar.benchmark.rank_links import LinkTask, measured_cluster
-from autopar.benchmark.rank_runs import QUIET_PROFILER, Job
+from autopar.benchmark.rank_runs import QUIET_PROFILER, Job, LinkTask, measured_cluster
 from autopar.errors import AutoparError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.link import load_json

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.benchmark.rank_links import LinkTask
-from autopar.benchmark.rank_runs import Job, run
+from autopar.benchmark.rank_runs import Job, LinkTask, run
 from autopar.runtime.job import start, stop
 from autopar.util.files import write_text
 

@@ -20,8 +20,7 @@ from autopar.graph.graph import Graph
 from autopar.models.resolve import resolve_model
 from autopar.plan.plan import Plan
 from autopar.runtime.checkpoint.checkpoint_index import as_bytes
-from autopar.runtime.checkpoint.chunk_files import Folder
-from autopar.runtime.checkpoint.load import whole
+from autopar.runtime.checkpoint.load import Folder, whole
 from autopar.verification.against_one_device import PRELOAD
 from autopar.verification.rank_pool import WorkerPool
 from tests.support.damage import KINDS

@@ -12,8 +12,7 @@ from pathlib import Path
 from autopar.cli.options import progress
 from autopar.util.formatting import percent
 from autopar.validate.parameters import PARAMETERS
-from autopar.validate.report import failures, markdown, validated, worst
-from autopar.validate.scores import Outcome, Score, score, scored
+from autopar.validate.scores import Outcome, Score, failures, markdown, score, scored, validated, worst
 from autopar.validate.session import LEAST_SEEN, Session
 from tools.evidence.noise import bounds_table
 from tools.revision import revision

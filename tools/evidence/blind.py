@@ -16,9 +16,8 @@ from typing import Any
 from autopar.cli.options import progress
 from autopar.errors import UsageError
 from autopar.util.formatting import percent
-from autopar.validate.report import failures, validated, worst
 from autopar.validate.runs import Run
-from autopar.validate.scores import Outcome, Score, evaluate
+from autopar.validate.scores import Outcome, Score, evaluate, failures, validated, worst
 from autopar.validate.session import Session
 from tools.revision import revision
 
@@ -96,7 +95,7 @@ def hidden(runs: Sequence[Run]) -> tuple[Run, ...]:
     return tuple(replace(run, source=f"unnamed {numbers[run.release]}", name=f"row {run.line}") for run in runs)
 
 
-def figures(session: Session, outcome: Outcome, progress: Callable[[str, int, int], None] | None = None) -> Figures:
+def figures(session: Session, outcome: Outcome, progress: Callable[[str, int, int], None] = lambda *_: None) -> Figures:
     """The figures of one test; lays out and predicts its runs once more with their names hidden."""
     unnamed = evaluate(Session(hidden(session.runs), place=session.place, progress=progress))
     return Figures(

@@ -223,7 +223,7 @@ def _load(parallel: Any, saved: tuple[set[str], dict[str, Any]], record: Any) ->
     loading.source.values, loading.source.tensors = values, names
     record.phase = LOADS
     with (
-        mock.patch.object(series, "Loading", mock.Mock(begin=lambda *_, **__: loading)),
+        mock.patch.object(series, "Loading", return_value=loading),
         mock.patch.object(contents, "compute_local_shape_and_global_offset", _places()),
         mock.patch.object(world.Peers, "all_gather", lambda self, value: [value] * self.size),
     ):

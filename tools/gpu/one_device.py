@@ -121,7 +121,7 @@ def write_profile(
     device: torch.device,
     settings: Sequence[Setting],
     path: Path,
-    advance: Advance | None = None,
+    advance: Advance = lambda *_: None,
 ) -> OperatorFile:
     """Measures the device and every operator of the settings' plans, and writes ``path`` and its operators beside it.
 
@@ -158,7 +158,7 @@ def compare(
     *,
     device_type: str,
     folder: Path,
-    advance: Advance | None = None,
+    advance: Advance = lambda *_: None,
 ) -> Comparison:
     """Runs every plan of the setting that ``folder`` has no measurement of, and predicts all by each profile.
 

@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 from autopar.errors import PlanError, UsageError
 from autopar.graph.graph import Graph, Padding
 from autopar.runtime.checkpoint.checkpoint_index import encode_state
-from autopar.runtime.checkpoint.chunk_files import Part
 from autopar.runtime.step.gradients import RankParameter
 from autopar.runtime.world import Peers
 
@@ -128,6 +127,26 @@ def make_state(optimizer: Optimizer) -> list[Tensor]:
         for p, gradient in gradients:
             p.grad = gradient
     return stateless
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A box of a tensor to write or read: ``value`` has the elements from ``offset`` on of the tensor ``name`` of shape ``whole``."""
+
+    name: str
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    value: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the box."""
+        return tuple(self.value.shape)
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """The slices that cut the box out of the complete tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True))
 
 
 @dataclass(slots=True, kw_only=True)

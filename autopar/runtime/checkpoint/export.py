@@ -18,9 +18,8 @@ import torch
 
 from autopar.errors import UsageError, first_line, shown
 from autopar.runtime.checkpoint.checkpoint_index import as_bytes
-from autopar.runtime.checkpoint.chunk_files import header, new_file
 from autopar.runtime.checkpoint.contents import WholeTensors
-from autopar.runtime.checkpoint.write import Staging, commit, write_synced
+from autopar.runtime.checkpoint.write import Staging, commit, header, new_file, write_synced
 from autopar.runtime.state_dict import Untrained
 from autopar.runtime.world import Peers
 from autopar.util.formatting import SIZE, bytes_of

@@ -2,25 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from io import BufferedReader
 from math import prod
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from autopar.errors import CheckpointError, PlanError
-from autopar.runtime.checkpoint.checkpoint_index import AGAIN
-from autopar.runtime.checkpoint.chunk_files import Folder, Part
+from autopar.errors import CheckpointError, PlanError, reason
+from autopar.runtime.checkpoint.checkpoint_index import AGAIN, Piece, as_bytes, chunk_rows, read
+from autopar.runtime.checkpoint.contents import Part
 from autopar.runtime.world import Peers
 
 OTHER = "The checkpoint is of another model or optimizer"
 _TAKE_SAME = "Load it with the model and the kind of optimizer that were saved"
 
 
-@dataclass(frozen=True, slots=True)
+class Folder:
+    """A folder that :mod:`autopar.runtime.checkpoint.write` wrote; each chunk is verified when it is read.
+
+    Attributes:
+        path: the folder.
+        digest: the digest of its index.
+        tensors: all its tensors, by name.
+        values: everything else.
+
+    Raises:
+        CheckpointError: a file cannot be read, or has changed since it was written; names file and tensor. All methods raise it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        index, self.digest = read(path)
+        self.tensors, self.values = index.tensors, index.values
+        self.path, self._files = path, index.files
+        self._verified: set[str] = set()
+
+    def check_files(self) -> None:
+        """Check that all files exist, and that their lengths and headers are as written."""
+        for name in self._files:
+            with self._opened(name):
+                pass
+
+    def rows(self, name: str, piece: Piece, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield rows ``first`` to ``stop - 1`` of a piece of the tensor ``name``, chunk by chunk, each with the number of its first row."""
+        dtype, shape = self.tensors[name].dtype, piece.shape or (1,)
+        each, row = chunk_rows(piece.shape, dtype.itemsize), prod(shape[1:])
+        with self._opened(piece.file) as file:
+            for chunk in range(first // each, (stop + each - 1) // each):
+                begin, end = chunk * each, min(chunk * each + each, shape[0])
+                data = torch.empty((end - begin) * row * dtype.itemsize, dtype=torch.uint8)
+                file.seek(piece.start + begin * row * dtype.itemsize)
+                count = file.readinto(as_bytes(data))
+                if count != data.numel() or crc32(as_bytes(data)) != piece.sums[chunk]:
+                    raise self._damaged(
+                        piece.file, f"{name} is not what was written (rows {begin} to {end - 1} of a part)"
+                    )
+                low, high = max(first, begin), min(stop, end)
+                values = data.view(dtype).view(end - begin, *shape[1:])
+                yield low, values[low - begin : high - begin]
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[BufferedReader]:
+        """Enter the context of a data file; its length and header are verified when it is first opened."""
+        try:
+            with (self.path / name).open("rb") as file:
+                if name not in self._verified:
+                    self._check(name, file)
+                    self._verified.add(name)
+                yield file
+        except OSError as error:
+            raise self._damaged(name, "a file cannot be read", reason(error)) from error
+
+    def _check(self, name: str, file: BufferedReader) -> None:
+        wanted = self._files[name]
+        length, begins = os.fstat(file.fileno()).st_size, crc32(file.read(wanted.header_bytes))
+        if length != wanted.num_bytes:
+            raise self._damaged(name, f"the file has {length} bytes of {wanted.num_bytes}")
+        if begins != wanted.header_sum:
+            raise self._damaged(name, "the file is another one, or its header has changed")
+
+    def _damaged(self, name: str, problem: str, got: str | None = None) -> CheckpointError:
+        where = str(self.path / name)
+        return CheckpointError(f"The checkpoint is damaged: {problem}", where=where, got=got, fix=AGAIN)
+
+
 class Loading:
     """A checkpoint that is being loaded; all ranks begin one and call the same methods: first ``verify``, then ``put`` with the same parts.
 
@@ -33,17 +103,14 @@ class Loading:
         PlanError: it does not fit, or ranks load different ones; raised on all ranks.
     """
 
-    peers: Peers
-    source: Folder
-
-    @classmethod
-    def begin(cls, path: Path, peers: Peers) -> Loading:
+    def __init__(self, path: Path, peers: Peers) -> None:
         """Open the folder on every rank, and check that it is the same one."""
+        self.peers = peers
         with peers.failing_together():
-            source = Folder(path)
+            self.source = Folder(path)
             if peers.rank == 0:
-                source.check_files()
-        digests = peers.all_gather(source.digest)
+                self.source.check_files()
+        digests = peers.all_gather(self.source.digest)
         other_rank = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), 0)
         if other_rank:
             raise PlanError(
@@ -51,7 +118,6 @@ class Loading:
                 where=str(path),
                 fix="Choose the folder on one rank, and send its name to the others",
             )
-        return cls(peers, source)
 
     def check_holds(self, names: Sequence[str], missing_settings: Sequence[str] = ()) -> None:
         """Check that the checkpoint has what all ranks need.

@@ -19,9 +19,8 @@ from torch.optim import Optimizer
 from autopar.errors import AutoparError, CheckpointError, PlanError, UsageError, check_counts, check_flags
 from autopar.plan.plan import Plan
 from autopar.runtime.checkpoint import checkpoint_index, contents
-from autopar.runtime.checkpoint.chunk_files import Folder
 from autopar.runtime.checkpoint.contents import RankContents, Settings, part_of
-from autopar.runtime.checkpoint.load import Loading, saved_state, whole
+from autopar.runtime.checkpoint.load import Folder, Loading, saved_state, whole
 from autopar.runtime.checkpoint.write import Save, copied_to_host
 from autopar.runtime.checks import check_model
 from autopar.runtime.state_dict import State, Untrained
@@ -126,7 +125,7 @@ class Checkpointed:
             self.check_optimizer(optimizer)
         without_state = [] if optimizer is None else contents.make_state(optimizer)
         try:
-            return self._load(Loading.begin(Path(path), self.peers), optimizer, given)
+            return self._load(Loading(Path(path), self.peers), optimizer, given)
         except PlanError:
             if optimizer is not None:
                 for parameter in without_state:  # whose states have counted a step
