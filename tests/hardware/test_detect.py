@@ -27,14 +27,12 @@ def interpreter(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> N
 
 
 SMALLER = """
-from importlib.util import find_spec
-from pathlib import Path
+import runpy
 from autopar.measure import timers
 timers.SMALLEST_DIMS["cpu"], timers.LARGE_DIM["cpu"], timers.COPY_BYTES["cpu"] = (1, 16, 64), 64, 2**20
-text = Path(find_spec("autopar.measure.worker").origin).read_text()
-exec(compile(text.replace("ROUNDS, BUDGET_S = 5,", "ROUNDS, BUDGET_S = 2,"), "worker", "exec"), {"__name__": "__main__"})
+runpy.run_module("autopar.measure.worker", run_name="__main__", alter_sys=True)
 """
-"""All that workers measure, of small matrices and copies, in two rounds."""
+"""All that workers measure, of small matrices and copies."""
 
 
 @pytest.mark.distributed

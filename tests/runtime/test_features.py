@@ -51,7 +51,7 @@ def losses(model: nn.Module, subject: Any, count: int) -> list[float]:
 @pytest.mark.parametrize(
     ("kind", "precision"),
     [("gpt2", FP32), ("llama", FP32), ("llama", BF16), ("gpt2", FP16)],
-    ids=lambda value: str(value),
+    ids=["gpt2-fp32", "llama-fp32", "llama-bf16", "gpt2-fp16"],
 )
 def test_one_rank_trains_as_the_model_itself(kind: str, precision: Any, device: str) -> None:
     subject = HfSubject(kind)
