@@ -33,7 +33,7 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        text = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4, "vocab_size": 256}
+        text = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 256}
         rotary = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
         config = Qwen2_5_VLConfig(
             text_config={**text, "hidden_size": 64, "intermediate_size": 128, "rope_parameters": rotary},

@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import os
 import subprocess
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from autopar.errors import AutoparError
 from autopar.planner.space.pins import Pins
 from autopar.verification.rank_pool import WorkerPool
 from tools.gpu import __main__ as gpu
@@ -42,8 +45,30 @@ def test_every_axis_has_a_plan_whose_degrees_are_the_ranks(num_ranks: int) -> No
     assert len({case.name for case in cases_of(num_ranks)}) == len(cases_of(num_ranks))
 
 
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(2) as workers:
+        yield workers
+
+
+def ranks_that_write(arguments: list[str], log: str) -> None:
+    """A rank, whose errors go to a file, as the alarm ends the process."""
+    with Path(log).open("a") as file:
+        os.dup2(file.fileno(), 2)
+    ranks.main(arguments)
+
+
 @pytest.mark.distributed
-def test_a_failure_is_told(tmp_path: Path) -> None:
+def test_a_failure_is_told(pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By ranks of worker processes; how torchrun would be started: ``test_ranks_on_cpus_see_no_gpu_of_the_machine``."""
+
+    def job(_: argparse.Namespace, log: Path, arguments: list[str]) -> tuple[int, str]:
+        assert arguments[:2] == ["-m", "tools.gpus.ranks"]
+        with pytest.raises(AutoparError, match="rank 0: the process died"):
+            pool.run(ranks_that_write, arguments[2:], str(log), timeout_s=60.0)
+        return 1, log.read_text(encoding="utf-8")
+
+    monkeypatch.setattr(gpus, "_torchrun", job)
     assert gpus.main(["--device", "cpu", "--ranks", "2", "--out", str(tmp_path), "--only", "failure"]) == 0
     found: dict[str, Any] = json.loads((tmp_path / "gpus.json").read_text(encoding="utf-8"))
     assert found["failure"]["is_told"]
@@ -51,16 +76,14 @@ def test_a_failure_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_plans_are_held_against_one_device(tmp_path: Path) -> None:
+def test_a_plan_is_held_against_one_device(pool: WorkerPool, tmp_path: Path) -> None:
     chosen = {case.name: (number, case.precision) for number, case in enumerate(cases_of(2))}
-    with WorkerPool(2) as pool:
-        for name in ("tensor parallel, GPT-2", "experts over data in bf16"):
-            number, precision = chosen[name]
-            result = tmp_path / f"{number}.json"
-            pool.run(ranks.main, ["train", str(result), "cpu", str(number)], timeout_s=300.0)
-            row = json.loads(result.read_text(encoding="utf-8"))
-            assert gpus._is_right(row["loss_error"], row["parameter_error"], precision), row
-            assert row["num_parameters"] > 10 and row["step_s"] > 0 and row["predicted_s"] > 0
+    number, precision = chosen["tensor parallel, GPT-2"]
+    result = tmp_path / f"{number}.json"
+    pool.run(ranks.main, ["train", str(result), "cpu", str(number)], timeout_s=300.0)
+    row = json.loads(result.read_text(encoding="utf-8"))
+    assert gpus._is_right(row["loss_error"], row["parameter_error"], precision), row
+    assert row["num_parameters"] > 10 and row["step_s"] > 0 and row["predicted_s"] > 0
 
 
 def test_ranks_on_cpus_see_no_gpu_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

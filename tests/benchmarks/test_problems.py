@@ -1,4 +1,6 @@
 import json
+from collections.abc import Iterator
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -93,9 +95,18 @@ def test_candidates_that_beat_a_plan_or_its_bound_are_counted() -> None:
     assert [found[key] for key in keys] == [5, 4, 2, 1, "c", 0.8]
 
 
-@pytest.mark.slow
-def test_a_tiny_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All commands of a test ask the same worker."""
     monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path / "cache"))
+    with problems.tree_of(None) as tree, problems.Worker(tree) as worker:
+        monkeypatch.setattr(problems, "Worker", lambda _: nullcontext(worker))
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_process")
+def test_a_tiny_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, out, pools = tmp_path / "problems.toml", tmp_path / "results.json", tmp_path / "pools.json"
     file.write_text(TINY)
     given = ["--problems", str(file)]

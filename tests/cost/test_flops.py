@@ -91,7 +91,7 @@ def _spared(op: Op, graph: Graph) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in {"Mistral", "Qwen3", "Mixtral"}])
 def test_flops_of_a_family_are_those_that_torch_counts(family: str) -> None:
     spec, tokens = FAMILIES[family]
     source = resolve_model(spec, sequence_length=tokens)

@@ -174,12 +174,9 @@ def verified(workers: WorkerPool, subject: Subject, plan: Plan, graph: Graph, **
                  "tp: change of type S(0) to R", id="a sum forgotten backward"),
     pytest.param(lambda: made(Mesh(pp=2, dp_replicate=2)), 3, "layer_norm", "gradient", f"{GRADIENT}add_11", (2, 3),
                  "batch: ", id="the second stage, backward"),
-    pytest.param(with_ring, 2, "attention_ring", "value", VALUE, (0, 1), "cp: ring", id="a split sequence"),
-    pytest.param(with_ring, 1, "attention_ring", "gradient", GRADIENT, (0, 1), "cp: ring", id="a split sequence, backward"),
+    pytest.param(with_ring, 1, "attention_ring", "gradient", GRADIENT, (0, 1), "cp: ring", id="a split sequence"),
     pytest.param(lambda: of_family(f"hf:mixtral?{_TEXT}&num_key_value_heads=2&num_local_experts=4&num_experts_per_tok=2", "tp=2"),
                  "layers.0.mlp", "autopar.experts", "gradient", GRADIENT, (0, 1), "tp: ", id="Mixtral"),
-    pytest.param(lambda: of_family("hf:t5?num_layers=1&d_model=16&d_kv=8&num_heads=2&d_ff=32&vocab_size=32", "tp=2"),
-                 "decoder.block.0.layer.1", "scaled_dot_product_attention", "one_rank", VALUE, (1,), "tp: ", id="T5"),
     pytest.param(lambda: of_family(f"hf:whisper?{_SPEECH}&d_model=16&max_source_positions=8&vocab_size=32&max_target_positions=8"
                                    "&num_mel_bins=8", "dp_replicate=2"),
                  "encoder", "aten.conv1d.default", "value", VALUE, (0, 1), "batch: ", id="Whisper"),

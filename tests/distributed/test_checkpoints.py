@@ -31,17 +31,16 @@ def test_every_bit_is_the_same_under_another_plan(pool: WorkerPool, tmp_path: Pa
 
 def test_damage_is_refused_by_all_ranks_alike(pool: WorkerPool, tmp_path: Path) -> None:
     """A thousand: ``tools.campaigns.checkpoints``."""
-    outcomes = campaign.damages(pool, tmp_path, "tp2 x dp2 ZeRO 3", range(32))
+    outcomes = campaign.damages(pool, tmp_path, "tp2 x dp2 ZeRO 3", range(16))
     assert {outcome.kind for outcome in outcomes} == set(campaign.KINDS)
     for outcome in outcomes:
         assert outcome.is_right, outcome
         assert campaign.is_refused_alike(outcome) or not any(outcome.said), outcome
-    assert sum(map(campaign.is_refused_alike, outcomes)) >= 24
+    assert sum(map(campaign.is_refused_alike, outcomes)) >= 12
 
 
 @pytest.mark.parametrize(
-    ("rank", "where"),
-    [(1, "write.write_parts"), (0, "write.commit"), (0, "beside write.write_parts"), (1, "beside write.write_parts")],
+    ("rank", "where"), [(1, "write.write_parts"), (0, "write.commit"), (1, "beside write.write_parts")]
 )
 def test_a_rank_that_is_killed_in_a_save_leaves_the_checkpoint_before(tmp_path: Path, rank: int, where: str) -> None:
     subject, plan, graph = planned_on(Mesh(dp_shard=2), zero_stage=3)

@@ -54,8 +54,12 @@ CLIPPED = {
 }  # fmt: skip
 """Whose losses, norms and parameters ``clips_as_one_device`` compares, in the tests of clipping and of steps on the host."""
 KINDS = ["gpt2", "llama", "llama-untied"]
+PARTS = {"tp2", "tp2 whole parameters", "dp4 ZeRO 3", "pp2 x dp2"}
+"""Of others: of tp4, of those parameters beside dp2, of HSDP and of pipelines with ZeRO."""
 REST = {name: mesh for name, (mesh, _) in layouts.LAYOUTS.items() if name not in CLIPPED}
-CASES = [(name, KINDS[n % (2 if mesh.pp > 1 else 3)]) for n, (name, mesh) in enumerate(REST.items())]
+CASES = [
+    (name, KINDS[n % (2 if mesh.pp > 1 else 3)]) for n, (name, mesh) in enumerate(REST.items()) if name not in PARTS
+]
 """Kinds in turn: of pipelines those that are tied, as tied tables concern stages."""
 
 
@@ -86,15 +90,11 @@ def with_experts(pins: str, **options: Any) -> Planned:
 
 
 EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "ep2 of dp4": ("ep=2 dp_replicate=4", {}),
     "ep4 of dp4 ZeRO 3": ("ep=4 dp_shard=4 zero=3", {}),
-    "ep4 of HSDP": ("ep=4 dp_replicate=2 dp_shard=2 zero=2", {}),
     "ep2 of HSDP": ("ep=2 dp_replicate=2 dp_shard=2 zero=3 recompute=selective", {}),
     "ep2 of dp2, width on tp2": ("ep=2 ep_data=2 tp=2", {}),
     "ep4 of tp4": ("ep=4 ep_data=1 tp=4", {}),
-    "pp2 x ep2": ("pp=2 ep=2 tp=1 schedule=1F1B", {}),
     "all experts of every token": ("ep=4 dp_shard=4", {"top_k": 4}),
-    "an expert without tokens": ("ep=4 dp_replicate=4", {"skewed": True}),
     "an expert without tokens, twice split": ("ep=4 ep_data=2 tp=2", {"top_k": 1, "skewed": True}),
     "auxiliary loss on dp4": ("ep=1 dp_replicate=4", {"balanced": True}),
     "auxiliary loss with ep2 x pp2": ("ep=2 pp=2 tp=1", {"balanced": True}),
@@ -160,7 +160,7 @@ def padded(kind: str, pins: str) -> Planned:
 @pytest.mark.parametrize(("pins", "length", "positions"), [
     (f"tp=4 {SPLIT}", 260, 20), (f"tp=2 dp_shard=2 zero=3 {SPLIT}", 258, 18),
     # what is padded follows from the degree, not from the typing: one graph is solved for, priced and run
-    ("tp=4 transformer.wte.weight=tp:S(1)", 260, 20), ("tp=4 transformer.wte.weight=tp:I", 260, 20),
+    ("tp=4 transformer.wte.weight=tp:S(1)", 260, 20),
 ])  # fmt: skip
 def test_257_tokens_and_17_positions_split(pool: WorkerPool, pins: str, length: int, positions: int) -> None:
     subject, plan, graph = padded("tied", pins)
@@ -272,7 +272,7 @@ def test_a_plan_with_unequal_stages_equals_one_device(pool: WorkerPool, pins: st
     # as of GPT-OSS: refused once for a sequence that is one longer than the model's
     ("sinks", "cp=2 tp=2 cp_attention=gather"), ("sinks", "cp=2 dp_shard=2 cp_attention=ulysses"),
     ("pictures", "pp=2 dp_replicate=2 micro_batch=1"), ("pictures", "tp=2 dp_shard=2 zero=3"),
-    ("summed", "dp_replicate=4 zero=0 micro_batch=2 bucket_bytes=1"), ("summed", "dp_replicate=4 micro_batch=1 bucket_bytes=1"),
+    ("summed", "dp_replicate=4 zero=0 micro_batch=2 bucket_bytes=1"),
     ("spectral", "pp=2 dp_shard=2 zero=3"),  # complex numbers go from stage to stage
 ])  # fmt: skip
 def test_unusual_models_equal_one_device(pool: WorkerPool, kind: str, pins: str) -> None:
@@ -283,7 +283,7 @@ def test_unusual_models_equal_one_device(pool: WorkerPool, kind: str, pins: str)
 
 @pytest.mark.parametrize(("kind", "pins"), [
     ("rolling", "dp_shard=2"), ("choosy", "dp_replicate=2 micro_batch=1"), ("choosy", "dp_shard=2 zero=3"), ("choosy", "tp=2"),
-    ("sparing", "dp_shard=2 zero=2 micro_batch=1"), ("sparing", "dp_replicate=2 micro_batch=2"), ("sparing", "tp=2"),
+    ("sparing", "dp_shard=2 zero=2 micro_batch=1"), ("sparing", "dp_replicate=2 micro_batch=2"),
 ])  # fmt: skip
 def test_what_is_not_traced_runs_in_float64_too(pool: WorkerPool, kind: str, pins: str) -> None:
     """A parameter to which no rank has a gradient decays by no optimizer, and all ranks sum the same gradients."""
@@ -333,7 +333,7 @@ def test_stages_train_beside_some_without_a_gradient(pool: WorkerPool, layout: s
 
 @pytest.mark.parametrize(("pins", "micro_batches"), [
     ("tp=2 dp_replicate=2", 1), ("dp_shard=4 zero=3 recompute=full", 1), ("pp=2 dp_replicate=2 recompute=full", 1),
-    ("tp=2 dp_replicate=2 num_micro_batches=4", 4), ("pp=2 dp_replicate=2 recompute=full num_micro_batches=4", 4),
+    ("pp=2 dp_replicate=2 recompute=full num_micro_batches=4", 4),
 ])  # fmt: skip
 def test_buffers_that_steps_change_equal_those_of_one_device(pool: WorkerPool, pins: str, micro_batches: int) -> None:
     """Of one micro-batch statistics too; a step of several changes the other buffers once."""

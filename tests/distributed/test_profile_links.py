@@ -25,7 +25,9 @@ def measure(path: str, wrong: str, timeout_s: float) -> Any:
         return None
     collectives = {kind: refuse if kind == wrong else run for kind, run in COLLECTIVES.items()}
     store, grace = dist.distributed_c10d._get_default_store(), {"grace_s": 0.5} if wrong == "gone" else {}
-    limits = Limits(budget_s=30.0, collective_timeout_s=timeout_s, max_bytes=LARGEST, **grace)
+    limits = Limits(
+        budget_s=1.0 if wrong == "gone" else 30.0, collective_timeout_s=timeout_s, max_bytes=LARGEST, **grace
+    )
     job = LinkJob(store, node=0, device=torch.device("cpu"), limits=limits, collectives=collectives)
     try:
         found = measure_links(job, Path(path))

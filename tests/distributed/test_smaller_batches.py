@@ -64,7 +64,7 @@ SIZES = (16, 15, 7, 8, 1)
 """Of a plan's 16: complete, odd, less than a sample for each rank, and as many as a rank may take of a complete one."""
 
 MICRO_BATCHES = {
-    "dp4": 4, "dp4 ZeRO 3": 2, "tp2 x dp2 ZeRO 1": 8, "pp2 x dp2": 2, "pp2 two virtual stages": 4,
+    "dp4": 4, "dp4 ZeRO 3": 2, "tp2 x dp2 ZeRO 1": 8, "pp2 two virtual stages": 4,
     "pp2 x dp2 ZeRO 3 made again": 4,
 }  # fmt: skip
 
@@ -123,7 +123,7 @@ def traced(kind: type[nn.Module]) -> Graph:
 
 
 @pytest.mark.parametrize(("kind", "layout"), [
-    *((Residual, layout) for layout in MEETING_LAYOUTS), (Routed, "dp4 ZeRO 3 recomputed"), (Routed, "tp2 x dp2"),
+    *((Residual, layout) for layout in MEETING_LAYOUTS if layout != "tp2 x dp2"), (Routed, "dp4 ZeRO 3 recomputed"), (Routed, "tp2 x dp2"),
 ])  # fmt: skip
 def test_smaller_batches_of_samples_that_meet_equal_one_device(pool: WorkerPool, kind: Any, layout: str) -> None:
     """Batch norms, and losses of means, in steps and evaluations; but for the steps of so many samples as are refused."""

@@ -19,7 +19,6 @@ from tests.support.planner.tasks import planner_of
 ROUNDING = 1e-9
 CLUSTER = Cluster.parse("h100-sxm5-80gb:1x8")
 MODELS = {
-    "gpt": ("gpt:layers=2,hidden=256,heads=4,vocab=1024", 64),
     "llama": (
         "hf:llama?hidden_size=256&intermediate_size=512&num_hidden_layers=2&num_attention_heads=8&num_key_value_heads=4&vocab_size=512",
         128,

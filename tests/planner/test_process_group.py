@@ -210,7 +210,7 @@ def written(plan: Plan, folder: Path) -> bytes:
     return (folder / "plan.json").read_bytes()
 
 
-CASES = [("alike", "default"), ("alike", "quick"), ("mixed", "default")]
+CASES = [("alike", "default"), ("mixed", "default")]
 
 
 @pytest.mark.slow

@@ -106,10 +106,9 @@ def test_bounds_read_pinned_stages(pins: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["cpu:1x4", "cpu:2x2"])
-def test_bounds_hold_where_links_are_measured_in_pieces(text: str) -> None:
+def test_bounds_hold_where_links_are_measured_in_pieces() -> None:
     for seed, made in enumerate((mixture_graph(), family("gpt:layers=4,hidden=64,heads=4,vocab=300", 32))):
-        cluster = in_pieces(Cluster.parse(text), random.Random(seed))
+        cluster = in_pieces(Cluster.parse("cpu:2x2"), random.Random(seed))
         check_search(partial(planner_of, made, cluster=cluster))
 
 

@@ -32,7 +32,6 @@ def mixed() -> Cluster:
 
 ODD = [
     # model, tokens, cluster, batch, pins
-    ("gpt:layers=3,hidden=512,heads=8,vocab=20011", 64, A100, 64, ()),
     ("gpt:layers=3,hidden=516,heads=6,vocab=20011", 60, A100, 48, ()),  # heads of 86, rows of 516
     ("llama:layers=2,hidden=512,heads=8,ffn=1370,vocab=20011", 50, "a100-sxm4-80gb:2x2", 24, ()),
     ("llama:layers=2,hidden=256,heads=4,vocab=20011", 252, A100, 8, ("cp>=2", "cp_attention=ring")),

@@ -224,11 +224,11 @@ def test_megatrons_sequence_parallelism_is_expressed_to_the_byte() -> None:
 @pytest.mark.slow
 @NEEDS_PUBLISHED
 def test_published_rows_are_expressed() -> None:
-    """One in eight of each release; `autopar validate` is what does all of them."""
+    """One in 24 of each release; `autopar validate` is what does all of them."""
     published = read_runs(PUBLISHED)
     assert len(published) == 373
     releases = sorted({run.release for run in published})
-    runs = [run for release in releases for run in [r for r in published if r.release == release][::8]]
+    runs = [run for release in releases for run in [r for r in published if r.release == release][::24]]
     session = Session(runs, place=str(PUBLISHED))
     found = session.predictions()
     assert len(found) == len(runs)

@@ -143,9 +143,8 @@ def runs(names: Container[str]) -> Iterator[tuple[str, str, Case, int]]:
 
 
 IN_THE_SUITE = frozenset((
-    *("one rank", "tp", "tp x dp ZeRO 3", "dp replicated", "recompute selective", "t5 dp", "cp ring"),
-    *("1F1B rank 0", "interleaved x tp with dropout", "pp x cp"),
-    *("experts on one rank", "experts over data and tp, ZeRO 3 recomputed", "experts in a pipeline"),
+    *("tp", "recompute selective", "1F1B rank 0", "interleaved x tp with dropout", "pp x cp"),
+    *("experts on one rank", "experts over data and tp, ZeRO 3 recomputed"),
     *("dropout ZeRO 3", "dropout cp x tp", "fp16 scaled", "offloaded activations", "offloaded optimizer"),
     *("buffers", "regions"),
 ))  # fmt: skip
