@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -35,8 +36,7 @@ Make = Callable[[], tuple[Plan, Graph]]
 
 logger = logging.getLogger("autopar")
 _MADE, _POLL_S = "made", 0.2
-_TRAINERS = weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], weakref.ref[ParallelModel]]]()
-"""For each module the model that it was last a part of, and what trains a copy of it."""
+_MARK = "_autopar_trained"
 
 
 def launch(
@@ -98,17 +98,28 @@ def launch(
     return parallel
 
 
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """A mark on a module: the model that it was last a part of, and what trains its copy; copies and pickles of the module have none."""
+
+    model: weakref.ref[nn.Module]
+    parallel: weakref.ref[ParallelModel]
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
+
+
 def _mark(model: nn.Module, parallel: ParallelModel) -> None:
-    """Note the modules whose parameters ``parallel`` trains, and warn of those that another model shares with this one."""
-    trainer, shared = (weakref.ref(model), weakref.ref(parallel)), list[str]()
+    """Mark the modules whose parameters ``parallel`` trains, and warn of those that another model shares with this one."""
+    mark, shared = _Trained(weakref.ref(model), weakref.ref(parallel)), list[str]()
     for path, module in model.named_modules():
         trained = [name for name, p in module.named_parameters(path, recurse=False) if p.requires_grad]
         if not trained:
             continue
-        whole, trains = _TRAINERS.get(module, trainer)
-        if trains() is not None and whole() is not model:
+        other = module.__dict__.get(_MARK)
+        if other is not None and other.parallel() is not None and other.model() is not model:
             shared += trained
-        _TRAINERS[module] = trainer
+        module.__dict__[_MARK] = mark
     if shared and dist.get_rank() == 0:
         logger.warning(
             "%d parameters of this model, such as %s, are in another parallel model too, which trains a copy of them: neither sees the steps "
