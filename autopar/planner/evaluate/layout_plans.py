@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from autopar.cost.model import CostModel, StageCost, Step, predict_shares, shared_memory, shared_step_s
 from autopar.errors import InfeasibleError
@@ -50,6 +51,7 @@ class LayoutPlans:
         self.context, self.options = context, options
         self.maker, self.rank_devices, self.blocks_of = maker, maker.rank_devices, maker.blocks_of
         self.pinned, self.buckets = dict(context.stages), context.buckets
+        self._has_given_stages = bool(self.pinned or context.offloaded or context.space.equal_stages)
 
     def best(
         self, candidate: Candidate, layout: PricedLayout, at_most_s: float, *, may_fit: bool
@@ -83,6 +85,8 @@ class LayoutPlans:
             return failures[0]
         if problem.devices_differ:
             best = self._searched(improved, problem, best)
+        elif candidate.virtual_stages > 1 and not self._has_given_stages:
+            best = self._searched(partial(improved, is_quick=True), problem, best)
         return self._bucketed(problem, best)
 
     def improved(self, plan: Evaluation) -> Evaluation:
@@ -93,9 +97,8 @@ class LayoutPlans:
         if plan.candidate.mesh.pp == 1:
             return plan
         problem = self.problem(plan.candidate, plan.layout).with_buckets(plan.bucket_bytes)
-        is_given = self.pinned or self.context.offloaded or self.context.space.equal_stages
-        # Given stages stay; where devices differ, the evaluation has already improved them.
-        if not is_given and not problem.devices_differ:
+        # Given stages stay; where devices differ, the evaluation has already improved them to the end.
+        if not self._has_given_stages and not problem.devices_differ:
             plan = self._searched(improved, problem, plan)
         return self._bucketed(problem, self._searched(exchanged, problem, plan))
 

@@ -252,22 +252,29 @@ TRIED_CUTS, TRIED_ACTIONS = 60, 150_000
 Small pipelines are searched to the end so, which 60 cuts seldom reach (docs/adr/0023 compares other limits).
 """
 
+TRIES = 10
+"""The most changes that a quick local search tries in succession without a shorter step, including those that turn out not to fit."""
+
 LEAST_GAIN = 1e-6
 """The least reduction of the step, relative to it, for which a move is accepted."""
 
 
-def improved(problem: CutProblem, fitting: Fitting, time_s: float) -> Fitting:
+def improved(problem: CutProblem, fitting: Fitting, time_s: float, *, is_quick: bool = False) -> Fitting:
     """Return the cut that a local search ends with, over moves of one block from one stage to another; the same cut if none is quicker.
 
     Args:
         problem: the problem.
         fitting: a cut that fits.
         time_s: the simulated seconds of its step.
+        is_quick: end after :data:`TRIES` cuts without a gain; a pipeline of which not so many are tried is left as it is.
     """
+    most = TRIED_ACTIONS // (2 * problem.num_stages * problem.candidate.num_micro_batches)
+    if is_quick and most < TRIES:
+        return fitting
     moves, covers, masks = _Moves(problem, fitting), RankCovers(problem), problem.masks()
-    seen, best = {fitting.stops}, fitting
-    most = max(TRIED_CUTS, TRIED_ACTIONS // (2 * problem.num_stages * problem.candidate.num_micro_batches))
-    while len(seen) <= most:
+    seen, best, in_vain = {fitting.stops}, fitting, 0
+    while len(seen) <= max(TRIED_CUTS, most) and not (is_quick and in_vain == TRIES):
+        in_vain += 1
         stops = moves.most_promising(seen, time_s * (1 - LEAST_GAIN), masks)
         if stops is None:
             break
@@ -277,7 +284,7 @@ def improved(problem: CutProblem, fitting: Fitting, time_s: float) -> Fitting:
             continue
         neighbour_s = moves.add(neighbour)
         if neighbour_s < time_s * (1 - LEAST_GAIN):
-            best, time_s = neighbour, neighbour_s
+            best, time_s, in_vain = neighbour, neighbour_s, 0
             moves.begin(best)
     return refined(problem, best) if best is not fitting else fitting
 
