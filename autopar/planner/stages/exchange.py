@@ -18,9 +18,12 @@ from numpy.typing import NDArray
 
 from autopar.planner.stages.cut_problem import CutProblem, Fitting, Modes
 from autopar.planner.stages.recompute import OFFLOADED, BlockOption, Mode
-from autopar.planner.stages.refinement import LEAST_GAIN, TRIES, excess_bytes
+from autopar.planner.stages.refinement import LEAST_GAIN, excess_bytes
 
 Array = NDArray[np.float64]
+
+TRIES = 10
+"""The most changes that are tried in succession without a shorter step, including those that turn out not to fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

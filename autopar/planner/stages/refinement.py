@@ -252,8 +252,8 @@ TRIED_CUTS, TRIED_ACTIONS = 60, 150_000
 Small pipelines are searched to the end so, which 60 cuts seldom reach (docs/adr/0023 compares other limits).
 """
 
-TRIES = 10
-"""The most changes that a quick local search tries in succession without a shorter step, including those that turn out not to fit."""
+QUICK_TRIES = 4
+"""The cuts in succession without a gain after which a quick local search ends (docs/adr/0023: 4, 6 and 10 give the same plans)."""
 
 LEAST_GAIN = 1e-6
 """The least reduction of the step, relative to it, for which a move is accepted."""
@@ -266,14 +266,14 @@ def improved(problem: CutProblem, fitting: Fitting, time_s: float, *, is_quick: 
         problem: the problem.
         fitting: a cut that fits.
         time_s: the simulated seconds of its step.
-        is_quick: end after :data:`TRIES` cuts without a gain; a pipeline of which not so many are tried is left as it is.
+        is_quick: end after :data:`QUICK_TRIES` cuts without a gain; a pipeline of which not so many are tried is left as it is.
     """
     most = TRIED_ACTIONS // (2 * problem.num_stages * problem.candidate.num_micro_batches)
-    if is_quick and most < TRIES:
+    if is_quick and most < QUICK_TRIES:
         return fitting
     moves, covers, masks = _Moves(problem, fitting), RankCovers(problem), problem.masks()
     seen, best, in_vain = {fitting.stops}, fitting, 0
-    while len(seen) <= max(TRIED_CUTS, most) and not (is_quick and in_vain == TRIES):
+    while len(seen) <= max(TRIED_CUTS, most) and not (is_quick and in_vain == QUICK_TRIES):
         in_vain += 1
         stops = moves.most_promising(seen, time_s * (1 - LEAST_GAIN), masks)
         if stops is None:
