@@ -198,8 +198,10 @@ def test_local_search_shortens_the_step_and_keeps_what_is_allowed(graph: Graph) 
             if not problem.fits(first) or not any(allows(own, stops) for own in masks):
                 continue
             time_s = problem.time_s(first)
+            quick = improved(problem, first, time_s, is_quick=True)
             found = improved(problem, first, time_s)
-            assert problem.fits(found) and problem.time_s(found) <= time_s
+            assert problem.fits(quick) and problem.time_s(found) <= problem.time_s(quick) <= time_s
+            assert problem.fits(found)
             assert np.diff((0, *found.stops)).min() >= 1
             assert any(allows(own, found.stops) for own in masks)
             shorter += problem.time_s(found) < time_s
